@@ -1,0 +1,317 @@
+"""Handles: what a worker holds while it owns a lease, and the bytes that stand for it elsewhere.
+
+Opaque to everyone but the store that gave it out. All integers are little-endian, texts are a u32 length and UTF-8:
+
+    0x02 · wire version 0x01 · backend tag · execution_id · attempt_index u32 · attempt_id · lease_id
+         · lease_epoch u64 · lease_ttl_ms u64 · lane_id · worker_instance_id
+
+An older form, 0x01 followed directly by `execution_id`, is still read and means Valkey; it is never written.
+A handle made in this process knows its fields and is not encoded before someone wants its bytes.
+"""
+
+from __future__ import annotations
+
+import struct
+from enum import IntEnum, StrEnum
+from typing import Final
+
+import msgspec
+
+from flowfabric.errors import Corruption, HandleFromOtherBackend, InvalidInput
+from flowfabric.ids import (
+    AttemptId,
+    ExecutionId,
+    LaneId,
+    LeaseId,
+    WorkerInstanceId,
+    parse_execution_id,
+    parse_uuid,
+)
+
+
+class BackendTag(IntEnum):
+    """Which kind of store gave a handle out."""
+
+    VALKEY = 1
+    POSTGRES = 2
+    SQLITE = 3
+    MEMORY = 4
+
+    @property
+    def title(self) -> str:
+        """The name people know it by."""
+        return _TITLES[self]
+
+
+_TITLES: Final = {
+    BackendTag.VALKEY: "Valkey",
+    BackendTag.POSTGRES: "Postgres",
+    BackendTag.SQLITE: "SQLite",
+    BackendTag.MEMORY: "Memory",
+}
+
+
+class HandleKind(StrEnum):
+    """How its holder came to a handle."""
+
+    FRESH = "Fresh"
+    RESUMED = "Resumed"
+    SUSPENDED = "Suspended"  # returned by suspend; no lease-bound work can be done with it
+    RECLAIMED = "Reclaimed"
+
+
+class HandleFields(msgspec.Struct, frozen=True):
+    """What a handle says: whose attempt it is, under which lease."""
+
+    execution_id: ExecutionId
+    attempt_index: int
+    attempt_id: AttemptId
+    lease_id: LeaseId
+    lease_epoch: int
+    lease_ttl_ms: int
+    lane_id: LaneId
+    worker_instance_id: WorkerInstanceId
+
+
+class Handle:
+    """A worker's claim on an execution, good as long as its lease. Two handles are equal when their bytes are."""
+
+    __slots__ = ("_embedded", "_fields", "_opaque", "backend", "kind")
+
+    backend: Final[BackendTag]
+    kind: Final[HandleKind]
+
+    def __init__(self, backend: BackendTag, kind: HandleKind, opaque: bytes) -> None:
+        """A handle that came from elsewhere; nothing is read before it is opened."""
+        self.backend = backend
+        self.kind = kind
+        self._opaque: bytes | None = opaque
+        self._embedded: BackendTag | None = None
+        self._fields: HandleFields | None = None
+
+    @classmethod
+    def mint(cls, backend: BackendTag, kind: HandleKind, fields: HandleFields) -> Handle:
+        """A handle made here and now."""
+        handle = cls(backend, kind, b"")
+        handle._opaque = None
+        handle._embedded = backend
+        handle._fields = fields
+        return handle
+
+    @property
+    def opaque(self) -> bytes:
+        """The bytes to hand to others."""
+        if self._opaque is None:
+            assert self._fields is not None
+            self._opaque = encode(self._fields, self.backend)
+        return self._opaque
+
+    @property
+    def fields(self) -> HandleFields:
+        """What the handle says, whichever store it is from; `Corruption` when its bytes cannot be read."""
+        return self._open()[1]
+
+    def _open(self) -> tuple[BackendTag, HandleFields]:
+        if self._fields is None or self._embedded is None:
+            assert self._opaque is not None
+            self._embedded, self._fields = decode(self._opaque)
+        return self._embedded, self._fields
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Handle):
+            return NotImplemented
+        return (self.backend, self.kind, self.opaque) == (other.backend, other.kind, other.opaque)
+
+    def __hash__(self) -> int:
+        return hash((self.backend, self.kind, self.opaque))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Handle, (self.backend, self.kind, self.opaque)
+
+    def __repr__(self) -> str:
+        held = self._fields
+        said = f"{held.execution_id} attempt {held.attempt_index} epoch {held.lease_epoch}" if held else "unopened"
+        return f"<Handle {self.kind.value} {self.backend.title} {said}>"
+
+
+def open_handle(handle: Handle, expected: BackendTag) -> HandleFields:
+    """What the handle says, if a store of the expected kind gave it out.
+
+    Else `HandleFromOtherBackend`; the outer tag is looked at first, so that foreign bytes are not even read.
+    """
+    if handle.backend is not expected:
+        raise _foreign(expected, handle.backend)
+    embedded, fields = handle._open()
+    if embedded is not expected:
+        raise _foreign(expected, embedded)
+    return fields
+
+
+def _foreign(expected: BackendTag, actual: BackendTag) -> HandleFromOtherBackend:
+    return HandleFromOtherBackend(
+        f"expected={expected.title} actual={actual.title}", expected=expected.title, actual=actual.title
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The codec
+
+
+class Truncated(Corruption):
+    """The handle ends too early."""
+
+    needed: int
+    at: int
+    have: int
+
+
+class TrailingBytes(Corruption):
+    """The handle goes on after its end."""
+
+    pos: int
+    len: int
+
+
+class BadWireVersion(Corruption):
+    """The handle has a form that is not known here."""
+
+
+class BadV1Version(Corruption):
+    """These bytes are no handle."""
+
+
+class BadBackendTag(Corruption):
+    """The handle is from a store that is not known here."""
+
+
+class InvalidUtf8(Corruption):
+    """A text in the handle is not readable."""
+
+    field: str
+
+
+class ParseField(Corruption):
+    """An identifier in the handle is not well formed."""
+
+    field: str
+
+
+_MAGIC: Final = 0x02
+_LEGACY: Final = 0x01
+_WIRE_VERSION: Final = 0x01
+_U32: Final = struct.Struct("<I")
+_PAIR: Final = struct.Struct("<QQ")
+_TAGS: Final = {tag.value: tag for tag in BackendTag}
+
+
+def encode(fields: HandleFields, tag: BackendTag) -> bytes:
+    """The bytes of a handle; `InvalidInput` when a number does not fit its place."""
+    execution_id = fields.execution_id.encode()
+    attempt_id = fields.attempt_id.encode()
+    lease_id = fields.lease_id.encode()
+    lane_id = fields.lane_id.encode()
+    instance = fields.worker_instance_id.encode()
+    u32 = _U32.pack
+    try:
+        return b"".join(
+            (
+                bytes((_MAGIC, _WIRE_VERSION, tag)),
+                u32(len(execution_id)),
+                execution_id,
+                u32(fields.attempt_index),
+                u32(len(attempt_id)),
+                attempt_id,
+                u32(len(lease_id)),
+                lease_id,
+                _PAIR.pack(fields.lease_epoch, fields.lease_ttl_ms),
+                u32(len(lane_id)),
+                lane_id,
+                u32(len(instance)),
+                instance,
+            )
+        )
+    except struct.error as error:
+        raise InvalidInput("handle: attempt_index, lease_epoch or lease_ttl_ms out of range") from error
+
+
+def decode(data: bytes) -> tuple[BackendTag, HandleFields]:
+    """The embedded tag and the fields; a kind of `Corruption` when the bytes are not exactly one handle.
+
+    The whole form is checked before any identifier in it is parsed.
+    """
+    tag, at = _read_head(data)
+    execution_id, at = _read_text(data, at, "execution_id")
+    if at + 4 > len(data):
+        raise _truncated(data, at, 4)
+    (attempt_index,) = _U32.unpack_from(data, at)
+    attempt_id, at = _read_text(data, at + 4, "attempt_id")
+    lease_id, at = _read_text(data, at, "lease_id")
+    if at + 16 > len(data):
+        raise _truncated(data, at, 8 if at + 8 > len(data) else 16)
+    lease_epoch, lease_ttl_ms = _PAIR.unpack_from(data, at)
+    lane_id, at = _read_text(data, at + 16, "lane_id")
+    instance, at = _read_text(data, at, "worker_instance_id")
+    if at != len(data):
+        raise TrailingBytes(f"handle_codec: trailing bytes: pos={at} len={len(data)}", pos=at, len=len(data))
+    return tag, HandleFields(
+        execution_id=_read_execution_id(execution_id),
+        attempt_index=attempt_index,
+        attempt_id=AttemptId(_read_uuid(attempt_id, "attempt_id")),
+        lease_id=LeaseId(_read_uuid(lease_id, "lease_id")),
+        lease_epoch=lease_epoch,
+        lease_ttl_ms=lease_ttl_ms,
+        lane_id=LaneId(lane_id),
+        worker_instance_id=WorkerInstanceId(instance),
+    )
+
+
+def _read_head(data: bytes) -> tuple[BackendTag, int]:
+    """The tag, and where the fields begin."""
+    if not data:
+        raise _truncated(data, 0, 1)
+    if data[0] == _LEGACY:
+        return BackendTag.VALKEY, 1
+    if data[0] != _MAGIC:
+        raise BadV1Version(f"handle_codec: bad v1 version: 0x{data[0]:02x}")
+    if len(data) < 2:
+        raise _truncated(data, 1, 1)
+    if data[1] != _WIRE_VERSION:
+        raise BadWireVersion(f"handle_codec: bad wire version: 0x{data[1]:02x}")
+    if len(data) < 3:
+        raise _truncated(data, 2, 1)
+    tag = _TAGS.get(data[2])
+    if tag is None:
+        raise BadBackendTag(f"handle_codec: bad backend tag: 0x{data[2]:02x}")
+    return tag, 3
+
+
+def _read_text(data: bytes, at: int, field: str) -> tuple[str, int]:
+    start = at + 4
+    if start > len(data):
+        raise _truncated(data, at, 4)
+    end = start + _U32.unpack_from(data, at)[0]
+    if end > len(data):
+        raise _truncated(data, start, end - start)
+    try:
+        return data[start:end].decode(), end
+    except UnicodeDecodeError as error:
+        raise InvalidUtf8(f"handle_codec: invalid utf-8: field={field}", field=field) from error
+
+
+def _read_execution_id(text: str) -> ExecutionId:
+    try:
+        return parse_execution_id(text)
+    except InvalidInput as error:
+        raise ParseField("handle_codec: parse field: field=execution_id", field="execution_id") from error
+
+
+def _read_uuid(text: str, field: str) -> str:
+    try:
+        return parse_uuid(text, field)
+    except InvalidInput as error:
+        raise ParseField(f"handle_codec: parse field: field={field}", field=field) from error
+
+
+def _truncated(data: bytes, at: int, needed: int) -> Truncated:
+    have = len(data) - at
+    return Truncated(f"handle_codec: truncated: needed={needed} at={at} have={have}", needed=needed, at=at, have=have)
