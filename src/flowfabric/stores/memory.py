@@ -1,0 +1,336 @@
+"""Rows in dictionaries under one lock: for tests, for trying out, and as the plainest telling of the port."""
+
+from __future__ import annotations
+
+import operator
+import threading
+import time
+from bisect import bisect_left, bisect_right, insort
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from heapq import merge
+from itertools import islice, takewhile
+from typing import Any
+
+import msgspec
+from msgspec.structs import astuple, replace
+
+from flowfabric.handles import BackendTag
+from flowfabric.model.event import TOPIC_FIELDS, Event, FeedEvent, Topic
+from flowfabric.model.execution import Execution, LineKey, Payload
+from flowfabric.rules.change import Change, Delete, FromNow, Guard, Insert, LeaseCheck, LeaseWant, Patch, Put
+from flowfabric.stores.base import (
+    Collision,
+    Due,
+    FeedPage,
+    Held,
+    Loaded,
+    Scan,
+    Take,
+    Taken,
+    Unstorable,
+    Want,
+    Where,
+    lease_event,
+)
+from flowfabric.stores.codec import CODEC, RowCodec, check, check_events, encode
+from flowfabric.stores.rows import TABLES
+
+Key = tuple[Any, ...]
+
+
+class Shelf:
+    """The rows of one table by key, their keys in order, and the indexes of the catalogue."""
+
+    def __init__(self, codec: RowCodec, line_of: Callable[[LineKey], int]) -> None:
+        self.codec = codec
+        self.rows: dict[Key, Any] = {}
+        self.keys: list[Key] = []
+        self.indexes: dict[str, list[tuple[Any, ...]]] = {index.columns[0]: [] for index in codec.table.indexes}
+        self._columns = {index.columns[0]: index.columns for index in codec.table.indexes}
+        self._line_of = line_of
+
+    def put(self, key: Key, row: Any | None) -> Any | None:
+        """Set, replace or (None) drop a row; the row that was there."""
+        old = self.rows.pop(key, None)
+        if old is not None:
+            for entry, entries in self._entries(key, old):
+                del entries[bisect_left(entries, entry)]
+        if row is not None:
+            self.rows[key] = row
+            for entry, entries in self._entries(key, row):
+                insort(entries, entry)
+        if old is None and row is not None:
+            insort(self.keys, key)
+        elif old is not None and row is None:
+            del self.keys[bisect_left(self.keys, key)]
+        return old
+
+    def starting(self, prefix: Key) -> list[Key]:
+        """The keys that begin like this, in order."""
+        keys = islice(self.keys, bisect_left(self.keys, prefix), None)
+        return [*takewhile(lambda key: key[: len(prefix)] == prefix, keys)]
+
+    def value(self, row: Any, column: str) -> Any:
+        """A column as conditions and orders see it."""
+        return encode(getattr(row, column), self._line_of)
+
+    def meets(self, row: Any, where: Sequence[Where]) -> bool:
+        """Whether the row meets all conditions."""
+        return all(self._meets(self.value(row, one.column), one) for one in where)
+
+    def _meets(self, value: Any, one: Where) -> bool:
+        if one.op in ("set", "unset"):
+            return (value is None) == (one.op == "unset")
+        if value is None or one.value is None:
+            return False
+        if one.op == "in":
+            return value in [encode(choice, self._line_of) for choice in one.value]
+        wanted = encode(one.value, self._line_of)
+        return bool(value.startswith(wanted) if one.op == "starts" else _COMPARE[one.op](value, wanted))
+
+    def _entries(self, key: Key, row: Any) -> Iterator[tuple[tuple[Any, ...], list[tuple[Any, ...]]]]:
+        for first, columns in self._columns.items():
+            if getattr(row, first) is not None:
+                yield (*(self.value(row, column) for column in columns), *key), self.indexes[first]
+
+
+_COMPARE: dict[str, Callable[[Any, Any], bool]] = {
+    "=": operator.eq,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
+
+
+class MemoryStore:
+    """Rows of one process; they are gone when it ends."""
+
+    tag = BackendTag.MEMORY
+    commit_lanes = 1
+    batch_limit = 500
+
+    def __init__(self, clock: Callable[[], int] | None = None) -> None:
+        self._clock = clock or (lambda: time.time_ns() // 1_000_000)
+        self._lock = threading.Lock()
+        self._lines: dict[LineKey, int] = {}
+        self._shelves = {table.row: Shelf(CODEC[table.row], self._line_id) for table in TABLES}
+        self._feed: list[FeedEvent] = []
+        self._history: dict[str, list[FeedEvent]] = defaultdict(list)
+
+    async def open(self, *, migrate: bool) -> None:
+        """Nothing to connect to."""
+
+    async def close(self) -> None:
+        """Nothing to let go of."""
+
+    async def ping(self) -> int:
+        return self._clock()
+
+    async def load(self, wants: Sequence[Want]) -> Loaded:
+        with self._lock:
+            return Loaded(self._clock(), [self._starting(want.row, want.key) for want in wants])
+
+    async def commit(self, changes: Sequence[Change]) -> list[int | None]:
+        with self._lock:
+            now = self._clock()
+            lines = len(self._lines)
+            undo: list[tuple[Shelf, Key, Any]] = []
+            # Judged before anything is written, like everywhere: no two changes of one call meet in a root.
+            verdicts = [self._judge(change, now) for change in changes]
+            try:
+                for change, accepted in zip(changes, verdicts, strict=True):
+                    if accepted:
+                        self._write(change, now, undo)
+                        check_events(change.events)
+            except Unstorable:
+                for shelf, key, row in reversed(undo):
+                    shelf.put(key, row)
+                self._lines = dict(islice(self._lines.items(), lines))
+                raise
+            for change, accepted in zip(changes, verdicts, strict=True):
+                if accepted:
+                    self._tell(change.events, now)
+            return [now if accepted else None for accepted in verdicts]
+
+    async def take(self, take: Take) -> Taken:
+        with self._lock:
+            now = self._clock()
+            shelf, payloads = self._shelves[Execution], self._shelves[Payload]
+            heads = merge(*(self._free(line, now) for line in take.lines))
+            chosen = [(shelf.rows[key,], stamp) for (_, key), stamp in zip(heads, take.stamps, strict=False)]
+            rows = []
+            for row, stamp in chosen:
+                taken = replace(row, **take.fields(row, stamp, now))
+                shelf.put((row.execution_id,), taken)
+                reason = "claim_resumed" if row.next_type is None else None
+                self._tell([lease_event(taken, "acquired", reason)], now)
+                rows.append((taken, payloads.rows[row.execution_id,]))
+            return Taken(now, rows)
+
+    async def renew(self, leases: Sequence[Held]) -> list[int | None]:
+        with self._lock:
+            now = self._clock()
+            return [self._renew(held, now) for held in leases]
+
+    async def due(self, row: type[msgspec.Struct], column: str, *, limit: int, where: tuple[Where, ...] = ()) -> Due:
+        with self._lock:
+            now, rows, next_at = self._clock(), list[Any](), None
+            shelf = self._shelves[row]
+            entries = shelf.indexes[column]
+            width = len(shelf.codec.table.key)
+            for entry in entries:
+                if entry[0] <= now and len(rows) == limit:
+                    continue
+                one = shelf.rows[entry[-width:]]
+                if not shelf.meets(one, where):
+                    continue
+                if entry[0] > now:
+                    next_at = entry[0]
+                    break
+                rows.append(one)
+            return Due(now, rows, next_at)
+
+    async def scan(self, scan: Scan) -> list[Any]:
+        with self._lock:
+            shelf = self._shelves[scan.row]
+            order = scan.order + tuple(name for name in shelf.codec.table.key if name not in scan.order)
+            after = scan.after and tuple(encode(value, self._line_id) for value in scan.after)
+            found = []
+            for row in shelf.rows.values():
+                place = tuple(shelf.value(row, column) for column in order)
+                if (after is None or place[: len(after)] > after) and shelf.meets(row, scan.where):
+                    found.append((place, row))
+            return [row for _, row in sorted(found, key=operator.itemgetter(0))[: scan.limit]]
+
+    async def lines(self, lane_id: str | None = None) -> list[LineKey]:
+        with self._lock:
+            return sorted(line for line in self._lines if lane_id in (None, line.lane_id))
+
+    async def lanes(self, after: str | None, limit: int) -> list[str]:
+        with self._lock:
+            lanes = sorted({line.lane_id for line in self._lines})
+            return [lane for lane in lanes if after is None or lane > after][:limit]
+
+    async def feed(self, topic: Topic, after: int, limit: int) -> FeedPage:
+        with self._lock:
+            field = TOPIC_FIELDS[topic]
+            # Positions count from 1, so the entry after a position stands at that index.
+            news = islice(self._feed, after, None)
+            events = list(islice((one for one in news if getattr(one.event, field) is not None), limit))
+            if len(events) < limit:
+                return FeedPage(events, max(after, len(self._feed)))
+            return FeedPage(events, events[-1].position if events else after)
+
+    async def feed_end(self) -> int:
+        with self._lock:
+            return len(self._feed)
+
+    async def history(self, execution_id: str, topic: Topic, limit: int) -> list[FeedEvent]:
+        with self._lock:
+            field = TOPIC_FIELDS[topic]
+            told = self._history.get(execution_id, ())
+            newest = (one for one in reversed(told) if getattr(one.event, field) is not None)
+            return list(islice(newest, limit))[::-1]
+
+    def notify(self, topics: frozenset[str]) -> None:
+        """There is no other process."""
+
+    def on_wake(self, callback: Callable[[frozenset[str]], None]) -> None:
+        """There is no other process."""
+
+    def _line_id(self, line: LineKey) -> int:
+        return self._lines.setdefault(line, len(self._lines) + 1)
+
+    def _starting(self, row: type[msgspec.Struct], key: Key) -> list[Any]:
+        shelf = self._shelves[row]
+        return [shelf.rows[found] for found in shelf.starting(key)]
+
+    def _judge(self, change: Change, now: int) -> bool:
+        if change.not_before is not None and now < change.not_before:
+            return False
+        if change.not_after is not None and now > change.not_after:
+            return False
+        return all(self._holds(guard, now) for guard in change.guards)
+
+    def _holds(self, guard: Guard, now: int) -> bool:
+        row = self._shelves[guard.row].rows.get(guard.key)
+        if row is None or guard.revision is None:
+            return row is None and guard.revision is None
+        return row.revision == guard.revision and (guard.lease is None or _has_lease(row, guard.lease, now))
+
+    def _write(self, change: Change, now: int, undo: list[tuple[Shelf, Key, Any]]) -> None:
+        for write in change.writes:
+            if isinstance(write, Insert | Put):
+                shelf = self._shelves[type(write.row)]
+                key = shelf.codec.key(write.row)
+                if isinstance(write, Insert) and key in shelf.rows:
+                    raise Collision(f"{shelf.codec.table.name} {key}")
+                self._set(shelf, key, write.row, {}, change.id, now, undo)
+            else:
+                shelf = self._shelves[write.row]
+                if isinstance(write, Delete):
+                    undo += [(shelf, key, shelf.put(key, None)) for key in shelf.starting(write.key)]
+                else:
+                    self._patch(shelf, write, change.id, now, undo)
+
+    def _patch(self, shelf: Shelf, patch: Patch, change_id: int, now: int, undo: list[tuple[Shelf, Key, Any]]) -> None:
+        if unknown := set(patch.fields) - set(shelf.codec.columns):
+            raise Unstorable(f"{shelf.codec.table.name} has no column {sorted(unknown)}")
+        row = shelf.rows.get(patch.key)
+        if row is None or (patch.unless is not None and getattr(row, patch.unless) is not None):
+            return
+        self._set(shelf, patch.key, row, patch.fields, change_id, now, undo)
+
+    def _set(
+        self,
+        shelf: Shelf,
+        key: Key,
+        row: Any,
+        fields: dict[str, Any],
+        change_id: int,
+        now: int,
+        undo: list[tuple[Shelf, Key, Any]],
+    ) -> None:
+        values = dict(zip(shelf.codec.columns, astuple(row), strict=True)) | fields
+        if shelf.codec.revision_place is not None:
+            values["revision"] = change_id
+        for name, value in values.items():
+            if type(value) is FromNow:
+                values[name] = now + value.offset
+            check(shelf.codec.column[name], values[name])
+        undo.append((shelf, key, shelf.put(key, type(row)(**values))))
+
+    def _tell(self, events: Sequence[Event], now: int) -> None:
+        for event in events:
+            told = FeedEvent(len(self._feed) + 1, now, event)
+            self._feed.append(told)
+            self._history[event.execution_id].append(told)
+
+    def _free(self, line: LineKey, now: int) -> Iterator[tuple[int, str]]:
+        """Rank and id of the rows of a line without a grant in force, best first."""
+        shelf = self._shelves[Execution]
+        entries, number = shelf.indexes["line"], self._lines.get(line, 0)
+        for entry in islice(entries, bisect_left(entries, (number,)), bisect_right(entries, (number + 1,))):
+            granted_until = shelf.rows[entry[2],].granted_until
+            if granted_until is None or granted_until <= now:
+                yield entry[1], entry[2]
+
+    def _renew(self, held: Held, now: int) -> int | None:
+        shelf = self._shelves[Execution]
+        row = shelf.rows.get((held.execution_id,))
+        if row is None or (row.attempt_index, row.attempt_id) != (held.attempt_index, held.attempt_id):
+            return None
+        if not _has_lease(row, LeaseCheck(LeaseWant.LIVE, held.lease_id, held.lease_epoch), now):
+            return None
+        until = now + held.lease_ttl_ms
+        shelf.put((held.execution_id,), replace(row, lease_expires_at=until, lease_renewed_at=now))
+        self._tell([lease_event(row, "renewed")], now)
+        return until
+
+
+def _has_lease(row: Any, check: LeaseCheck, now: int) -> bool:
+    if row.lease_id != check.lease_id or row.lease_epoch != check.lease_epoch or row.lease_expires_at is None:
+        return False
+    return bool((row.lease_expires_at > now) == (check.want is LeaseWant.LIVE))
