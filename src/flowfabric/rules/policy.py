@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 from math import isfinite
-from typing import Final, TypeAlias, TypeVar, assert_never
+from typing import Final, TypeAlias, TypeGuard, TypeVar, assert_never
 
 import msgspec
 
@@ -86,10 +86,12 @@ DEFAULT_TERMS: Final = Terms()
 # Deciding by the terms
 
 
-def may_retry(terms: Terms, retry_count: int, category: str, klass: str) -> bool:
-    """Whether a failure is followed by another attempt; `retry_count` is the count before this failure."""
-    retry = terms.retry
-    if retry is None or klass in NEVER_RETRIED or retry_count >= retry.max_retries:
+def may_retry(retry: Retry | None, retry_count: int, category: str, klass: str | None = None) -> TypeGuard[Retry]:
+    """Whether a failure is followed by another attempt; `retry_count` is the count before this failure.
+
+    On the wire the category is all that tells the class, so without `klass` it stands for both.
+    """
+    if retry is None or retry_count >= retry.max_retries or (klass or category) in NEVER_RETRIED:
         return False
     return not retry.retryable_categories or category in retry.retryable_categories
 

@@ -1,0 +1,375 @@
+"""Keys and what they sign: the keystore's life, grant keys, waitpoint tokens.
+
+There is one keystore for a deployment: one current key that signs, and retired ones that verify until their own end.
+Functions here look at its rows and answer in plain data: what is so now, which rows to write, which kids to drop.
+
+A grant key and a waitpoint token are both `<kid>:<hex>` at heart, with HMAC-SHA-256 over `<kid>:` and a message. Who
+can show one has been given it; what it may do is still decided by the state of the thing it names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Final, TypeAlias
+
+import msgspec
+
+from flowfabric.errors import (
+    Corruption,
+    FabricError,
+    InvalidGraceMs,
+    InvalidInput,
+    InvalidKid,
+    InvalidSecretHex,
+    InvalidToken,
+    RotationConflict,
+    Unavailable,
+)
+from flowfabric.ids import ExecutionId, uuid_of
+from flowfabric.model.execution import Grant
+from flowfabric.model.keys import SigningKey
+
+Keys: TypeAlias = Sequence[SigningKey]
+
+MAX_GRACE_MS: Final = 2**53 - 1
+FIRST_KID: Final = "k1"
+
+_HEX = re.compile(r"(?:[0-9a-fA-F]{2})+").fullmatch
+_SEED_HEX = re.compile(r"[0-9a-fA-F]{64}").fullmatch
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The keystore
+
+
+class Seeded(msgspec.Struct, frozen=True):
+    """The keystore was empty and now has this key."""
+
+    kid: str
+
+
+class AlreadySeeded(msgspec.Struct, frozen=True):
+    """The key was there before and stays as it was."""
+
+    kid: str
+    same_secret: bool
+
+
+class Rotated(msgspec.Struct, frozen=True):
+    """Another key signs now; the one before verifies a while longer."""
+
+    previous_kid: str | None
+    new_kid: str
+    gc_count: int
+
+
+class Noop(msgspec.Struct, frozen=True):
+    """The key is known with this very secret; nothing changed."""
+
+    kid: str
+
+
+class KeyDecision(msgspec.Struct, frozen=True):
+    """An answer (or a refusal) about the keystore, the rows that will be, and the kids that will be gone."""
+
+    answer: Seeded | AlreadySeeded | Rotated | Noop | FabricError
+    put: tuple[SigningKey, ...] = ()
+    drop: tuple[str, ...] = ()
+
+
+class VerifyingKid(msgspec.Struct, frozen=True):
+    """A retired key that still verifies, and until when."""
+
+    kid: str
+    expires_at_ms: int
+
+
+class Kids(msgspec.Struct, frozen=True):
+    """Which keys are in use."""
+
+    current_kid: str | None
+    verifying: tuple[VerifyingKid, ...]
+
+
+def seed(keys: Keys, kid: str, secret_hex: str) -> KeyDecision:
+    """Put the first key into an empty keystore; safe to call on every boot, since it never overwrites one."""
+    if not _is_kid(kid):
+        return KeyDecision(InvalidInput("kid: empty or contains a colon"))
+    if not _SEED_HEX(secret_hex):
+        return KeyDecision(InvalidInput("secret_hex: exactly 64 hexadecimal digits expected"))
+    if known := _find(keys, kid):
+        return KeyDecision(AlreadySeeded(kid, _same_secret(known, secret_hex)))
+    if current := current_key(keys):
+        return KeyDecision(InvalidInput(f"kid {current.kid} is active; rotate to change keys", active_kid=current.kid))
+    return KeyDecision(Seeded(kid), put=(SigningKey(kid, secret_hex.lower(), current=True),))
+
+
+def install(keys: Keys, secret_hex: str) -> KeyDecision:
+    """What a booting server does with its configured secret: the first key, or nothing when there is one already."""
+    if not _HEX(secret_hex):
+        return KeyDecision(InvalidSecretHex())
+    if known := current_key(keys) or _find(keys, FIRST_KID):
+        return KeyDecision(AlreadySeeded(known.kid, _same_secret(known, secret_hex)))
+    return KeyDecision(Seeded(FIRST_KID), put=(SigningKey(FIRST_KID, secret_hex.lower(), current=True),))
+
+
+def check_rotation(kid: str, secret_hex: str, grace_ms: float) -> FabricError | None:
+    """What is wrong with the arguments of a rotation; such a fault fails the whole call."""
+    if not _is_kid(kid):
+        return InvalidKid(kid)
+    if not _HEX(secret_hex):
+        return InvalidSecretHex()
+    # Compared before it is taken as a whole number, so that NaN and the infinities are refused like the rest.
+    if isinstance(grace_ms, bool) or not 0 <= grace_ms <= MAX_GRACE_MS or grace_ms != int(grace_ms):
+        return InvalidGraceMs(str(grace_ms))
+    return None
+
+
+def rotate(keys: Keys, kid: str, secret_hex: str, grace_ms: float, now: int) -> KeyDecision:
+    """Let a new key sign. The one before verifies for `grace_ms` more; keys past their time are dropped.
+
+    A key that is known with the same secret changes nothing, one known with another secret is a `RotationConflict`.
+    """
+    if refused := check_rotation(kid, secret_hex, grace_ms):
+        return KeyDecision(refused)
+    if known := _find(keys, kid):
+        if known.current and not known.secret_hex:
+            return KeyDecision(Noop(kid), put=(msgspec.structs.replace(known, secret_hex=secret_hex.lower()),))
+        return KeyDecision(Noop(kid) if _same_secret(known, secret_hex) else RotationConflict(kid=kid))
+    current = current_key(keys)
+    gone = tuple(key.kid for key in keys if not key.current and _is_past(key, now))
+    fresh = SigningKey(kid, secret_hex.lower(), current=True)
+    if current is None:
+        return KeyDecision(Rotated(None, kid, len(gone)), put=(fresh,), drop=gone)
+    retired = msgspec.structs.replace(current, current=False, expires_at=now + int(grace_ms))
+    return KeyDecision(Rotated(current.kid, kid, len(gone)), put=(retired, fresh), drop=gone)
+
+
+def list_kids(keys: Keys, now: int) -> Kids:
+    """The current kid and the retired ones that still verify, sorted."""
+    current = current_key(keys)
+    verifying = sorted(
+        (key.kid, key.expires_at)
+        for key in keys
+        if not key.current and key.expires_at is not None and key.expires_at >= now
+    )
+    return Kids(current.kid if current else None, tuple(VerifyingKid(kid, end) for kid, end in verifying))
+
+
+def current_key(keys: Keys) -> SigningKey | None:
+    """The key that signs."""
+    return next((key for key in keys if key.current), None)
+
+
+def waitpoint_signer(keys: Keys) -> SigningKey | FabricError:
+    """The key for a new waitpoint token, or why none can be minted."""
+    current = current_key(keys)
+    if current is None:
+        return InvalidInput("hmac_secret_not_initialized")
+    return current if _HEX(current.secret_hex) else Corruption("invalid_secret")
+
+
+def grant_signer(keys: Keys, op: str) -> SigningKey | FabricError:
+    """The key for a new grant, or why nothing can be granted: without one every grant is refused."""
+    current = current_key(keys)
+    if current is None:
+        return Unavailable(op, "hmac_secret_not_initialized")
+    return current if _HEX(current.secret_hex) else Corruption("invalid_secret")
+
+
+def _is_kid(kid: str) -> bool:
+    return bool(kid) and ":" not in kid and not any("\ud800" <= character <= "\udfff" for character in kid)
+
+
+def _is_past(key: SigningKey, now: int) -> bool:
+    return key.expires_at is None or key.expires_at <= 0 or key.expires_at < now
+
+
+def _find(keys: Keys, kid: str) -> SigningKey | None:
+    return next((key for key in keys if key.kid == kid), None)
+
+
+def _same_secret(key: SigningKey, secret_hex: str) -> bool:
+    return hmac.compare_digest(key.secret_hex.lower().encode(), secret_hex.lower().encode())
+
+
+def _sign(secret_hex: str, kid: str, message: str) -> str:
+    return hmac.digest(bytes.fromhex(secret_hex), f"{kid}:{message}".encode("utf-8", "surrogatepass"), "sha256").hex()
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Grant keys
+
+
+class GrantFault(StrEnum):
+    """Why a grant key is not accepted."""
+
+    MALFORMED = "malformed"
+    EXPIRED = "expired"
+    UNKNOWN_KID = "unknown_kid"
+    UNKNOWN_GRANT = "unknown_grant"
+    SIGNATURE_MISMATCH = "signature_mismatch"
+
+
+_GRANT_KEY = re.compile(
+    r"pg:(?P<reclaim>reclaim:)?(?P<tag>\{fp:[0-9]{1,5}\}):(?P<uuid>[0-9a-fA-F-]{32,36}):(?P<expires>[0-9]{1,19})"
+    r":(?P<kid>[^:]+):(?P<digest>[0-9a-f]{64})"
+).fullmatch
+
+
+def sign_grant(
+    key: SigningKey,
+    execution_id: ExecutionId,
+    *,
+    worker_id: str,
+    worker_instance_id: str,
+    expires_at: int,
+    reclaim: bool = False,
+) -> str:
+    """The key that redeems a grant: bound to execution, worker, instance and end, and to claim or reclaim."""
+    tag, uuid = execution_id[: execution_id.index("}") + 1], uuid_of(execution_id)
+    message = _grant_message(tag, uuid, worker_id, worker_instance_id, expires_at, reclaim)
+    digest = _sign(key.secret_hex, key.kid, message)
+    return f"pg:{'reclaim:' if reclaim else ''}{tag}:{uuid}:{expires_at}:{key.kid}:{digest}"
+
+
+def grant_id(grant_key: str) -> str:
+    """What is stored of a grant key: its SHA-256, so that reading a store does not yield grants."""
+    return hashlib.sha256(grant_key.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def verify_grant(grant_key: str, grant: Grant | None, keys: Keys, now: int) -> GrantFault | None:
+    """Whether a key redeems the grant that is stored for the execution; None when it does.
+
+    The signature is compared with the worker and instance of the stored grant. Every key still in the keystore
+    verifies, retired ones too: a grant has an end of its own.
+    """
+    parts = _GRANT_KEY(grant_key)
+    if parts is None:
+        return GrantFault.MALFORMED
+    expires_at = int(parts["expires"])
+    if expires_at <= now:
+        return GrantFault.EXPIRED
+    signer = _find(keys, parts["kid"])
+    if signer is None or not _HEX(signer.secret_hex):
+        return GrantFault.UNKNOWN_KID
+    if grant is None:
+        return GrantFault.UNKNOWN_GRANT
+    reclaim = parts["reclaim"] is not None
+    message = _grant_message(
+        parts["tag"], parts["uuid"], grant.worker_id, grant.worker_instance_id, expires_at, reclaim
+    )
+    if not hmac.compare_digest(_sign(signer.secret_hex, signer.kid, message), parts["digest"]):
+        return GrantFault.SIGNATURE_MISMATCH
+    # Properly signed, and yet another one: superseded since, or of the other kind.
+    return None if hmac.compare_digest(grant_id(grant_key), grant.key_id) else GrantFault.UNKNOWN_GRANT
+
+
+def _grant_message(tag: str, uuid: str, worker: str, instance: str, expires_at: int, reclaim: bool) -> str:
+    return f"{tag}|{uuid}|{worker}|{instance}|{expires_at}{'|reclaim' if reclaim else ''}"
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Waitpoint tokens
+
+DIGEST_LENGTH: Final = 64
+
+
+class WaitpointToken:
+    """A bearer token that shows itself only when asked to, so that no log or traceback gives it away."""
+
+    __slots__ = ("_text",)
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def reveal(self) -> str:
+        """The token itself."""
+        return self._text
+
+    @property
+    def kid(self) -> str:
+        """The key it was signed with."""
+        return token_kid(self._text)
+
+    @property
+    def fingerprint(self) -> str:
+        """Enough of the digest to recognise a token, too little to use it."""
+        return token_fingerprint(self._text)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, WaitpointToken):
+            return NotImplemented
+        return _same_text(self._text, other._text)
+
+    def __hash__(self) -> int:
+        return hash(self._text)
+
+    def __repr__(self) -> str:
+        return redact(self._text)
+
+    __str__ = __repr__
+
+
+def mint_token(key: SigningKey, execution_id: str, waitpoint_id: str) -> str:
+    """The token that lets its bearer signal this waitpoint of this execution."""
+    return f"{key.kid}:{_sign(key.secret_hex, key.kid, f'{execution_id}:{waitpoint_id}')}"
+
+
+def verify_token(
+    token: str,
+    keys: Keys,
+    *,
+    execution_id: str,
+    waitpoint_id: str,
+    owner: str | None,
+    stored: str | None,
+    now: int,
+) -> FabricError | None:
+    """Why a token is refused, or None. `owner` and `stored` are the waitpoint's execution and token, if it exists.
+
+    A waitpoint that does not exist, or is another execution's, is refused in the very words of a wrong signature,
+    so that nobody can find out by asking which waitpoints there are.
+    """
+    if not token:
+        return InvalidToken("missing_token")
+    kid, colon, digest = token.partition(":")
+    if not colon or not kid or len(digest) != DIGEST_LENGTH:
+        return InvalidToken("invalid_token")
+    if current_key(keys) is None:
+        return InvalidInput("hmac_secret_not_initialized")
+    key = _find(keys, kid)
+    if key is None:
+        return InvalidToken("invalid_token")
+    if not key.current and (key.expires_at is None or key.expires_at < now):
+        return InvalidToken("token_expired")
+    if not _HEX(key.secret_hex):
+        return Corruption("invalid_secret")
+    # All three are looked at, whatever the first says: an answer must not come sooner for a waitpoint that is not there.
+    signed = _same_text(token, mint_token(key, execution_id, waitpoint_id))
+    kept = _same_text(token, stored or "")
+    return None if signed and kept and owner == execution_id else InvalidToken("invalid_token")
+
+
+def token_kid(token: str) -> str:
+    """The kid of a stored token."""
+    return token.partition(":")[0]
+
+
+def token_fingerprint(token: str) -> str:
+    """The first 16 hex digits of a stored token's digest."""
+    return token.partition(":")[2][:16]
+
+
+def redact(token: str) -> str:
+    """A token as it may be printed: its kid and the length of the rest."""
+    kid, colon, digest = token.partition(":")
+    return f"{kid}:<REDACTED:len={len(digest)}>" if colon and kid else "<REDACTED:malformed>"
+
+
+def _same_text(one: str, other: str) -> bool:
+    return hmac.compare_digest(one.encode("utf-8", "surrogatepass"), other.encode("utf-8", "surrogatepass"))
