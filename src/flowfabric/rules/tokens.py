@@ -349,7 +349,7 @@ def verify_token(
         return InvalidToken("token_expired")
     if not _HEX(key.secret_hex):
         return Corruption("invalid_secret")
-    # All three are looked at, whatever the first says: an answer must not come sooner for a waitpoint that is not there.
+    # All three are looked at, whatever the first says: no answer may come sooner for a waitpoint that is not there.
     signed = _same_text(token, mint_token(key, execution_id, waitpoint_id))
     kept = _same_text(token, stored or "")
     return None if signed and kept and owner == execution_id else InvalidToken("invalid_token")
