@@ -80,11 +80,15 @@ def check_offer(tokens: Collection[str]) -> InvalidInput | None:
     return None
 
 
-def check_presented(capabilities: str) -> InvalidCapabilities | None:
-    """What is wrong with the size of a worker's comma-joined list when a grant is asked for; None when nothing is."""
-    if len(capabilities.encode("utf-8", "surrogatepass")) > MAX_BYTES:
+def check_presented(capabilities: str | Collection[str]) -> InvalidCapabilities | None:
+    """What is wrong with the size of a worker's list when a grant is asked for, joined by commas or still apart.
+
+    The blanks that stray commas leave behind are not counted.
+    """
+    joined = capabilities if isinstance(capabilities, str) else ",".join(capabilities)
+    if len(joined.encode("utf-8", "surrogatepass")) > MAX_BYTES:
         return InvalidCapabilities("worker:too_many_bytes")
-    if len([token for token in capabilities.split(",") if token.strip()]) > MAX_TOKENS:
+    if sum(1 for token in joined.split(",") if token.strip()) > MAX_TOKENS:
         return InvalidCapabilities("worker:too_many_tokens")
     return None
 

@@ -18,7 +18,7 @@ from typing import Final, TypeAlias, TypeGuard, TypeVar, assert_never
 
 import msgspec
 
-from flowfabric.errors import InvalidInput, InvalidPolicyJson
+from flowfabric.errors import FabricError, InvalidInput, InvalidPolicyJson
 from flowfabric.ids import parse_uuid
 from flowfabric.rules.capabilities import required_capabilities
 
@@ -158,7 +158,16 @@ Document: TypeAlias = Mapping[str, object]
 _REMEMBERED_LENGTH: Final = 4096
 
 
-def parse_policy(policy: str | bytes | Document | None) -> Terms:
+def parse_policy(policy: str | bytes | Document | None) -> tuple[Terms | FabricError, str | None]:
+    """The terms of a policy and the text to keep of them, or why it is refused; no policy means the defaults."""
+    try:
+        terms = read_policy(policy)
+    except FabricError as refused:
+        return refused, None
+    return terms, encode_terms(terms)
+
+
+def read_policy(policy: str | bytes | Document | None) -> Terms:
     """The terms of a policy, given as JSON text or as a document; no policy means the defaults.
 
     Raises `InvalidPolicyJson` or `InvalidCapabilities` for the first thing that is wrong.
@@ -167,7 +176,7 @@ def parse_policy(policy: str | bytes | Document | None) -> Terms:
         return DEFAULT_TERMS
     if isinstance(policy, Mapping):
         return _read(policy)
-    return _parse_shared(policy) if len(policy) <= _REMEMBERED_LENGTH else _parse_text(policy)
+    return _read_shared(policy) if len(policy) <= _REMEMBERED_LENGTH else _read_text(policy)
 
 
 def parse_retry(text: str | bytes | None) -> Retry | None:
@@ -178,11 +187,11 @@ def parse_retry(text: str | bytes | None) -> Retry | None:
         return None
 
 
-def _parse_text(text: str | bytes) -> Terms:
+def _read_text(text: str | bytes) -> Terms:
     return _read(_document(text))
 
 
-_parse_shared = lru_cache(maxsize=1024)(_parse_text)
+_read_shared = lru_cache(maxsize=1024)(_read_text)
 
 
 def _document(text: str | bytes) -> Document:
