@@ -1,0 +1,1 @@
+"""The proof: rules, stores, engine and edges at work."""
