@@ -48,6 +48,8 @@ from tests.postgres_install import (
     programs,
 )
 
+__all__ = ["DSN_VARIABLE", "PostgresServer", "ServerMissing", "hold", "leave", "postgres", "release"]
+
 SHARED = "shared"
 
 # As careful as in production where durability is concerned; otherwise sized for many small databases.

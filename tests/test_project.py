@@ -6,7 +6,8 @@ import os
 import re
 import subprocess
 import tomllib
-from importlib.metadata import requires
+from importlib.metadata import metadata
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,8 @@ def test_the_lock_names_no_address_and_hashes_everything() -> None:
 
 def test_the_lock_holds_every_direct_dependency(project: dict[str, Any]) -> None:
     locked = set(re.findall(r"^([\w.-]+)(?=\[|==)", (ROOT / "requirements.lock").read_text(), re.MULTILINE))
-    extras = project["project"]["optional-dependencies"].values()
-    wanted = [*project["project"]["dependencies"], *sum(extras, []), *project["dependency-groups"]["dev"]]
+    extras = chain.from_iterable(project["project"]["optional-dependencies"].values())
+    wanted = [*project["project"]["dependencies"], *extras, *project["dependency-groups"]["dev"]]
 
     assert {re.split(r"[\[>=<~!; ]", name)[0] for name in wanted} - locked == set()
 
@@ -51,9 +52,7 @@ def test_every_dependency_says_what_it_is_for() -> None:
 
 def test_the_extras_exist(project: dict[str, Any]) -> None:
     assert set(project["project"]["optional-dependencies"]) == {"postgres", "valkey", "server", "otel"}
-    assert any(
-        "asyncpg" in name and 'extra == "postgres"' in name.replace("'", '"') for name in requires("flowfabric") or ()
-    )
+    assert set(metadata("flowfabric").get_all("Provides-Extra", [])) == {"postgres", "valkey", "server", "otel"}
 
 
 def test_ci_runs_what_developers_run() -> None:
