@@ -789,13 +789,20 @@ class StoreUnavailable(FabricError):
 
     backend: str
     source: StoreFault
+    in_doubt: bool  # whether what was asked may have been written all the same
 
     def __init__(
-        self, detail: str = "", *, backend: str = "", source: StoreFault | str = StoreFault.OTHER, **facts: object
+        self,
+        detail: str = "",
+        *,
+        backend: str = "",
+        source: StoreFault | str = StoreFault.OTHER,
+        in_doubt: bool = False,
+        **facts: object,
     ) -> None:
         """Raise it `from` the driver's own error, so that the cause stays visible."""
         fault = StoreFault(source)
-        super().__init__(detail, backend=backend, source=fault, **facts)
+        super().__init__(detail, backend=backend, source=fault, in_doubt=in_doubt, **facts)
         self.classification = Classification.RETRYABLE if fault.passes else Classification.TERMINAL
 
 

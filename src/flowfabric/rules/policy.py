@@ -28,7 +28,6 @@ DAY_MS: Final = 86_400_000
 LONGEST_MS: Final = 2**53 - 1
 LARGEST: Final = 2**63 - 1
 WEAKEST_AGEING_MS: Final = 10**12  # a step of priority outweighs any age without ageing, too
-DEFAULT_RECLAIM_CAP: Final = 1000
 
 NEVER_RETRIED: Final = frozenset({"permanent", "cancelled"})
 """The failure classes that no policy retries."""
@@ -121,13 +120,6 @@ def _grown(growing: Exponential, retry_count: int) -> int:
         return int(min(growing.initial_delay_ms * growing.multiplier**retry_count, growing.max_delay_ms))
     except OverflowError:
         return growing.max_delay_ms
-
-
-def reclaim_cap(terms: Terms, asked: int | None) -> int:
-    """How many reclaims an execution may see: what its policy says, else what the call says, else 1000."""
-    if terms.max_reclaim_count is not None:
-        return terms.max_reclaim_count
-    return asked if asked is not None else DEFAULT_RECLAIM_CAP
 
 
 # ---------------------------------------------------------------------------------------------------------------

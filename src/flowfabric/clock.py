@@ -1,0 +1,52 @@
+"""Time as the engine sees it: an estimate of the store's clock, good enough to ask with, never to decide by."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+Clock = Callable[[], int]
+
+
+def wall_ms() -> int:
+    """Milliseconds since the epoch by this machine's clock."""
+    return time.time_ns() // 1_000_000
+
+
+class Estimate:
+    """The store's time as last heard, plus what has passed here since.
+
+    A wrong estimate costs a second look, nothing else: a change carries the instants it relies on, and a refusal is
+    final only when it was decided with a time that the store gave.
+    """
+
+    def __init__(self, *, passing: Callable[[], float] = time.monotonic) -> None:
+        self._passing = passing
+        self._heard = 0
+        self._at = 0.0
+
+    def hear(self, now: int) -> None:
+        """The store said what time it is."""
+        self._heard = now
+        self._at = self._passing()
+
+    def now(self) -> int:
+        """The store's time, about."""
+        if not self._heard:
+            return wall_ms()
+        return self._heard + int((self._passing() - self._at) * 1000)
+
+
+class ManualClock:
+    """A clock that stands still until it is told to move."""
+
+    def __init__(self, now: int = 1_700_000_000_000) -> None:
+        self.now = now
+
+    def __call__(self) -> int:
+        return self.now
+
+    def pass_ms(self, length: int) -> int:
+        """Let time pass."""
+        self.now += length
+        return self.now

@@ -1,0 +1,1 @@
+"""Who makes it happen: loads, asks the rule, commits, answers."""

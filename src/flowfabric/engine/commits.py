@@ -1,0 +1,98 @@
+"""Group commit: concurrent calls in one process are written together.
+
+While one batch is on its way the next one fills; there is no timer, so an idle engine adds no delay and a busy one
+writes hundreds of changes per round trip. A batch never holds two changes about one root: the second waits for the
+next batch, sees the first, and is decided again if need be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+
+from flowfabric import errors
+from flowfabric.rules.change import Change
+from flowfabric.stores.base import Collision, Store, Unstorable
+
+Verdict = int | None | errors.FabricError
+
+
+class Commits:
+    """The way of all changes to the store."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._waiting: deque[tuple[Change, asyncio.Future[int | None]]] = deque()
+        self._lanes: set[asyncio.Task[None]] = set()
+
+    async def add(self, change: Change) -> int | None:
+        """Write a change with whatever else is waiting: the commit's time, or None when a guard did not hold."""
+        verdict: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((change, verdict))
+        self._start_lane()
+        return await verdict
+
+    async def add_all(self, changes: Sequence[Change]) -> list[Verdict]:
+        """Write many changes of one caller, in order, a batch at a time; one that fails does not fail the others."""
+        limit = self._store.batch_limit
+        verdicts: list[Verdict] = []
+        for start in range(0, len(changes), limit):
+            verdicts += await self._write(changes[start : start + limit])
+        return verdicts
+
+    async def drained(self) -> None:
+        """Wait until nothing is on its way."""
+        while self._lanes:
+            await asyncio.wait(self._lanes)
+
+    def _start_lane(self) -> None:
+        if len(self._lanes) < self._store.commit_lanes:
+            lane = asyncio.create_task(self._run_lane())
+            self._lanes.add(lane)
+            lane.add_done_callback(self._lanes.discard)
+
+    async def _run_lane(self) -> None:
+        while batch := self._next_batch():
+            verdicts = await self._write([change for change, _ in batch])
+            for (_, waiter), verdict in zip(batch, verdicts, strict=True):
+                if waiter.done():  # the caller went away; its change was written or refused all the same
+                    continue
+                if isinstance(verdict, errors.FabricError):
+                    waiter.set_exception(verdict)
+                else:
+                    waiter.set_result(verdict)
+
+    def _next_batch(self) -> list[tuple[Change, asyncio.Future[int | None]]]:
+        batch: list[tuple[Change, asyncio.Future[int | None]]] = []
+        later: list[tuple[Change, asyncio.Future[int | None]]] = []
+        roots: set[object] = set()
+        waiting, limit = self._waiting, self._store.batch_limit
+        while waiting and len(batch) < limit:
+            entry = waiting.popleft()
+            touched = [(guard.row, guard.key) for guard in entry[0].guards]
+            if roots.isdisjoint(touched):
+                roots.update(touched)
+                batch.append(entry)
+            else:
+                later.append(entry)
+        waiting.extendleft(reversed(later))
+        return batch
+
+    async def _write(self, changes: Sequence[Change]) -> list[Verdict]:
+        """Commit; a batch that the store cannot keep is halved until the one at fault stands alone."""
+        try:
+            return list(await self._store.commit(changes))
+        except Unstorable as fault:
+            if len(changes) == 1:
+                return [None if isinstance(fault, Collision) else _refused(fault)]
+            half = len(changes) // 2
+            return await self._write(changes[:half]) + await self._write(changes[half:])
+        except errors.FabricError as error:
+            return [error] * len(changes)
+
+
+def _refused(fault: Unstorable) -> errors.FabricError:
+    error = errors.InvalidInput(f"the store cannot keep this: {fault}")
+    error.__cause__ = fault
+    return error

@@ -1,0 +1,220 @@
+"""The heart of the engine: settle a decision.
+
+Look (or trust what a lease lets us remember), ask the rule, commit, answer. When the store says no, somebody was
+faster or the copy was old: look again and ask the same rule again, so that the reason given is the true one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from flowfabric import errors
+from flowfabric.clock import Estimate
+from flowfabric.engine.commits import Commits
+from flowfabric.engine.wakes import FEED, Wakes, end_topic, lane_topic
+from flowfabric.handles import Handle, HandleFields, open_handle
+from flowfabric.ids import Minter, PartitionCounts
+from flowfabric.model.execution import Execution, LineKey
+from flowfabric.model.states import LifecyclePhase, OwnershipState
+from flowfabric.rules.change import Change, Decision, FromNow, Insert, Patch, Put
+from flowfabric.stores.base import Loaded, Store, Want
+
+A = TypeVar("A")
+
+SEEN_LIMIT = 20_000
+PATIENCE_S = 15.0
+
+
+class Core:
+    """What every verb of the engine stands on."""
+
+    def __init__(self, store: Store, *, minter: Minter, partitions: PartitionCounts) -> None:
+        self.store = store
+        self.minter = minter
+        self.partitions = partitions
+        self.estimate = Estimate()
+        self.wakes = Wakes()
+        self.commits = Commits(store)
+        self.chance: Callable[[], float] = random.random
+        self._seen: dict[str, Execution] = {}
+        self._lines: dict[str, set[LineKey]] = {}
+        self._takeovers: set[str] = set()  # lanes where this process put work up for takeover
+
+    async def load(self, wants: Sequence[Want]) -> Loaded:
+        """Rows and the store's time; a store that is away for a moment is asked again."""
+        pause = Pause()
+        while True:
+            try:
+                loaded = await self.store.load(wants)
+            except errors.StoreUnavailable:
+                await pause.or_raise()
+                continue
+            self.estimate.hear(loaded.now)
+            return loaded
+
+    async def settle(
+        self,
+        wants: Sequence[Want],
+        decide: Callable[[list[list[Any]], int], Decision[A]],
+        *,
+        trusting: list[list[Any]] | None = None,
+    ) -> A:
+        """Decide and commit until the rule has answered on rows that were still true when written.
+
+        `trusting` are rows to decide on first without a look: a claimed sheet, or the absence of what is created.
+        """
+        rows, now, misses = trusting, self.estimate.now(), 0
+        fresh = False
+        while True:
+            if rows is None:
+                loaded = await self.load(wants)
+                rows, now, fresh = loaded.rows, loaded.now, True
+            decision = decide(rows, now)
+            if decision.change is None:
+                if fresh:
+                    return decision.unwrap(now)
+            else:
+                change = msgspec.structs.replace(decision.change, id=self.minter.change_id())
+                committed_at = await self._commit(change)
+                if committed_at is not None:
+                    self.note(change, rows, committed_at)
+                    return decision.unwrap(committed_at)
+                misses += fresh
+                if misses > 2:  # a hot root: let the others pass
+                    await asyncio.sleep(random.random() * min(0.1, 0.002 * 2**misses))
+            rows = None
+
+    async def settle_execution(
+        self, execution_id: str, decide: Callable[[Execution | None, int], Decision[A]], *, trust: bool = False
+    ) -> A:
+        """Settle a decision about one execution; `trust` may begin with the sheet remembered from its claim."""
+        seen = self._seen.get(execution_id) if trust else None
+        return await self.settle(
+            (Want(Execution, (execution_id,)),),
+            lambda rows, now: decide(rows[0][0] if rows[0] else None, now),
+            trusting=None if seen is None else [[seen]],
+        )
+
+    async def _commit(self, change: Change) -> int | None:
+        pause = Pause()
+        while True:
+            try:
+                return await self.commits.add(change)
+            except errors.StoreUnavailable as lost:
+                if lost.in_doubt:
+                    applied_at = await self._applied_at(change)
+                    if applied_at is not None:
+                        return applied_at
+                    return None  # not applied, or overtaken: look again and let the rule recognise it
+                await pause.or_raise()
+
+    async def _applied_at(self, change: Change) -> int | None:
+        """After a lost answer: the time of the change if a root shows it as its last one."""
+        for write in change.writes:
+            match write:
+                case Patch(row=row, key=key) if "revision" in row.__struct_fields__:
+                    want = Want(row, key)
+                case Insert(row=new) | Put(row=new) if isinstance(new, Execution):
+                    want = Want(Execution, (new.execution_id,))
+                case _:
+                    continue
+            loaded = await self.load((want,))
+            if loaded.rows[0] and loaded.rows[0][0].revision == change.id:
+                return int(getattr(loaded.rows[0][0], "last_mutation_at", loaded.now))
+            return None
+        return None
+
+    def note(self, change: Change, rows: list[list[Any]], committed_at: int) -> None:
+        """Remember and tell what a written change means to this process and to others."""
+        self.estimate.hear(committed_at)
+        topics: set[str] = set()
+        for write in change.writes:
+            match write:
+                case Patch(row=row, key=(execution_id,), fields=fields) if row is Execution:
+                    self._note_line(fields.get("line"), topics)
+                    self._note_sheet(execution_id, fields, change.id, rows, committed_at)
+                case Insert(row=Execution() as new):
+                    self._note_line(new.line, topics)
+                case _:
+                    pass
+        if change.events:
+            topics.add(FEED)
+            topics.update(end_topic(event.execution_id) for event in change.events if event.outcome)
+        if topics:
+            self.tell(frozenset(topics))
+
+    def tell(self, topics: frozenset[str]) -> None:
+        """Wake whoever waits for these, here and in other processes."""
+        self.wakes.fire(topics)
+        self.store.notify(topics)
+
+    def note_line(self, line: LineKey) -> bool:
+        """Know a line; True when it is news."""
+        known = self._lines.setdefault(line.lane_id, set())
+        if line in known:
+            return False
+        known.add(line)
+        return True
+
+    def _note_line(self, line: LineKey | None, topics: set[str]) -> None:
+        if line is None:
+            return
+        self.note_line(line)
+        topics.add(lane_topic(line.lane_id))
+        if line.decided:
+            self._takeovers.add(line.lane_id)
+
+    def _note_sheet(
+        self, execution_id: str, fields: dict[str, Any], revision: int, rows: list[list[Any]], committed_at: int
+    ) -> None:
+        owned = fields.get("ownership_state")
+        if owned is not None and owned is not OwnershipState.LEASED:
+            self._seen.pop(execution_id, None)
+            return
+        for found in rows:
+            for row in found:
+                if isinstance(row, Execution) and row.execution_id == execution_id:
+                    self.remember(applied(row, fields, revision, committed_at))
+
+    def remember(self, row: Execution) -> None:
+        """Keep a held sheet: its lease is the licence to trust it."""
+        if row.lifecycle_phase is not LifecyclePhase.ACTIVE or row.ownership_state is not OwnershipState.LEASED:
+            return
+        seen = self._seen
+        seen[row.execution_id] = row
+        if len(seen) > SEEN_LIMIT:
+            del seen[next(iter(seen))]
+
+    def opened(self, handle: Handle) -> HandleFields:
+        """What a handle says, if this store gave it out."""
+        if not isinstance(handle, Handle):
+            raise errors.InvalidInput("handle: not a handle")
+        return open_handle(handle, self.store.tag)
+
+
+def applied(row: Execution, fields: dict[str, Any], revision: int, committed_at: int) -> Execution:
+    """The row as it is after a patch that was written at that time."""
+    values = {
+        name: committed_at + value.offset if isinstance(value, FromNow) else value for name, value in fields.items()
+    }
+    return msgspec.structs.replace(row, **values, revision=revision)
+
+
+class Pause:
+    """A growing, jittered wait between tries, until patience runs out."""
+
+    def __init__(self, patience_s: float = PATIENCE_S) -> None:
+        self._until = asyncio.get_running_loop().time() + patience_s
+        self._tries = 0
+
+    async def or_raise(self) -> None:
+        """Wait a little; called while handling an error, which is raised again when patience has run out."""
+        if asyncio.get_running_loop().time() >= self._until:
+            raise  # noqa: PLE0704
+        self._tries += 1
+        await asyncio.sleep(random.random() * min(1.0, 0.02 * 2**self._tries))

@@ -1,0 +1,58 @@
+"""Hints: "look now". Losing one costs at most a poll interval."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+
+
+class Wakes:
+    """Waiting tasks of this process, by topic."""
+
+    def __init__(self) -> None:
+        self._waiters: dict[str, set[asyncio.Future[None]]] = {}
+
+    def fire(self, topics: Iterable[str]) -> None:
+        """Wake everyone who waits for one of these."""
+        for topic in topics:
+            for waiter in self._waiters.pop(topic, ()):
+                if not waiter.done():
+                    waiter.set_result(None)
+
+    def expect(self, *topics: str) -> asyncio.Future[None]:
+        """A future for the next hint. Ask for it before looking, so that nothing falls between look and wait."""
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        for topic in topics:
+            self._waiters.setdefault(topic, set()).add(waiter)
+        waiter.add_done_callback(lambda done: self._forget(topics, done))
+        return waiter
+
+    def _forget(self, topics: tuple[str, ...], waiter: asyncio.Future[None]) -> None:
+        for topic in topics:
+            waiters = self._waiters.get(topic)
+            if waiters is not None:
+                waiters.discard(waiter)
+                if not waiters:
+                    del self._waiters[topic]
+
+
+async def waited(waiter: asyncio.Future[None], timeout_s: float) -> bool:
+    """Wait for a hint; False when none came in time."""
+    try:
+        await asyncio.wait_for(waiter, timeout_s)
+    except TimeoutError:
+        return False
+    return True
+
+
+def lane_topic(lane_id: str) -> str:
+    """Work became claimable in this lane."""
+    return f"lane:{lane_id}"
+
+
+def end_topic(execution_id: str) -> str:
+    """This execution ended."""
+    return f"end:{execution_id}"
+
+
+FEED = "feed"

@@ -1,0 +1,1 @@
+"""What exists: records and closed vocabularies. No I/O, no decisions."""

@@ -1,0 +1,195 @@
+"""What operations answer. Variants of one answer stand together; refusals are errors, not answers."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from flowfabric.handles import Handle
+from flowfabric.model.execution import Lineage
+from flowfabric.model.states import AttemptRecordState, AttemptType, PublicState
+
+
+class Created(msgspec.Struct, frozen=True):
+    execution_id: str
+    public_state: PublicState
+
+
+class Duplicate(msgspec.Struct, frozen=True):
+    """An earlier create stands: the same id, or the same idempotency key and then perhaps another id."""
+
+    execution_id: str
+
+
+class Granted(msgspec.Struct, frozen=True):
+    execution_id: str
+
+
+class ClaimGrant(msgspec.Struct, frozen=True):
+    """An offer to claim (or, for an interrupted attempt, to resume) one execution."""
+
+    execution_id: str
+    partition_key: str
+    grant_key: str
+    expires_at_ms: int
+    lane_id: str
+
+
+class ReclaimGrant(msgspec.Struct, frozen=True):
+    """An offer to take over one execution whose lease expired or was revoked."""
+
+    execution_id: str
+    partition_key: str
+    grant_key: str
+    expires_at_ms: int
+    lane_id: str
+
+
+class NotReclaimable(msgspec.Struct, frozen=True):
+    detail: str = "execution_not_reclaimable"
+
+
+class ReclaimCapExceeded(msgspec.Struct, frozen=True):
+    reclaim_count: int
+
+
+class GrantNotFound(msgspec.Struct, frozen=True):
+    execution_id: str
+
+
+class Claimed(msgspec.Struct, frozen=True):
+    execution_id: str
+    lease_id: str
+    lease_epoch: int
+    attempt_index: int
+    attempt_id: str
+    attempt_type: AttemptType
+    lease_expires_at: int
+    handle: Handle
+
+
+class OperatorClaim(msgspec.Struct, frozen=True):
+    lease_id: str
+    lease_epoch: int
+    attempt_index: int
+
+
+class Renewed(msgspec.Struct, frozen=True):
+    expires_at: int
+    lease_epoch: int
+
+
+class ProgressNoted(msgspec.Struct, frozen=True):
+    execution_id: str
+
+
+class Completed(msgspec.Struct, frozen=True):
+    execution_id: str
+    public_state: PublicState = PublicState.COMPLETED
+
+
+class RetryScheduled(msgspec.Struct, frozen=True):
+    execution_id: str
+    delay_until: int
+    next_attempt_index: int
+
+
+class TerminalFailed(msgspec.Struct, frozen=True):
+    execution_id: str
+
+
+class Delayed(msgspec.Struct, frozen=True):
+    execution_id: str
+    public_state: PublicState = PublicState.DELAYED
+
+
+class Moved(msgspec.Struct, frozen=True):
+    execution_id: str
+    public_state: PublicState
+
+
+class Cancelled(msgspec.Struct, frozen=True):
+    execution_id: str
+    public_state: PublicState = PublicState.CANCELLED
+
+
+class Revoked(msgspec.Struct, frozen=True):
+    lease_id: str
+    lease_epoch: int
+
+
+class AlreadySatisfied(msgspec.Struct, frozen=True):
+    """Nothing was left to do, and this is why."""
+
+    reason: str
+
+
+class MarkedExpired(msgspec.Struct, frozen=True):
+    execution_id: str
+
+
+class Expired(msgspec.Struct, frozen=True):
+    execution_id: str
+
+
+class AlreadyTerminal(msgspec.Struct, frozen=True):
+    execution_id: str
+
+
+class NotDue(msgspec.Struct, frozen=True):
+    """The instant that a sweep went by is not there (any more), or has not come."""
+
+    execution_id: str
+
+
+class Promotion(StrEnum):
+    PROMOTED = "promoted"
+    NOT_YET_DUE = "not_yet_due"
+    NOT_DELAYED = "not_delayed_cleaned"
+    NOT_RUNNABLE = "not_runnable_cleaned"
+    NOT_FOUND = "not_found_cleaned"
+
+
+class Changed(msgspec.Struct, frozen=True):
+    execution_id: str
+
+
+class Replayed(msgspec.Struct, frozen=True):
+    public_state: PublicState
+
+
+class Blocked(msgspec.Struct, frozen=True):
+    execution_id: str
+    reason: str
+
+
+class Rejected(msgspec.Struct, frozen=True):
+    message: str
+
+
+class Unblocked(msgspec.Struct, frozen=True):
+    execution_id: str
+
+
+class AttemptView(msgspec.Struct, frozen=True):
+    """One attempt as read, running or ended."""
+
+    execution_id: str
+    attempt_index: int
+    attempt_id: str
+    attempt_type: AttemptType
+    attempt_state: AttemptRecordState
+    created_at: int
+    started_at: int
+    lease_id: str
+    lease_epoch: int
+    worker_id: str
+    worker_instance_id: str
+    lineage: Lineage
+    suspended_at: int | None = None
+    suspension_id: str | None = None
+    resumed_at: int | None = None
+    ended_at: int | None = None
+    failure_reason: str | None = None
+    failure_category: str | None = None

@@ -1,0 +1,57 @@
+"""What has happened. One row tells everything that one change means to the subscribable feeds."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+
+class Topic(StrEnum):
+    """The subscribable feeds."""
+
+    LEASE = "lease"
+    COMPLETION = "completion"
+    OPERATOR = "operator"
+    SIGNAL = "signal"
+
+
+class Event(msgspec.Struct, frozen=True):
+    """A committed fact about one execution.
+
+    `lease`, `outcome`, `operator` and `signal` say to which feeds it belongs; a completion is one row that both
+    releases a lease and ends a life. Namespace and tags are those of the moment.
+    """
+
+    execution_id: str
+    namespace: str
+    tags: str | None = None
+    flow_id: str | None = None
+    lease: str | None = None  # the name in the per-execution history: acquired, renewed, released, …
+    lease_id: str | None = None
+    lease_epoch: int | None = None
+    attempt_id: str | None = None
+    attempt_index: int | None = None
+    worker_id: str | None = None
+    worker_instance_id: str | None = None
+    reason: str | None = None
+    outcome: str | None = None
+    operator: str | None = None
+    signal: str | None = None
+    details: str | None = None  # a JSON object with what only this kind of event carries
+
+
+class FeedEvent(msgspec.Struct, frozen=True):
+    """An event as a reader meets it: with its place in the feed and its time."""
+
+    position: int
+    at: int
+    event: Event
+
+
+TOPIC_FIELDS = {
+    Topic.LEASE: "lease",
+    Topic.COMPLETION: "outcome",
+    Topic.OPERATOR: "operator",
+    Topic.SIGNAL: "signal",
+}

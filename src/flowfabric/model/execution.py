@@ -1,0 +1,191 @@
+"""An execution as rows: the decided sheet, and the cold parts that a state change never rewrites.
+
+Three kinds of fields (docs/decisions/0002-rows.md): the *sheet* is narrow, decided and guarded by its revision; the
+*pulse* (`lease_expires_at`, `lease_renewed_at`) moves with every renewal and does not touch the revision; the *cold*
+rows hold payload, result and policy text.
+
+The running attempt lives in the sheet (`attempt_*`, `lineage`) and becomes an attempt row when it ends, so that a
+claim inserts nothing. Lease columns keep the last lease after its release: `ownership_state` tells whether it is
+still in force, and only a lease in force has a `lease_expires_at`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from flowfabric.model.states import (
+    AttemptRecordState,
+    AttemptState,
+    AttemptType,
+    BlockingReason,
+    EligibilityState,
+    LifecyclePhase,
+    OwnershipState,
+    PublicState,
+    TerminalOutcome,
+)
+
+
+class LineKey(msgspec.Struct, frozen=True, order=True):
+    """Where claimable work stands: everything a worker must match to take from it, in one name."""
+
+    lane_id: str
+    required: str = ""  # sorted, comma-joined capabilities
+    fairness_key: str = ""
+    fairness_weight: int = 1
+    decided: bool = False  # claimed by load, rule and commit instead of by a uniform take
+
+
+class Execution(msgspec.Struct, frozen=True):
+    """The sheet: everything that a rule decides on, one row an execution."""
+
+    execution_id: str
+    partition: int
+    namespace: str
+    lane_id: str
+    priority: int
+    created_at: int
+    last_transition_at: int
+    last_mutation_at: int
+
+    lifecycle_phase: LifecyclePhase
+    ownership_state: OwnershipState
+    eligibility_state: EligibilityState
+    blocking_reason: BlockingReason
+    terminal_outcome: TerminalOutcome
+    attempt_state: AttemptState
+    public_state: PublicState
+
+    flow_id: str | None = None
+    tags: str | None = None  # a JSON object with sorted keys; None for no tags
+    required_capabilities: str | None = None
+    terms: str | None = None  # rules.policy.Terms as JSON; None when every term is the default
+    blocking_text: str | None = None
+
+    total_attempt_count: int = 0
+    retry_count: int = 0
+    replay_count: int = 0
+    lease_reclaim_count: int = 0
+
+    started_at: int | None = None
+    completed_at: int | None = None
+
+    attempt_index: int | None = None
+    attempt_id: str | None = None
+    attempt_type: AttemptType | None = None
+    attempt_started_at: int | None = None
+    attempt_suspended_at: int | None = None
+    attempt_suspension: str | None = None
+    attempt_resumed_at: int | None = None
+    lineage: str | None = None  # Lineage as JSON: of the pending attempt, then of the running one
+
+    lease_epoch: int = 0
+    lease_id: str | None = None
+    worker_id: str | None = None
+    worker_instance_id: str | None = None
+    current_lane: str | None = None
+    lease_acquired_at: int | None = None
+    lease_renewed_at: int | None = None
+    lease_expires_at: int | None = None
+    lease_expired_at: int | None = None
+    lease_revoked_at: int | None = None
+    lease_revoke_reason: str | None = None
+
+    delay_until: int | None = None
+    attempt_timeout_at: int | None = None
+    deadline_at: int | None = None
+    purge_at: int | None = None
+
+    line: LineKey | None = None
+    rank: int = 0
+    next_type: AttemptType | None = None  # of the attempt that the next claim makes; None continues the attempt
+    next_timeout_ms: int | None = None
+    granted_until: int | None = None
+    grant: str | None = None  # Grant as JSON
+
+    failure_reason: str | None = None
+    cancellation_reason: str | None = None
+    cancelled_by: str | None = None
+    last_capability_mismatch_at: int | None = None
+    progress_pct: int | None = None
+    progress_message: str | None = None
+    progress_updated_at: int | None = None
+
+    revision: int = 0  # the id of the change that wrote this row last
+
+
+class Payload(msgspec.Struct, frozen=True):
+    """What the execution was created with and never changes."""
+
+    execution_id: str
+    execution_kind: str
+    creator_identity: str
+    input_payload: bytes | None = None
+    payload_encoding: str | None = None
+    policy: str | None = None
+
+
+class Result(msgspec.Struct, frozen=True):
+    """The result of the current life."""
+
+    execution_id: str
+    payload: bytes
+    encoding: str | None = None
+
+
+class Attempt(msgspec.Struct, frozen=True):
+    """One attempt. The running one is read from the sheet; an ended one is a row."""
+
+    execution_id: str
+    attempt_index: int
+    attempt_id: str
+    attempt_type: AttemptType
+    attempt_state: AttemptRecordState
+    started_at: int
+    lease_id: str
+    lease_epoch: int
+    worker_id: str
+    worker_instance_id: str
+    lineage: str | None = None
+    suspended_at: int | None = None
+    suspension_id: str | None = None
+    resumed_at: int | None = None
+    ended_at: int | None = None
+    failure_reason: str | None = None
+    failure_category: str | None = None
+
+
+class Lineage(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Why an attempt exists."""
+
+    previous_attempt_index: int | None = None
+    retry_reason: str | None = None
+    replay_reason: str | None = None
+    replay_requested_by: str | None = None
+    replayed_from_attempt_index: int | None = None
+    reclaim_reason: str | None = None
+
+
+class Grant(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An offer of one execution to one worker, kept on the sheet: one slot an execution."""
+
+    kind: str  # "claim" or "reclaim"
+    worker_id: str
+    worker_instance_id: str
+    lane_id: str
+    created_at: int
+    expires_at: int
+    key_id: str = ""  # SHA-256 of the signed key; blank for the engine's own one-step claims
+    capability_hash: str | None = None
+    route_snapshot_json: str | None = None
+    admission_summary: str | None = None
+
+
+class IdempotencyKey(msgspec.Struct, frozen=True):
+    """A remembered create: the digest of namespace and key, and the execution it made."""
+
+    partition: int
+    digest: str
+    execution_id: str
+    expires_at: int
+    revision: int = 0

@@ -1,0 +1,152 @@
+"""A change: the data in which a rule says what shall be, and on what that was decided.
+
+A rule returns a `Decision`: an answer and, mostly, a `Change`. A change touches the rows of one partition. Its guards
+name the roots it was decided on; they stand apart from its writes, because a step memo or a progress note is fenced by
+an execution that it does not write. The store checks every guard and writes everything or nothing; it never asks why.
+
+Instants are given as `FromNow(offset)`: the store adds its own clock, read once for the commit, so that no caller's
+clock ever decides what is stored. `not_before` and `not_after` let a change decided on an estimate of that clock be
+refused when the estimate was wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from flowfabric.errors import FabricError
+from flowfabric.model.event import Event
+from flowfabric.model.execution import Execution
+
+A = TypeVar("A", covariant=True)
+
+
+class FromNow(msgspec.Struct, frozen=True):
+    """An instant (or a rank) relative to the store's clock at the commit, in milliseconds."""
+
+    offset: int = 0
+
+
+NOW = FromNow(0)
+
+
+class LeaseWant(IntEnum):
+    """What a guard asks of the lease."""
+
+    LIVE = 1  # this lease, and its end is in the future
+    LAPSED = 2  # this lease, and its end has come
+
+
+class LeaseCheck(msgspec.Struct, frozen=True):
+    """The lease a change was decided on, judged by the store's clock at the commit."""
+
+    want: LeaseWant
+    lease_id: str
+    lease_epoch: int
+
+
+class Guard(msgspec.Struct, frozen=True):
+    """A root as it was seen: its revision, or its absence (`revision=None`)."""
+
+    row: type[msgspec.Struct]
+    key: tuple[Any, ...]
+    revision: int | None
+    lease: LeaseCheck | None = None
+
+
+class Insert(msgspec.Struct, frozen=True):
+    """A row that did not exist. Integer fields may hold `FromNow` in place of an instant."""
+
+    row: msgspec.Struct
+
+
+class Put(msgspec.Struct, frozen=True):
+    """A row as it will be, whether or not it existed. Integer fields may hold `FromNow`."""
+
+    row: msgspec.Struct
+
+
+class Patch(msgspec.Struct, frozen=True):
+    """The fields of one row that change; a row that does not exist is left alone.
+
+    `unless` names a field: the patch is passed over when that field is already set (the first close wins).
+    """
+
+    row: type[msgspec.Struct]
+    key: tuple[Any, ...]
+    fields: dict[str, Any]
+    unless: str | None = None
+
+
+class Delete(msgspec.Struct, frozen=True):
+    """All rows whose key begins like this."""
+
+    row: type[msgspec.Struct]
+    key: tuple[Any, ...]
+
+
+Write = Insert | Put | Patch | Delete
+
+
+class Change(msgspec.Struct, frozen=True):
+    """Guards, writes and events of one partition that hold together."""
+
+    guards: tuple[Guard, ...]
+    writes: tuple[Write, ...] = ()
+    events: tuple[Event, ...] = ()
+    not_before: int | None = None
+    not_after: int | None = None
+    id: int = 0  # minted by the engine; becomes the revision of every root that the change writes
+
+
+class Decision(msgspec.Struct, Generic[A], frozen=True):
+    """What a rule decided.
+
+    The answer is a value, a refusal, or a function of the commit's time when it names an instant. A refusal may come
+    with a change too: a lapsed lease is refused and marked.
+    """
+
+    answer: A | Callable[[int], A] | FabricError
+    change: Change | None = None
+
+    def unwrap(self, now: int) -> A:
+        """The answer as of the commit at `now`; raises the refusal."""
+        answer = self.answer
+        if isinstance(answer, FabricError):
+            raise answer
+        if callable(answer):
+            return answer(now)
+        return answer
+
+
+def refuse(error: FabricError) -> Decision[Any]:
+    """A refusal that leaves everything as it is."""
+    return Decision(error)
+
+
+def seen(row: Execution, lease: LeaseCheck | None = None) -> Guard:
+    """The execution as the rule saw it."""
+    return Guard(Execution, (row.execution_id,), row.revision, lease)
+
+
+def absent(row: type[msgspec.Struct], *key: Any) -> Guard:
+    """There is no such row."""
+    return Guard(row, key, None)
+
+
+def live(row: Execution) -> LeaseCheck:
+    """The row's lease, still running when the change is written."""
+    return LeaseCheck(LeaseWant.LIVE, row.lease_id or "", row.lease_epoch)
+
+
+def lapsed(row: Execution) -> LeaseCheck:
+    """The row's lease, past its end when the change is written."""
+    return LeaseCheck(LeaseWant.LAPSED, row.lease_id or "", row.lease_epoch)
+
+
+def at(offset: int) -> int:
+    """An instant `offset` milliseconds from the commit, to stand in an integer field of an inserted row."""
+    return FromNow(offset)  # type: ignore[return-value]

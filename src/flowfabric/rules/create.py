@@ -1,0 +1,136 @@
+"""Create: how an execution comes into being, once."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import msgspec
+
+from flowfabric import errors
+from flowfabric.model.answers import Created, Duplicate
+from flowfabric.model.execution import Execution, IdempotencyKey, LineKey, Payload
+from flowfabric.model.states import (
+    AttemptState,
+    AttemptType,
+    BlockingReason,
+    EligibilityState,
+    LifecyclePhase,
+    OwnershipState,
+    PublicState,
+    TerminalOutcome,
+)
+from flowfabric.rules import place
+from flowfabric.rules.change import Change, Decision, Guard, Insert, Put, Write, absent, at, refuse
+from flowfabric.rules.notes import write_tags
+from flowfabric.rules.policy import Terms, parse_policy
+from flowfabric.rules.tags import check_tags
+
+
+class CreateExecution(msgspec.Struct, frozen=True, kw_only=True):
+    """What a caller asks for. The partition is the one in the id."""
+
+    execution_id: str
+    partition: int
+    namespace: str
+    lane_id: str
+    execution_kind: str
+    input_payload: bytes = b""
+    payload_encoding: str | None = None
+    priority: int = 0
+    creator_identity: str = ""
+    idempotency_key: str | None = None
+    tags: dict[str, str] = {}
+    policy: str | None = None
+    delay_until: int | None = None
+    execution_deadline_at: int | None = None
+
+    @property
+    def digest(self) -> str:
+        """What the idempotency key is remembered by; namespaces never share one."""
+        scope = f"{len(self.namespace)}:{self.namespace}:{self.idempotency_key}"
+        return hashlib.sha256(scope.encode()).hexdigest()
+
+
+def create(
+    existing: Execution | None, remembered: IdempotencyKey | None, ask: CreateExecution, now: int
+) -> Decision[Created | Duplicate]:
+    """A new execution, claimable at once or after its delay; an id or key that is known changes nothing."""
+    if remembered is not None and remembered.expires_at > now:
+        return Decision(Duplicate(remembered.execution_id))
+    if existing is not None:
+        return Decision(Duplicate(existing.execution_id))
+    terms, terms_text = parse_policy(ask.policy)
+    if isinstance(terms, errors.FabricError):
+        return refuse(terms)
+    if bad_tag := check_tags(ask.tags):
+        return refuse(bad_tag)
+
+    delay_until = terms.delay_until if ask.delay_until is None else ask.delay_until
+    delayed = delay_until is not None and delay_until > now
+    row = _born(ask, terms, terms_text, delay_until if delayed else None)
+    guards: tuple[Guard, ...] = (absent(Execution, ask.execution_id),)
+    writes: tuple[Write, ...] = (Insert(row), Insert(_payload(ask)))
+    if ask.idempotency_key and terms.dedup_window_ms > 0:
+        key = IdempotencyKey(ask.partition, ask.digest, ask.execution_id, at(terms.dedup_window_ms))
+        revision = None if remembered is None else remembered.revision
+        guards += (Guard(IdempotencyKey, (ask.partition, ask.digest), revision),)
+        writes += (Insert(key) if remembered is None else Put(key),)
+    earliest = [remembered.expires_at] if remembered is not None else []
+    if delay_until is not None and not delayed:
+        earliest.append(delay_until)
+    change = Change(
+        guards=guards,
+        writes=writes,
+        not_before=max(earliest, default=None),
+        not_after=delay_until - 1 if delay_until is not None and delayed else None,
+    )
+    return Decision(Created(ask.execution_id, row.public_state), change)
+
+
+def _born(ask: CreateExecution, terms: Terms, terms_text: str | None, delay_until: int | None) -> Execution:
+    waits = delay_until is not None
+    priority = place.clamp_priority(ask.priority)
+    required = terms.required_capabilities or None
+    line: LineKey | None = None if waits else place.line_for(ask.lane_id, required, terms)
+    deadline: Any = ask.execution_deadline_at
+    if not deadline and terms.execution_deadline_ms:
+        deadline = at(terms.execution_deadline_ms)
+    return Execution(
+        execution_id=ask.execution_id,
+        partition=ask.partition,
+        namespace=ask.namespace,
+        lane_id=ask.lane_id,
+        priority=priority,
+        created_at=at(0),
+        last_transition_at=at(0),
+        last_mutation_at=at(0),
+        lifecycle_phase=LifecyclePhase.RUNNABLE,
+        ownership_state=OwnershipState.UNOWNED,
+        eligibility_state=EligibilityState.NOT_ELIGIBLE_UNTIL_TIME if waits else EligibilityState.ELIGIBLE_NOW,
+        blocking_reason=BlockingReason.WAITING_FOR_DELAY if waits else BlockingReason.WAITING_FOR_WORKER,
+        terminal_outcome=TerminalOutcome.NONE,
+        attempt_state=AttemptState.PENDING_FIRST_ATTEMPT,
+        public_state=PublicState.DELAYED if waits else PublicState.WAITING,
+        tags=write_tags(ask.tags),
+        required_capabilities=required,
+        terms=terms_text,
+        current_lane=ask.lane_id,
+        delay_until=delay_until,
+        deadline_at=deadline or None,
+        line=line,
+        rank=at(place.rank_offset(priority, terms)),
+        next_type=AttemptType.INITIAL,
+        next_timeout_ms=terms.attempt_timeout_ms,
+    )
+
+
+def _payload(ask: CreateExecution) -> Payload:
+    return Payload(
+        execution_id=ask.execution_id,
+        execution_kind=ask.execution_kind,
+        creator_identity=ask.creator_identity,
+        input_payload=ask.input_payload or None,
+        payload_encoding=ask.payload_encoding,
+        policy=ask.policy,
+    )

@@ -1,0 +1,65 @@
+"""What a caller may hand in: sizes and shapes of free text and bytes, checked before anything else looks at them.
+
+Every text must be one that every store can keep: valid Unicode without NUL. Every number must fit 63 bits.
+"""
+
+from __future__ import annotations
+
+from flowfabric import errors
+
+MAX_TEXT_BYTES = 64 * 1024
+MAX_NAME_BYTES = 1024
+MAX_PAYLOAD_BYTES = 64 * 1024 * 1024
+MAX_TAGS = 256
+MAX_INTEGER = 2**63 - 1
+MAX_DURATION_MS = 10 * 365 * 24 * 60 * 60 * 1000  # ten years; a longer lease, delay or grant is a mistake
+MAX_INSTANT_MS = 253_402_300_799_999  # the end of the year 9999
+
+
+def text(name: str, value: object, *, limit: int = MAX_TEXT_BYTES) -> str:
+    """A text that every store can keep."""
+    if not isinstance(value, str):
+        raise errors.InvalidInput(f"{name}: not a text")
+    if "\x00" in value:
+        raise errors.InvalidInput(f"{name}: contains NUL")
+    try:
+        size = len(value) if value.isascii() else len(value.encode())
+    except UnicodeEncodeError:
+        raise errors.InvalidInput(f"{name}: not valid Unicode") from None
+    if size > limit:
+        raise errors.InvalidInput(f"{name}: {size} bytes, the limit is {limit}")
+    return value
+
+
+def optional_text(name: str, value: object, *, limit: int = MAX_TEXT_BYTES) -> str | None:
+    """A text or nothing."""
+    return None if value is None else text(name, value, limit=limit)
+
+
+def payload(name: str, value: object) -> bytes:
+    """Bytes to be kept as they are."""
+    if not isinstance(value, bytes | bytearray | memoryview):
+        raise errors.InvalidInput(f"{name}: not bytes")
+    data = bytes(value)
+    if len(data) > MAX_PAYLOAD_BYTES:
+        raise errors.PayloadTooLarge(f"{name}: {len(data)} bytes, the limit is {MAX_PAYLOAD_BYTES}")
+    return data
+
+
+def integer(name: str, value: object, *, least: int = -MAX_INTEGER, most: int = MAX_INTEGER) -> int:
+    """A whole number within bounds; booleans are not numbers."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise errors.InvalidInput(f"{name}: not a whole number")
+    if not least <= value <= most:
+        raise errors.InvalidInput(f"{name}: {value} is not within {least}..{most}")
+    return value
+
+
+def duration(name: str, value: object, *, least: int = 1) -> int:
+    """A length of time in milliseconds."""
+    return integer(name, value, least=least, most=MAX_DURATION_MS)
+
+
+def instant(name: str, value: object) -> int:
+    """Milliseconds since the epoch; ones before it are as good as its first."""
+    return max(0, integer(name, value, most=MAX_INSTANT_MS))

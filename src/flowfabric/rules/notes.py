@@ -1,0 +1,58 @@
+"""Notes on an execution that change no state: progress and tags."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from flowfabric import errors
+from flowfabric.model.answers import ProgressNoted
+from flowfabric.model.execution import Execution
+from flowfabric.model.states import LifecyclePhase, OwnershipState
+from flowfabric.rules import lease
+from flowfabric.rules.change import NOW, Change, Decision, Patch, live, refuse, seen
+from flowfabric.rules.lease import Fence
+
+
+def progress(
+    row: Execution | None, fence: Fence, pct: int | None, message: str | None, now: int
+) -> Decision[ProgressNoted]:
+    """Overwrite what is given and keep the rest; a lapsed lease is refused without being marked."""
+    if row is None:
+        return refuse(errors.NotFound("execution"))
+    if row.lifecycle_phase is not LifecyclePhase.ACTIVE:
+        return refuse(lease.not_active(row))
+    if row.ownership_state is OwnershipState.LEASE_REVOKED:
+        return refuse(errors.LeaseRevoked(execution_id=row.execution_id))
+    if lease.has_lapsed(row, now):
+        return refuse(errors.LeaseExpired(execution_id=row.execution_id))
+    if (fence.lease_id, fence.lease_epoch) != (row.lease_id, row.lease_epoch):
+        return refuse(lease.stale(row))
+    fields: dict[str, Any] = {"progress_updated_at": NOW, "last_mutation_at": NOW}
+    if pct is not None:
+        fields["progress_pct"] = pct
+    if message:
+        fields["progress_message"] = message
+    change = Change(guards=(seen(row, live(row)),), writes=(Patch(Execution, (row.execution_id,), fields),))
+    return Decision(ProgressNoted(row.execution_id), change)
+
+
+def set_tags(row: Execution | None, tags: Mapping[str, str]) -> Decision[int]:
+    """Upsert tags; events from now on carry them."""
+    if row is None:
+        return refuse(errors.NotFound("execution"))
+    merged = read_tags(row.tags) | dict(tags)
+    fields = {"tags": write_tags(merged), "last_mutation_at": NOW}
+    return Decision(len(tags), Change(guards=(seen(row),), writes=(Patch(Execution, (row.execution_id,), fields),)))
+
+
+def read_tags(text: str | None) -> dict[str, str]:
+    """Tags as a mapping, in key order."""
+    return {} if text is None else msgspec.json.decode(text, type=dict[str, str])
+
+
+def write_tags(tags: Mapping[str, str]) -> str | None:
+    """Tags as the text that the sheet and its events keep; no tags are no text."""
+    return msgspec.json.encode(dict(sorted(tags.items()))).decode() if tags else None

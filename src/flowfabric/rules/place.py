@@ -1,0 +1,71 @@
+"""Where an execution stands when it becomes claimable: its line and its rank, written at the entrance.
+
+Claiming is then "the first k of these lines": nothing about order or capabilities is worked out at the exit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flowfabric.model.execution import Execution, LineKey
+from flowfabric.model.states import AttemptState, AttemptType, BlockingReason, EligibilityState
+from flowfabric.rules.policy import Terms, decode_terms
+
+PRIORITY_MAX = 9000
+PRIORITY_STEP = 10**12  # one step of priority outweighs any difference of age
+
+NEXT_TYPE = {
+    AttemptState.PENDING_FIRST_ATTEMPT: AttemptType.INITIAL,
+    AttemptState.PENDING_RETRY_ATTEMPT: AttemptType.RETRY,
+    AttemptState.PENDING_REPLAY_ATTEMPT: AttemptType.REPLAY,
+}
+
+
+def clamp_priority(priority: int) -> int:
+    """Priorities outside 0..9000 are taken as the nearest end."""
+    return max(0, min(PRIORITY_MAX, priority))
+
+
+def rank_offset(priority: int, terms: Terms) -> int:
+    """What to add to the creation time: lower ranks come first.
+
+    With ageing, each `ageing` milliseconds of waiting weigh as much as one step of priority. That is linear, so the
+    order of two waiting executions never changes and the rank can be written once.
+    """
+    return -priority * (terms.ageing or PRIORITY_STEP)
+
+
+def line_for(lane_id: str, required: str | None, terms: Terms, *, decided: bool = False) -> LineKey:
+    """The line of work of this kind."""
+    return LineKey(
+        lane_id=lane_id,
+        required=required or "",
+        fairness_key=terms.fairness_key or "",
+        fairness_weight=terms.fairness_weight,
+        decided=decided,
+    )
+
+
+def line_of(row: Execution) -> LineKey:
+    """The line where this execution waits for a worker."""
+    return line_for(row.lane_id, row.required_capabilities, decode_terms(row.terms))
+
+
+def takeover_line(row: Execution) -> LineKey:
+    """The line where this execution, its lease gone, waits to be taken over."""
+    return line_for(row.lane_id, row.required_capabilities, decode_terms(row.terms), decided=True)
+
+
+def entrance(row: Execution, attempt_state: AttemptState) -> dict[str, Any]:
+    """The fields of a row that becomes claimable, at its original rank."""
+    fields: dict[str, Any] = {
+        "eligibility_state": EligibilityState.ELIGIBLE_NOW,
+        "blocking_reason": BlockingReason.WAITING_FOR_WORKER,
+        "blocking_text": None,
+        "delay_until": None,
+        "line": line_of(row),
+        "next_type": NEXT_TYPE.get(attempt_state),
+    }
+    if attempt_state in NEXT_TYPE:  # a fresh attempt has the whole time; a continued one what it had left
+        fields["next_timeout_ms"] = decode_terms(row.terms).attempt_timeout_ms
+    return fields

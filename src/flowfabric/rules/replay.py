@@ -1,0 +1,58 @@
+"""Replay: give a finished execution another life."""
+
+from __future__ import annotations
+
+import msgspec
+
+from flowfabric import errors
+from flowfabric.model.answers import Replayed
+from flowfabric.model.execution import Execution, Lineage, Result
+from flowfabric.model.states import (
+    AttemptState,
+    LifecyclePhase,
+    PublicState,
+    TerminalOutcome,
+)
+from flowfabric.rules import lease, place, step
+from flowfabric.rules.change import Change, Decision, Delete, refuse, seen
+from flowfabric.rules.operate import operator_event
+from flowfabric.rules.policy import decode_terms
+
+
+def replay(row: Execution | None) -> Decision[Replayed]:
+    """Make a terminal execution claimable again; its history, payload, tags, retries and epoch stay.
+
+    The deadline of the first life is not armed again.
+    """
+    if row is None:
+        return refuse(errors.NotFound("execution"))
+    if row.lifecycle_phase is not LifecyclePhase.TERMINAL:
+        return refuse(errors.ExecutionNotTerminal(execution_id=row.execution_id))
+    if row.replay_count >= decode_terms(row.terms).max_replay_count:
+        return refuse(errors.MaxReplaysExhausted(execution_id=row.execution_id))
+    fields = place.entrance(row, AttemptState.PENDING_REPLAY_ATTEMPT)
+    fields.update(
+        lifecycle_phase=LifecyclePhase.RUNNABLE,
+        terminal_outcome=TerminalOutcome.NONE,
+        attempt_state=AttemptState.PENDING_REPLAY_ATTEMPT,
+        replay_count=row.replay_count + 1,
+        lineage=lease.encode_lineage(Lineage(replayed_from_attempt_index=row.attempt_index)),
+        completed_at=None,
+        purge_at=None,
+        **lease.cleared(
+            row,
+            "failure_reason",
+            "cancellation_reason",
+            "cancelled_by",
+            "progress_pct",
+            "progress_message",
+            "progress_updated_at",
+        ),
+    )
+    details = {"replay_count": row.replay_count + 1, "replay_type": "normal", "branch": "normal"}
+    change = Change(
+        guards=(seen(row),),
+        writes=(step.moved(row, fields), Delete(Result, (row.execution_id,))),
+        events=(operator_event(row, "replayed", msgspec.json.encode(details).decode(), lease_name="replay_initiated"),),
+    )
+    return Decision(Replayed(PublicState.WAITING), change)

@@ -1,0 +1,150 @@
+"""Steps of the state vector: the moves that several verbs share, each deriving the public state in one place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flowfabric.model.event import Event
+from flowfabric.model.execution import Execution
+from flowfabric.model.states import (
+    AttemptRecordState,
+    AttemptState,
+    BlockingReason,
+    EligibilityState,
+    LifecyclePhase,
+    TerminalOutcome,
+    public_state,
+)
+from flowfabric.rules import lease
+from flowfabric.rules.change import NOW, Change, FromNow, Guard, Patch, Write, live, seen
+from flowfabric.rules.policy import decode_terms
+
+DEFAULT_RETENTION_MS = 24 * 60 * 60 * 1000
+
+
+def moved(row: Execution, fields: dict[str, Any]) -> Patch:
+    """The row with these fields of its vector, its public state derived, its times moved."""
+    fields["public_state"] = public_state(
+        fields.get("lifecycle_phase", row.lifecycle_phase),
+        fields.get("eligibility_state", row.eligibility_state),
+        fields.get("terminal_outcome", row.terminal_outcome),
+    )
+    fields["last_transition_at"] = NOW
+    fields["last_mutation_at"] = NOW
+    return Patch(Execution, (row.execution_id,), fields)
+
+
+def ended(
+    row: Execution,
+    outcome: TerminalOutcome,
+    *,
+    attempt: AttemptRecordState,
+    attempt_reason: str | None = None,
+    category: str | None = None,
+    released: str,
+    details: str | None = None,
+    guard: Guard | None = None,
+    also: tuple[Write, ...] = (),
+    **fields: Any,
+) -> Change:
+    """The end of a life: vector, open attempt, lease, indexes, grant and the one completion event, together.
+
+    `released` is the reason in the lease history, used only when a lease ends here.
+    """
+    was_active = row.lifecycle_phase is LifecyclePhase.ACTIVE
+    fields.update(
+        lifecycle_phase=LifecyclePhase.TERMINAL,
+        eligibility_state=EligibilityState.NOT_APPLICABLE,
+        terminal_outcome=outcome,
+        completed_at=NOW,
+        purge_at=FromNow(retention_ms(row)),
+    )
+    if row.blocking_reason is not BlockingReason.NONE:
+        fields["blocking_reason"] = BlockingReason.NONE
+    if row.attempt_index is not None:
+        fields["attempt_state"] = AttemptState.ATTEMPT_TERMINAL
+    fields.update(lease.cleared(row, "blocking_text", "delay_until", "deadline_at", "granted_until", "grant"))
+    if was_active:
+        fields.update(lease.release(row))
+    else:
+        fields.update(lease.cleared(row, "line"))
+    writes: tuple[Write, ...] = (moved(row, fields),)
+    if lease.has_open_attempt(row):
+        writes += (lease.attempt_ended(row, attempt, reason=attempt_reason, category=category),)
+    return Change(
+        guards=(guard or seen(row),),
+        writes=writes + also,
+        events=(completion(row, outcome, released=released if was_active else None, details=details),),
+    )
+
+
+def completion(row: Execution, outcome: TerminalOutcome, *, released: str | None, details: str | None = None) -> Event:
+    """The completion event; the same row tells the lease history of the lease that ended with it, if one did.
+
+    A revoked lease had already left the history's books, yet its end is told too: the last holder's attempt ends here.
+    """
+    if released is None:
+        return Event(
+            execution_id=row.execution_id,
+            namespace=row.namespace,
+            tags=row.tags,
+            flow_id=row.flow_id,
+            outcome=outcome.value,
+            details=details,
+        )
+    return Event(
+        execution_id=row.execution_id,
+        namespace=row.namespace,
+        tags=row.tags,
+        flow_id=row.flow_id,
+        lease="released",
+        lease_id=row.lease_id,
+        lease_epoch=row.lease_epoch,
+        attempt_id=row.attempt_id,
+        attempt_index=row.attempt_index,
+        worker_id=row.worker_id,
+        worker_instance_id=row.worker_instance_id,
+        reason=released,
+        outcome=outcome.value,
+        details=details,
+    )
+
+
+def parked(
+    row: Execution,
+    *,
+    eligibility: EligibilityState,
+    reason: BlockingReason,
+    suspension: str,
+    released: str,
+    now: int,
+    **fields: Any,
+) -> Change:
+    """Active work put back on the shelf: the lease ends, the attempt waits to be continued with the time it had left."""
+    fields.update(
+        lifecycle_phase=LifecyclePhase.RUNNABLE,
+        eligibility_state=eligibility,
+        blocking_reason=reason,
+        attempt_state=AttemptState.ATTEMPT_INTERRUPTED,
+        attempt_suspended_at=NOW,
+        attempt_suspension=suspension,
+        next_type=None,
+        next_timeout_ms=remaining_ms(row, now),
+    )
+    fields = {**lease.release(row), **fields}
+    return Change(
+        guards=(seen(row, live(row)),),
+        writes=(moved(row, fields),),
+        events=(lease.lease_event(row, "released", reason=released),),
+    )
+
+
+def remaining_ms(row: Execution, now: int) -> int | None:
+    """What is left of the attempt's time; at least a millisecond, so that a timer which was armed stays armed."""
+    return None if row.attempt_timeout_at is None else max(1, row.attempt_timeout_at - now)
+
+
+def retention_ms(row: Execution) -> int:
+    """How long a finished execution is kept."""
+    own = decode_terms(row.terms).retention_ttl_ms
+    return DEFAULT_RETENTION_MS if own is None else own

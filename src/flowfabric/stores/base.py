@@ -1,0 +1,261 @@
+"""The store port: what the engine needs of a place that keeps rows.
+
+A store answers yes or no to a change and never says why: after a no the engine loads again and asks the rule again.
+It owns the clock: every verb reads the store's time once and judges and stamps everything with that one reading.
+
+What each verb promises when the process dies or an answer is lost:
+
+* `load`, `due`, `scan`, `feed` write nothing.
+* `commit`: each change is written whole or not at all, on its own merits: a change whose guards fail does not disturb
+  its neighbours. An error means that nothing was written (`StoreUnavailable.in_doubt` False, `Unstorable`) or that
+  nobody knows (`in_doubt` True): then a root that shows the change's id as its revision tells that it was applied.
+* `take`: like a commit; the rows carry the lease ids of the stamps, so that a lost answer can be found by them.
+* `renew`: may be repeated at will.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+from flowfabric.handles import BackendTag
+from flowfabric.model.event import Event, FeedEvent, Topic
+from flowfabric.model.execution import Execution, LineKey, Payload
+from flowfabric.rules.change import Change
+
+
+class Unstorable(Exception):
+    """The store refused a value; nothing of this batch was written, and one of its changes is at fault."""
+
+
+class Collision(Unstorable):
+    """A row that a change wanted to insert appeared meanwhile; nothing of this batch was written."""
+
+
+class Want(msgspec.Struct, frozen=True):
+    """Rows to load: those whose key begins like this, in key order."""
+
+    row: type[msgspec.Struct]
+    key: tuple[Any, ...]
+
+
+class Loaded(msgspec.Struct, frozen=True):
+    """The rows of each want, and the store's time."""
+
+    now: int
+    rows: list[list[Any]]
+
+
+class Stamp(msgspec.Struct, frozen=True):
+    """The identities that the n-th taken row gets."""
+
+    lease_id: str
+    attempt_id: str
+    revision: int
+
+
+class Take(msgspec.Struct, frozen=True):
+    """A uniform claim of the first rows of some lines: the batched form of `rules.claim.acquire`.
+
+    `becomes` are the fields that every taken row gets alike, decided by that rule. The rest is the arithmetic of any
+    claim, for the n-th row with the n-th stamp and the store's `now`:
+
+    * lease: `lease_id`, `worker_id`, `worker_instance_id` as given, `lease_epoch` + 1,
+      `lease_acquired_at` = `lease_renewed_at` = now, `lease_expires_at` = now + ttl, `current_lane` = `lane_id`;
+    * a row with a `next_type` begins an attempt: `attempt_id` of the stamp, `attempt_type` = `next_type`,
+      `attempt_index` = `total_attempt_count`, which then grows by 1, `attempt_started_at` = now,
+      `attempt_resumed_at` unset; one without continues its attempt: only `attempt_resumed_at` = now;
+    * `started_at` = now unless set; `attempt_timeout_at` = now + `next_timeout_ms`, unset without one;
+    * `last_transition_at` = `last_mutation_at` = now; `revision` of the stamp.
+
+    Each row adds an event: lease `acquired`, the new lease and attempt, `reason` = `claim_resumed` when it continues.
+    """
+
+    lines: tuple[LineKey, ...]
+    stamps: tuple[Stamp, ...]
+    worker_id: str
+    worker_instance_id: str
+    lease_ttl_ms: int
+    becomes: dict[str, Any]
+
+    def fields(self, row: Execution, stamp: Stamp, now: int) -> dict[str, Any]:
+        """What the claim makes of this row: the arithmetic above, for stores that have no native telling of it."""
+        fields = {
+            **self.becomes,
+            "lease_id": stamp.lease_id,
+            "worker_id": self.worker_id,
+            "worker_instance_id": self.worker_instance_id,
+            "lease_epoch": row.lease_epoch + 1,
+            "lease_acquired_at": now,
+            "lease_renewed_at": now,
+            "lease_expires_at": now + self.lease_ttl_ms,
+            "current_lane": row.lane_id,
+            "attempt_timeout_at": None if row.next_timeout_ms is None else now + row.next_timeout_ms,
+            "last_transition_at": now,
+            "last_mutation_at": now,
+            "revision": stamp.revision,
+        }
+        if row.next_type is None:
+            fields["attempt_resumed_at"] = now
+        else:
+            fields["attempt_id"] = stamp.attempt_id
+            fields["attempt_type"] = row.next_type
+            fields["attempt_index"] = row.total_attempt_count
+            fields["total_attempt_count"] = row.total_attempt_count + 1
+            fields["attempt_started_at"] = now
+            fields["attempt_resumed_at"] = None
+        if row.started_at is None:
+            fields["started_at"] = now
+        return fields
+
+
+class Taken(msgspec.Struct, frozen=True):
+    """The rows as they are now, in rank order, each with its payload."""
+
+    now: int
+    rows: list[tuple[Execution, Payload]]
+
+
+class Held(msgspec.Struct, frozen=True):
+    """A lease to renew."""
+
+    execution_id: str
+    attempt_index: int
+    attempt_id: str
+    lease_id: str
+    lease_epoch: int
+    lease_ttl_ms: int
+
+
+def lease_event(row: Execution, name: str, reason: str | None = None) -> Event:
+    """What a take (`acquired`) or a renewal (`renewed`) says of the row's lease."""
+    return Event(
+        execution_id=row.execution_id,
+        namespace=row.namespace,
+        tags=row.tags,
+        flow_id=row.flow_id,
+        lease=name,
+        lease_id=row.lease_id,
+        lease_epoch=row.lease_epoch,
+        attempt_id=row.attempt_id,
+        attempt_index=row.attempt_index,
+        worker_id=row.worker_id,
+        worker_instance_id=row.worker_instance_id,
+        reason=reason,
+    )
+
+
+class Due(msgspec.Struct, frozen=True):
+    """Rows whose instant has come, earliest first, and the next instant to come (None: there is none)."""
+
+    now: int
+    rows: list[Any]
+    next_at: int | None
+
+
+Op = Literal["=", "<", "<=", ">", ">=", "in", "set", "unset", "starts"]
+
+
+class Where(msgspec.Struct, frozen=True):
+    """One condition on one column; `set` and `unset` ask for a value and for none."""
+
+    column: str
+    op: Op
+    value: Any = None
+
+
+class Scan(msgspec.Struct, frozen=True):
+    """A list for people and consoles: rows of one table that meet all conditions, ordered, strictly after a place."""
+
+    row: type[msgspec.Struct]
+    where: tuple[Where, ...] = ()
+    order: tuple[str, ...] = ()
+    after: tuple[Any, ...] | None = None
+    limit: int = 100
+
+
+class FeedPage(msgspec.Struct, frozen=True):
+    """Events in order, and how far the feed was read: the place to go on from, events or not."""
+
+    events: list[FeedEvent]
+    position: int
+
+
+class Store(Protocol):
+    """A place that keeps rows. All verbs are safe to call from many tasks at once."""
+
+    tag: BackendTag
+    commit_lanes: int  # how many commits are worth having under way at once
+    batch_limit: int  # how many changes are worth putting into one commit
+
+    async def open(self, *, migrate: bool) -> None:
+        """Connect; apply the missing migrations when asked to; refuse a schema newer than this code."""
+        ...
+
+    async def close(self) -> None:
+        """Let go of everything; a second call does nothing."""
+        ...
+
+    async def ping(self) -> int:
+        """The store's time; raises StoreUnavailable when it cannot be reached."""
+        ...
+
+    async def load(self, wants: Sequence[Want]) -> Loaded:
+        """The rows asked for, and the time."""
+        ...
+
+    async def commit(self, changes: Sequence[Change]) -> list[int | None]:
+        """Per change: the commit's time when all its guards held and all was written, None when nothing was.
+
+        No two changes of one call guard or write the same root.
+        """
+        ...
+
+    async def take(self, take: Take) -> Taken:
+        """Claim up to one row per stamp from the heads of the lines, best rank first (then execution id).
+
+        Passes over rows with a grant in force. Adds one `acquired` event a row.
+        """
+        ...
+
+    async def renew(self, leases: Sequence[Held]) -> list[int | None]:
+        """Per lease: its new end when it is in force and everything matches, else None. Adds `renewed` events."""
+        ...
+
+    async def due(self, row: type[msgspec.Struct], column: str, *, limit: int, where: tuple[Where, ...] = ()) -> Due:
+        """Rows whose `column` is an instant that has come."""
+        ...
+
+    async def scan(self, scan: Scan) -> list[Any]:
+        """The rows of a list."""
+        ...
+
+    async def lines(self, lane_id: str | None = None) -> list[LineKey]:
+        """The lines that were ever written to, of one lane or of all."""
+        ...
+
+    async def lanes(self, after: str | None, limit: int) -> list[str]:
+        """The lanes that were ever written to, ascending."""
+        ...
+
+    async def feed(self, topic: Topic, after: int, limit: int) -> FeedPage:
+        """Committed events of a topic strictly after a position, in an order that never changes afterwards."""
+        ...
+
+    async def feed_end(self) -> int:
+        """The position such that everything committed from now on lies strictly after it."""
+        ...
+
+    async def history(self, execution_id: str, topic: Topic, limit: int) -> list[FeedEvent]:
+        """The newest events of one execution, oldest first."""
+        ...
+
+    def notify(self, topics: frozenset[str]) -> None:
+        """Tell other processes to look at these topics now. A lost hint costs them at most a poll interval."""
+        ...
+
+    def on_wake(self, callback: Callable[[frozenset[str]], None]) -> None:
+        """Call back, on the event loop, when another process may have changed something."""
+        ...

@@ -1,0 +1,103 @@
+"""The rows that stores keep: table names, keys, roots and indexes, told once for all stores.
+
+A *root* carries a revision and can be guarded; every other row belongs to a root. Columns and their types come from
+the record types; stores derive their statements from this page, and a test compares it with each store's schema.
+"""
+
+from __future__ import annotations
+
+import types
+from enum import Enum
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from flowfabric.model.execution import Attempt, Execution, IdempotencyKey, LineKey, Payload, Result
+from flowfabric.model.keys import Keystore, SigningKey
+
+
+class Column(msgspec.Struct, frozen=True):
+    """One column: its kind is one of int, str, bytes, bool, float, line, or an enum stored as its member's place."""
+
+    name: str
+    kind: type[Any]
+    optional: bool
+
+    @property
+    def is_enum(self) -> bool:
+        return issubclass(self.kind, Enum)
+
+
+class Index(msgspec.Struct, frozen=True):
+    """An ordered index; rows whose first column is unset are not in it."""
+
+    columns: tuple[str, ...]
+
+
+class Table(msgspec.Struct, frozen=True):
+    """One kind of row."""
+
+    name: str
+    row: type[msgspec.Struct]
+    key: tuple[str, ...]
+    root: type[msgspec.Struct]  # the row itself when it is a root
+    columns: tuple[Column, ...]
+    indexes: tuple[Index, ...] = ()
+
+    @property
+    def is_root(self) -> bool:
+        return self.root is self.row
+
+    @property
+    def column_names(self) -> tuple[str, ...]:
+        return tuple(column.name for column in self.columns)
+
+
+def _columns(row: type[msgspec.Struct]) -> tuple[Column, ...]:
+    hints = get_type_hints(row)
+    found = []
+    for field in row.__struct_fields__:
+        hint, optional = hints[field], False
+        if get_origin(hint) in (Union, types.UnionType):
+            inner = [arg for arg in get_args(hint) if arg is not type(None)]
+            hint, optional = inner[0], True
+        found.append(Column(field, hint, optional))
+    return tuple(found)
+
+
+def _table(
+    name: str,
+    row: type[msgspec.Struct],
+    *key: str,
+    root: type[msgspec.Struct] | None = None,
+    indexes: tuple[tuple[str, ...], ...] = (),
+) -> Table:
+    return Table(name, row, key, root or row, _columns(row), tuple(Index(columns) for columns in indexes))
+
+
+TABLES: tuple[Table, ...] = (
+    _table(
+        "ff_exec_core",
+        Execution,
+        "execution_id",
+        indexes=(
+            ("line", "rank", "execution_id"),
+            ("lease_expires_at", "execution_id"),
+            ("delay_until", "execution_id"),
+            ("attempt_timeout_at", "execution_id"),
+            ("deadline_at", "execution_id"),
+            ("purge_at", "execution_id"),
+        ),
+    ),
+    _table("ff_payload", Payload, "execution_id", root=Execution),
+    _table("ff_result", Result, "execution_id", root=Execution),
+    _table("ff_attempt", Attempt, "execution_id", "attempt_index", root=Execution),
+    _table("ff_idempotency", IdempotencyKey, "partition", "digest", indexes=(("expires_at",),)),
+    _table("ff_keystore", Keystore, "keystore_id"),
+    _table("ff_waitpoint_hmac", SigningKey, "keystore_id", "kid", root=Keystore),
+)
+
+TABLE: dict[type[msgspec.Struct], Table] = {table.row: table for table in TABLES}
+
+# A line is kept as a small number; the store's line table says which number stands for which key.
+LINE_COLUMN = LineKey
