@@ -1,0 +1,111 @@
+"""The commit: one statement that locks, reads the clock, judges and writes a whole batch.
+
+    guards     each guarded root is found by its key and locked, in key order: `for update` when its change writes
+               it, `for share` when the change only relies on it
+    clock      the time, read when all locks are held
+    verdict    per change: yes or no, from the locked rows and the clock alone
+    writes     one part a shape, each for the changes with a yes
+    events     one batch of the feed, numbered when all locks are held
+
+Why like this. The parts of one statement see the snapshot of its start, while an update that had to wait goes on with
+the row as it is then. If each part judged for itself, a change of two rows could be torn: the first row written by the
+snapshot, the second refused by the row as it became. A locked row is the row as it is, and stays so until the commit;
+so only locked rows are judged, and everything that is written asks the one verdict.
+
+A row that must be absent cannot be locked. It is looked for, and if two batches insert it at once, the second one
+fails as a whole on the unique key (`Collision`); whoever sent it sends the halves again.
+
+The join of guards and rows is lateral, so that the server can only walk the given keys one by one through the primary
+key, in the given order. Verdicts travel as an array that each part picks from by the number of the change: no part
+joins another one, so no plan depends on a guess of how many rows there are.
+
+Statements are composed from the shapes in the batch, and kept: the same shapes give the same words, which the driver
+has prepared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from flowfabric.stores.postgres.batch import Batch
+from flowfabric.stores.postgres.links import in_transaction
+from flowfabric.stores.postgres.pieces import Guards, Parameters, Told, Writes
+
+CLOCK = "coalesce({given}, floor(extract(epoch from clock_timestamp()) * 1000)::bigint)"
+MOST_WORDINGS = 1000
+
+_wordings: dict[tuple[Any, ...], str] = {}
+
+
+async def commit(connection: Any, batch: Batch, clock: int | None) -> tuple[int, list[bool]]:
+    """Judge and write the batch; the commit's time and the verdicts, in the order of the changes."""
+    if batch.in_steps:
+        return await in_transaction(connection, lambda inside: _commit_in_steps(inside, batch, clock))
+    pieces = [*batch.guards, *batch.rounds[0]]
+    arrays = [array for _, arrays in pieces for array in arrays]
+    if batch.told is not None:
+        arrays += batch.told[1]
+    words = _words(
+        tuple(guard for guard, _ in batch.guards),
+        tuple(piece for piece, _ in batch.rounds[0]),
+        batch.told and batch.told[0],
+    )
+    answer = await connection.fetchrow(words, clock, *arrays)
+    return answer["now"], answer["yes"]
+
+
+async def _commit_in_steps(connection: Any, batch: Batch, clock: int | None) -> tuple[int, list[bool]]:
+    arrays = [array for _, given in batch.guards for array in given]
+    words = _words(tuple(guard for guard, _ in batch.guards), (), None)
+    answer = await connection.fetchrow(words, clock, *arrays)
+    now, yes = answer["now"], answer["yes"]
+    told = batch.told
+    for pieces in batch.rounds:
+        arrays = [array for _, given in pieces for array in given]
+        if told is not None:
+            arrays += told[1]
+        words = _words(None, tuple(piece for piece, _ in pieces), told and told[0])
+        await connection.fetchrow(words, yes, now, *arrays)
+        told = None
+    return now, yes
+
+
+def _words(guards: tuple[Guards, ...] | None, writes: tuple[Writes, ...], told: Told | None) -> str:
+    shape = (guards, writes, told)
+    words = _wordings.get(shape)
+    if words is None:
+        if len(_wordings) >= MOST_WORDINGS:
+            _wordings.clear()
+        words = _wordings[shape] = compose(guards, writes, told)
+    return words
+
+
+def compose(guards: Sequence[Guards] | None, writes: Sequence[Writes], told: Told | None) -> str:
+    """The statement of these shapes; without guards, the verdicts and the time are given as its first parameters."""
+    parameters = Parameters()
+    if guards is None:
+        yes, now = parameters.one("boolean[]"), parameters.one("bigint")
+        parts = [f"verdict as materialized (select {yes} as yes, {now} as now)"]
+    else:
+        parts = _verdict(guards, parameters)
+    parts += [f"write_{number} as ({piece.words(parameters)})" for number, piece in enumerate(writes)]
+    if told is not None:
+        parts.append(told.words(parameters))
+    return "with " + ",\n".join(parts) + "\nselect now, yes from verdict"
+
+
+def _verdict(guards: Sequence[Guards], parameters: Parameters) -> list[str]:
+    clock = CLOCK.format(given=parameters.one("bigint"))
+    parts, before = [], None
+    for number, guard in enumerate(guards):
+        parts.append(guard.words(f"guard_{number}", before, parameters))
+        before = f"guard_{number}"
+    locked = " and ".join(f"(select count(*) from guard_{number}) >= 0" for number in range(len(guards)))
+    judged = " union all ".join(guard.verdict(f"guard_{number}") for number, guard in enumerate(guards))
+    parts.append(f"clock as materialized (select {clock} as now where {locked})")
+    parts.append(
+        "verdict as materialized (select now, array(select bool_and(ok)"
+        f" from ({judged}) judged group by no order by no) as yes from clock)"
+    )
+    return parts

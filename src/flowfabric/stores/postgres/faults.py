@@ -1,0 +1,83 @@
+"""What the driver's errors mean to a caller of the port."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import asyncpg
+
+from flowfabric.errors import StoreFault, StoreUnavailable
+from flowfabric.handles import BackendTag
+from flowfabric.stores.base import Collision, Unstorable
+
+SHOWN: dict[str, Any] = {"backend": BackendTag.POSTGRES.title}
+
+# By the first letters of the server's code (appendix A of its manual).
+_CONNECTION = ("08", "57P", "58")  # connection exception, operator's intervention, system error
+_VALUES = ("22", "23", "54", "21")  # data exception, integrity, limit exceeded, cardinality
+_PASSING = ("40001", "40P01")  # serialization failure, deadlock
+_SOURCES = (
+    ("57P03", StoreFault.BUSY_LOADING),
+    ("28", StoreFault.AUTH),
+    ("57014", StoreFault.TIMEOUT),
+    ("55P03", StoreFault.TIMEOUT),
+    ("08P01", StoreFault.PROTOCOL),
+    ("26", StoreFault.PROTOCOL),
+    ("42P05", StoreFault.PROTOCOL),
+    ("25006", StoreFault.CLUSTER),
+    ("08", StoreFault.TRANSPORT),
+    ("57P", StoreFault.TRANSPORT),
+    ("53", StoreFault.TRANSPORT),
+    ("58", StoreFault.TRANSPORT),
+)
+
+
+class Fault:
+    """How far a call had come when it failed."""
+
+    def __init__(self, *, connecting: bool = False) -> None:
+        self.connecting = connecting
+        self.sent = False  # whether the words that make it last may have reached the server
+        self.lost = False  # whether the connection can no longer be trusted
+
+
+def is_passing(error: BaseException) -> bool:
+    """Whether the same statement may simply be sent again: nothing of it was done."""
+    return isinstance(error, asyncpg.PostgresError) and error.sqlstate in _PASSING
+
+
+def translated(error: Any, fault: Fault, *, gone: bool) -> Any:
+    """The error as the port knows it; errors that only a bug explains, and cancellation, stay what they are."""
+    if isinstance(error, asyncpg.PostgresError):
+        code: str = error.sqlstate or ""
+        if not fault.connecting and not gone:
+            if code in _PASSING:
+                return error
+            if code == "23505":
+                return Collision(str(error))
+            if code.startswith(_VALUES):
+                return Unstorable(f"{error} ({code})")
+        fault.lost = gone or code.startswith(_CONNECTION)
+        source = next((source for start, source in _SOURCES if code.startswith(start)), None)
+        if source is None and not gone and not fault.connecting:
+            return error
+        return _unavailable(error, source or StoreFault.OTHER, fault)
+    if isinstance(error, OverflowError | UnicodeError):
+        return Unstorable(str(error))
+    if isinstance(error, asyncio.TimeoutError | TimeoutError):
+        fault.lost = True
+        return _unavailable(error, StoreFault.TIMEOUT, fault)
+    if isinstance(error, OSError) or (gone and isinstance(error, asyncpg.InterfaceError)):
+        fault.lost = True
+        return _unavailable(error, StoreFault.TRANSPORT, fault)
+    return error
+
+
+def _unavailable(error: BaseException, source: StoreFault, fault: Fault) -> StoreUnavailable:
+    return StoreUnavailable(
+        str(error) or type(error).__name__,
+        **SHOWN,
+        source=source,
+        in_doubt=fault.lost and fault.sent,
+    )

@@ -1,0 +1,100 @@
+"""The feed: committed events in an order that never changes, without a word about transactions.
+
+Each statement that has something to tell inserts one row into `ff_batch` and its events beside it. The batch takes its
+number from a sequence, in the same statement and only when all its row locks are held. So two batches that touch one
+execution have numbers in the order of their commits: the second gets its locks, and then its number, after the first
+has committed.
+
+A number of a sequence is no place in a feed. A batch may commit long after a later one did; a reader that went by the
+number would have passed it. The usual cures look at what transactions are under way, and then one idle transaction,
+even in another database, stalls every reader; and what they remember means nothing after a dump and restore. Here
+batches are numbered a second time, after the fact: whoever reads gives the committed batches that have no position yet
+the next positions, dense, in the order of their numbers (`number` in feed.sql). A batch that commits late gets a late
+position. Once given a position never changes; it is a column like any other, so it survives dump and restore.
+
+Why the order holds for each execution: a snapshot that sees a batch sees all that were committed before it, so the
+numberer meets the earlier batch of an execution not later than the second, and puts them in the order of their
+numbers.
+
+A place in the feed is (position of the batch, place in the batch) as one integer, so a cursor is a plain number.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from flowfabric.model.event import TOPIC_FIELDS, Event, FeedEvent, Topic
+from flowfabric.stores.base import FeedPage
+from flowfabric.stores.postgres.batch import MOST_EVENTS
+from flowfabric.stores.postgres.links import Links
+from flowfabric.stores.postgres.sql import numbered, pieces, quoted
+
+_STATEMENTS = pieces("feed.sql")
+_WINDOW = 1000  # batches that are looked through in one trip
+
+
+class Feed:
+    """The readers' side of the feed."""
+
+    def __init__(self, links: Links) -> None:
+        self._links = links
+
+    async def read(self, topic: Topic, after: int, limit: int) -> FeedPage:
+        """Events of a topic strictly after a place; how far was read."""
+        words = _words("read", topic)
+        while True:
+            first, ord_ = divmod(after, MOST_EVENTS)
+            last = first + _WINDOW
+            answer = await self._fetchrow(words, first, ord_, last, limit)
+            events = [_event(record) for record in answer["events"]]
+            if len(events) >= limit:
+                return FeedPage(events, events[-1].position if events else after)
+            if last < answer["numbered"]:
+                after = _end(last)
+                if events:
+                    return FeedPage(events, after)
+            elif answer["news"]:
+                await self._number()
+            else:
+                return FeedPage(events, max(after, _end(answer["numbered"])))
+
+    async def end(self) -> int:
+        """A place that everything committed so far does not lie after, and everything later does."""
+        while True:
+            answer = await self._fetchrow(_STATEMENTS["end"])
+            if not answer["news"]:
+                return _end(answer["numbered"])
+            await self._number()
+
+    async def history(self, execution_id: str, topic: Topic, limit: int) -> list[FeedEvent]:
+        """The newest events of one execution, oldest first."""
+        words = _words("history", topic)
+        while True:
+            found = await self._links.read(lambda connection: connection.fetch(words, execution_id, limit))
+            if all(record[0] is not None for record in found):
+                return sorted((_event(record) for record in found), key=lambda one: one.position)
+            await self._number()
+
+    async def _number(self) -> None:
+        await self._links.write(lambda connection: connection.execute(_STATEMENTS["number"]), alone=True)
+
+    async def _fetchrow(self, words: str, *values: Any) -> Any:
+        return await self._links.read(lambda connection: connection.fetchrow(words, *values))
+
+
+@cache
+def _words(name: str, topic: Topic) -> str:
+    words = _STATEMENTS[name].format(events=quoted(Event.__struct_fields__, "e."), topic=TOPIC_FIELDS[topic])
+    parameters = {"read": ("first", "ord", "last", "limit"), "history": ("execution_id", "limit")}
+    return numbered(words, parameters[name])
+
+
+def _end(position: int) -> int:
+    """The last place of a batch."""
+    return position * MOST_EVENTS + MOST_EVENTS - 1
+
+
+def _event(record: Any) -> FeedEvent:
+    position, ord_, at, *fields = record
+    return FeedEvent(position * MOST_EVENTS + ord_, at, Event(*fields))

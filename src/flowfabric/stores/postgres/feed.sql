@@ -1,0 +1,51 @@
+-- name: read
+-- A page of the feed between two positions, and how far positions were given out; `news` says that some were not yet.
+select f.numbered,
+       exists (select 1 from ff_batch where position is null) as news,
+       array(
+           select row(b.position, e.ord, b.at, {events})
+             from (select batch_id, position, at from ff_batch
+                    where position >= :first and position <= :last order by position) b
+            cross join lateral (
+                  select * from ff_event e
+                   where e.batch_id = b.batch_id
+                     and e.{topic} is not null
+                     and (b.position > :first or e.ord > :ord)
+                   order by e.ord) e
+            order by b.position, e.ord
+            limit :limit) as events
+  from ff_feed f;
+
+-- name: history
+-- The newest events of one execution, newest first.
+select b.position, e.ord, b.at, {events}
+  from (select * from ff_event
+         where execution_id = :execution_id and {topic} is not null
+         order by batch_id desc, ord desc
+         limit :limit) e
+ cross join lateral (select position, at from ff_batch b where b.batch_id = e.batch_id offset 0) b
+ order by e.batch_id desc, e.ord desc;
+
+-- name: end
+-- How far positions were given out, and whether some were not yet.
+select f.numbered, exists (select 1 from ff_batch where position is null) as news from ff_feed f;
+
+-- name: number
+-- Give positions to committed batches, up to a thousand. Sent as one message of four statements.
+--
+-- The row lock first, then a statement with a snapshot of its own: it sees every position that was given out by
+-- whoever held the row before, so that positions are dense and never given twice.
+begin isolation level read committed read write;
+select numbered from ff_feed for update;
+with news as (
+    select batch_id, row_number() over (order by batch_id) as place
+      from (select batch_id from ff_batch where position is null order by batch_id limit 1000) unnumbered
+),
+given as (
+    update ff_batch b set position = f.numbered + news.place
+      from news, ff_feed f
+     where b.batch_id = news.batch_id
+ returning 1
+)
+update ff_feed set numbered = numbered + (select count(*) from given) where exists (select 1 from given);
+commit;

@@ -1,0 +1,204 @@
+"""Connections: a few that are shared by all calls, made when needed and thrown away when in doubt.
+
+No call leaves anything behind in a session, so a pooler may hand each transaction to another server. Without cached
+statements (`statement_cache=False`, for poolers that know nothing of them) each call is wrapped in a transaction of
+its own: the driver parses and runs in two trips, and only a transaction keeps both on one server.
+
+A call that ends badly, by an error of the connection, a time limit or a cancelled task, costs its connection: nobody
+can tell what is still on its way there. Errors of the server that ended the statement orderly leave it as it was.
+
+After a failed attempt to connect the next one waits a little, longer each time, so that a server which is starting
+again is not flooded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import asyncpg
+
+from flowfabric.errors import FabricError, StoreUnavailable
+from flowfabric.stores.postgres.faults import SHOWN, Fault, is_passing, translated
+
+T = TypeVar("T")
+Work = Callable[[Any], Awaitable[T]]
+
+CONNECT_SECONDS = 10.0
+STATEMENT_SECONDS = 60.0
+SHORTEST_PAUSE, LONGEST_PAUSE = 0.05, 2.0
+SENDS = 8  # of a batch that met a deadlock
+
+# A plan that was made while a table was small is not kept for long.
+PLAN_SECONDS = 30
+
+# Statements know their rows by key or walk an index; a plan made on an almost empty table shall not read all of it.
+TUNING = {"enable_seqscan": "off", "enable_hashjoin": "off", "enable_mergejoin": "off", "jit": "off"}
+
+
+class Links:
+    """The connections of one store."""
+
+    def __init__(self, dsn: str, *, size: int, statement_cache: bool) -> None:
+        self.dsn = dsn
+        self.cached = statement_cache
+        self._free = size
+        self._idle: list[Any] = []
+        self._busy: set[Any] = set()
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._pause = 0.0
+        self._not_before = 0.0
+        self._tuned = statement_cache
+        self._closed = False
+
+    async def read(self, work: Work[T]) -> T:
+        """Do something that may be done twice; a connection that breaks meanwhile is replaced once."""
+        return await self.run(work, again=True)
+
+    async def write(self, work: Work[T], *, alone: bool = False) -> T:
+        """Do something that the server may ask to repeat, for a deadlock or a conflict of snapshots."""
+        for sent in range(1, SENDS + 1):
+            try:
+                return await self.run(work, alone=alone)
+            except asyncpg.PostgresError as error:
+                if not is_passing(error):
+                    raise
+                if sent == SENDS:
+                    raise StoreUnavailable(
+                        f"refused {SENDS} times: {error}", **SHOWN, source="transport", in_doubt=False
+                    ) from error
+            await asyncio.sleep(random.uniform(0, 0.002 * 2**sent))
+        raise AssertionError("unreachable")
+
+    async def run(self, work: Work[T], *, again: bool = False, alone: bool = False) -> T:
+        """Do something on a connection; errors of the connection come out as `StoreUnavailable`.
+
+        `again` does it a second time when the connection broke; `alone` says that it brings its own transaction.
+        """
+        connection = await self._acquire()
+        fault = Fault()
+        try:
+            if self.cached or alone:
+                fault.sent = True
+                return await work(connection)
+            return await in_transaction(connection, work, fault)
+        except BaseException as error:
+            raised = translated(error, fault, gone=connection.is_closed())
+            if fault.lost or not isinstance(error, Exception):
+                connection.terminate()
+            if not (fault.lost and again):
+                if raised is error:
+                    raise
+                raise raised from error
+        finally:
+            self._release(connection)
+        return await self.run(work)
+
+    async def connect(self) -> Any:
+        """A new connection, after the pause that earlier failures ask for; the caller owns it."""
+        loop = asyncio.get_running_loop()
+        if (wait := self._not_before - loop.time()) > 0:
+            await asyncio.sleep(wait)
+        try:
+            connection = await self._connect()
+        except (OSError, asyncpg.PostgresError, asyncpg.InterfaceError, TimeoutError) as error:
+            self._pause = min(LONGEST_PAUSE, max(SHORTEST_PAUSE, self._pause * 2))
+            self._not_before = loop.time() + self._pause * random.uniform(0.5, 1)
+            raise translated(error, Fault(connecting=True), gone=True) from error
+        self._pause = 0.0
+        return connection
+
+    async def _connect(self) -> Any:
+        settings = {"application_name": "flowfabric"}
+        options: dict[str, Any] = {
+            "timeout": CONNECT_SECONDS,
+            "command_timeout": STATEMENT_SECONDS,
+            "statement_cache_size": 200 if self.cached else 0,
+            "max_cached_statement_lifetime": PLAN_SECONDS,
+            "max_cacheable_statement_size": 0,
+        }
+        if self._tuned:
+            try:
+                return await asyncpg.connect(self.dsn, server_settings=settings | TUNING, **options)
+            except (asyncpg.ProtocolViolationError, asyncpg.FeatureNotSupportedError):
+                self._tuned = False  # a pooler that does not pass settings on; they are a help, not a need
+        return await asyncpg.connect(self.dsn, server_settings=settings if self.cached else None, **options)
+
+    async def _acquire(self) -> Any:
+        while True:
+            if self._closed:
+                raise StoreUnavailable("the store is closed", **SHOWN, source="other", in_doubt=False)
+            while self._idle:
+                connection = self._idle.pop()
+                if not connection.is_closed():
+                    self._busy.add(connection)
+                    return connection
+                self._free += 1
+            if self._free > 0:
+                self._free -= 1
+                try:
+                    connection = await self.connect()
+                except BaseException:
+                    self._free += 1
+                    self._let_one_in()
+                    raise
+                self._busy.add(connection)
+                return connection
+            turn = asyncio.get_running_loop().create_future()
+            self._waiting.append(turn)
+            try:
+                await turn
+            except BaseException:
+                if turn.done() and not turn.cancelled():
+                    self._let_one_in()
+                raise
+
+    def _release(self, connection: Any) -> None:
+        self._busy.discard(connection)
+        if connection.is_closed() or self._closed or connection.is_in_transaction():
+            connection.terminate()
+            self._free += 1
+        else:
+            self._idle.append(connection)
+        self._let_one_in()
+
+    def _let_one_in(self) -> None:
+        while self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return
+
+    async def close(self) -> None:
+        """Let go of all connections; calls that are still under way end with `StoreUnavailable`."""
+        self._closed = True
+        while self._waiting:
+            self._let_one_in()
+        for connection in self._busy:
+            connection.terminate()
+        while self._idle:
+            connection = self._idle.pop()
+            with suppress(OSError, asyncpg.PostgresError, asyncpg.InterfaceError, TimeoutError):
+                await connection.close(timeout=1)
+            connection.terminate()
+
+
+async def in_transaction(connection: Any, work: Work[T], fault: Fault | None = None) -> T:
+    """Do something in one transaction whose statements each see what is committed when they begin."""
+    if connection.is_in_transaction():
+        return await work(connection)
+    await connection.execute("begin isolation level read committed read write")
+    try:
+        done = await work(connection)
+    except (asyncpg.PostgresError, asyncpg.InterfaceError, FabricError, ValueError):
+        if not connection.is_closed():
+            await connection.execute("rollback")
+        raise
+    if fault is not None:
+        fault.sent = True
+    await connection.execute("commit")
+    return done

@@ -1,0 +1,142 @@
+"""Reading: the statements for `load`, `due` and `scan`, composed from the catalogue.
+
+A load answers all its wants from one snapshot in one trip, so that no row of it is newer than its root: each kind of
+row comes as an array of records beside the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import msgspec
+
+from flowfabric.model.execution import LineKey
+from flowfabric.stores.base import Due, Loaded, Scan, Want, Where
+from flowfabric.stores.codec import CODEC, LineAt, LineOf, encode
+from flowfabric.stores.postgres.commit import CLOCK
+from flowfabric.stores.postgres.pieces import Parameters
+from flowfabric.stores.postgres.sql import column_type, columns_of, matched, quoted
+from flowfabric.stores.rows import TABLE
+
+Row = type[msgspec.Struct]
+
+
+async def load(connection: Any, wants: Sequence[Want], clock: int | None) -> Any:
+    """The server's answer to these wants, for `loaded`."""
+    kinds: dict[tuple[Row, int], list[tuple[Any, ...]]] = {}
+    for number, want in enumerate(wants):
+        kinds.setdefault((want.row, len(want.key)), []).append((number, *want.key))
+    arrays = [array for given in kinds.values() for array in zip(*given, strict=True)]
+    return await connection.fetchrow(_load_words(tuple(kinds)), clock, *arrays)
+
+
+def loaded(answer: Any, wants: Sequence[Want], line_at: LineAt) -> Loaded:
+    """The rows of each want."""
+    now, *kinds = answer
+    rows: list[list[Any]] = [[] for _ in wants]
+    for records in kinds:
+        for record in records:
+            number = record[0]
+            rows[number].append(CODEC[wants[number].row].decode(record[1:], line_at))
+    return Loaded(now, rows)
+
+
+@cache
+def _load_words(kinds: tuple[tuple[Row, int], ...]) -> str:
+    parameters = Parameters()
+    answers = [f"select {CLOCK.format(given=parameters.one('bigint'))}"]
+    for row, width in kinds:
+        table = TABLE[row]
+        kind = {column.name: column_type(column) for column in table.columns}
+        start = table.key[:width]
+        given = parameters.rows("w", [("number", "int"), *((name, kind[name]) for name in start)])
+        found = f"select * from {table.name} t where {matched(start, 't', 'w') or 'true'} order by {quoted(table.key)}"
+        answers.append(f"array(select row(w.number, {columns_of(table, 't.')}) from {given}, lateral ({found}) t)")
+    return ", ".join(answers)
+
+
+class Conditions:
+    """Conditions of a list as words, and the values that they compare with."""
+
+    def __init__(self, row: Row, line_of: LineOf) -> None:
+        self.table = TABLE[row]
+        self.values: list[Any] = []
+        self._columns = CODEC[row].column
+        self._line_of = line_of
+
+    def given(self, value: Any, kind: str) -> str:
+        """A parameter."""
+        self.values.append(value)
+        return f"${len(self.values)}::{kind}"
+
+    def of(self, column: str, value: Any) -> str:
+        """A parameter that is compared with a column."""
+        return self.given(encode(value, self._line_of), column_type(self._columns[column]))
+
+    def meets(self, one: Where) -> str:
+        """The condition in words."""
+        column = f't."{one.column}"'
+        match one.op:
+            case "set":
+                return f"{column} is not null"
+            case "unset":
+                return f"{column} is null"
+            case "in":
+                values = [encode(value, self._line_of) for value in one.value]
+                return f"{column} = any({self.given(values, column_type(self._columns[one.column]) + '[]')})"
+            case "starts":
+                start = self.of(one.column, one.value)
+                return f"({column} >= {start} and starts_with({column}, {start}))"
+            case _:
+                return f"{column} {one.op} {self.of(one.column, one.value)}"
+
+
+def due_words(
+    row: Row, column: str, limit: int, where: tuple[Where, ...], clock: int | None, line_of: LineOf
+) -> tuple[str, list[Any]]:
+    """The rows whose instant has come, and the next instant: both by the index of that column."""
+    conditions = Conditions(row, line_of)
+    now = CLOCK.format(given=conditions.given(clock, "bigint"))
+    most = conditions.given(limit, "bigint")
+    table = conditions.table
+    and_where = "".join(f" and {conditions.meets(one)}" for one in where)
+    index = next((index.columns for index in table.indexes if index.columns[0] == column), (column,))
+    order = quoted([*index, *(name for name in table.key if name not in index)], "t.")
+    words = (
+        f"with clock as materialized (select {now} as now)"
+        f" select now, array(select row({columns_of(table, 't.')}) from {table.name} t"
+        f' where t."{column}" <= (select now from clock){and_where} order by {order} limit {most}) as rows,'
+        f' (select t."{column}" from {table.name} t where t."{column}" > (select now from clock){and_where}'
+        f' order by t."{column}" limit 1) as next_at from clock'
+    )
+    return words, conditions.values
+
+
+def due(answer: Any, row: Row, line_at: LineAt) -> Due:
+    """The rows of the server's answer."""
+    decode = CODEC[row].decode
+    return Due(answer["now"], [decode(record, line_at) for record in answer["rows"]], answer["next_at"])
+
+
+def scan_words(scan: Scan, line_of: LineOf) -> tuple[str, list[Any]]:
+    """The rows of a list, in its order and then by key."""
+    conditions = Conditions(scan.row, line_of)
+    table = conditions.table
+    met = [conditions.meets(one) for one in scan.where]
+    order = scan.order + tuple(name for name in table.key if name not in scan.order)
+    if scan.after is not None:
+        names = order[: len(scan.after)]
+        place = ", ".join(conditions.of(name, value) for name, value in zip(names, scan.after, strict=True))
+        met.append(f"({quoted(names, 't.')}) > ({place})")
+    words = (
+        f"select {columns_of(table, 't.')} from {table.name} t where {' and '.join(met) or 'true'}"
+        f" order by {quoted(order, 't.')} limit {conditions.given(scan.limit, 'bigint')}"
+    )
+    return words, conditions.values
+
+
+def lines_in(values: Sequence[Any]) -> set[LineKey]:
+    """The lines among some values."""
+    return {value for value in values if type(value) is LineKey}

@@ -1,0 +1,57 @@
+"""The words of this store: named statements from its `.sql` files, and the column types of the catalogue."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from flowfabric.model.execution import LineKey
+from flowfabric.stores.rows import Column, Table
+
+_TYPES: dict[type[Any], str] = {
+    int: "bigint",
+    str: "text",
+    bytes: "bytea",
+    bool: "boolean",
+    float: "double precision",
+    LineKey: "integer",
+}
+_NAME = re.compile(r"^-- name: (\w+)$", re.MULTILINE)
+_PARAMETER = re.compile(r"(?<![:\w]):([a-z_]+)")
+
+
+def column_type(column: Column) -> str:
+    """The type that keeps this column."""
+    return "smallint" if column.is_enum else _TYPES[column.kind]
+
+
+def quoted(names: Iterable[str], prefix: str = "") -> str:
+    """The names as a list of columns; some of them are words of the language."""
+    return ", ".join(f'{prefix}"{name}"' for name in names)
+
+
+def matched(names: Iterable[str], left: str, right: str) -> str:
+    """The condition that two rows agree in these columns."""
+    return " and ".join(f'{left}."{name}" = {right}."{name}"' for name in names)
+
+
+def columns_of(table: Table, prefix: str = "") -> str:
+    """All columns of a table, in the order of the catalogue."""
+    return quoted(table.column_names, prefix)
+
+
+@cache
+def pieces(file: str) -> dict[str, str]:
+    """The statements of a file by name; `:word` stands for the parameter that the caller numbers."""
+    text = resources.files(__package__).joinpath(file).read_text(encoding="utf-8")
+    parts = _NAME.split(text)
+    return dict(zip(parts[1::2], (part.strip().removesuffix(";") for part in parts[2::2]), strict=True))
+
+
+def numbered(statement: str, parameters: Iterable[str]) -> str:
+    """The statement with its `:words` as numbers, in the order in which the caller will give them."""
+    place = {name: f"${number}" for number, name in enumerate(parameters, start=1)}
+    return _PARAMETER.sub(lambda found: place[found[1]], statement)

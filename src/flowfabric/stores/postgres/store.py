@@ -1,0 +1,179 @@
+"""The Postgres store: the verbs of the port, each one trip wherever that is possible.
+
+links.py     connections, and what their errors mean (faults.py)
+batch.py     changes as shapes and arrays; pieces.py has the words for a shape, commit.py the statement
+take.py      claiming and renewing (take.sql)
+read.py      load, due and scan, composed from the catalogue
+feed.py      how events get their places (feed.sql)
+lines.py     which number stands for which line (lines.sql)
+wake.py      hints between processes
+schema.py    the schema and how it grows (migrations/)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from flowfabric.handles import BackendTag
+from flowfabric.model.event import FeedEvent, Topic
+from flowfabric.model.execution import LineKey
+from flowfabric.rules.change import Change, Insert, Patch, Put
+from flowfabric.stores.base import Due, FeedPage, Held, Loaded, Scan, Stamp, Take, Taken, Want, Where
+from flowfabric.stores.codec import CODEC, LineAt
+from flowfabric.stores.postgres import read, schema
+from flowfabric.stores.postgres import take as taking
+from flowfabric.stores.postgres.batch import Batch
+from flowfabric.stores.postgres.commit import CLOCK, commit
+from flowfabric.stores.postgres.feed import Feed
+from flowfabric.stores.postgres.lines import Lines, UnknownLine
+from flowfabric.stores.postgres.links import Links, in_transaction
+from flowfabric.stores.postgres.wake import Wake
+
+T = TypeVar("T")
+_TIME = f"select {CLOCK.format(given='$1::bigint')}"
+
+
+class PostgresStore:
+    """Rows in a PostgreSQL database, shared by any number of processes."""
+
+    tag = BackendTag.POSTGRES
+    commit_lanes = 2
+    batch_limit = 500
+
+    def __init__(
+        self, dsn: str, clock: Callable[[], int] | None = None, *, pool_size: int = 8, statement_cache: bool = True
+    ) -> None:
+        """`statement_cache=False` is for poolers in transaction mode that do not know prepared statements."""
+        self._clock = clock
+        self._links = Links(dsn, size=pool_size, statement_cache=statement_cache)
+        self._lines = Lines(self._links)
+        self._feed = Feed(self._links)
+        self._wake = Wake(self._links)
+
+    async def open(self, *, migrate: bool) -> None:
+        await self._links.run(
+            lambda connection: in_transaction(connection, lambda inside: schema.bring_up(inside, migrate=migrate))
+        )
+
+    async def close(self) -> None:
+        await self._wake.close()
+        await self._links.close()
+
+    async def ping(self) -> int:
+        now: int = await self._links.read(lambda connection: connection.fetchval(_TIME, self._now()))
+        return now
+
+    async def load(self, wants: Sequence[Want]) -> Loaded:
+        answer = await self._links.read(lambda connection: read.load(connection, wants, self._now()))
+        return await self._decoded(lambda line_at: read.loaded(answer, wants, line_at))
+
+    async def commit(self, changes: Sequence[Change]) -> list[int | None]:
+        if not changes:
+            return []
+        try:
+            batch = Batch(changes, self._lines.number)
+        except UnknownLine:
+            await self._lines.add(_lines_of(changes))
+            batch = Batch(changes, self._lines.number)
+        now, yes = await self._links.write(lambda connection: commit(connection, batch, self._now()))
+        return [now if accepted else None for accepted in yes]
+
+    async def take(self, take: Take) -> Taken:
+        lines = await self._lines.known(take.lines)
+        if not lines or not take.stamps:
+            return Taken(await self.ping(), [])
+        await self._lines.add(read.lines_in([*take.becomes.values()]))
+        taken, seen = await self._take(take, take.stamps, lines, taking.REACH)
+        missing = take.stamps[len(taken.rows) :]
+        if missing and seen == taking.REACH * len(take.stamps):
+            # Others held so many of the heads that were looked at: look further.
+            more, _ = await self._take(take, missing, lines, taking.LONG_REACH)
+            rows = sorted(taken.rows + more.rows, key=lambda row: (row[0].rank, row[0].execution_id))
+            taken = Taken(more.now, rows)
+        return taken
+
+    async def _take(self, take: Take, stamps: Sequence[Stamp], lines: list[int], reach: int) -> tuple[Taken, int]:
+        """The rows that were taken, and how many heads were looked at for that."""
+        limit = reach * len(take.stamps)
+        answer = await self._links.write(
+            lambda connection: taking.take(connection, take, stamps, lines, limit, self._now(), self._lines.number)
+        )
+        rows = await self._decoded(lambda line_at: taking.taken(answer, line_at))
+        return Taken(answer[0]["now"], rows), answer[0]["seen"]
+
+    async def renew(self, leases: Sequence[Held]) -> list[int | None]:
+        if not leases:
+            return []
+        return await self._links.write(lambda connection: taking.renew(connection, leases, self._now()))
+
+    async def due(self, row: type[msgspec.Struct], column: str, *, limit: int, where: tuple[Where, ...] = ()) -> Due:
+        await self._seen(where)
+        words, values = read.due_words(row, column, limit, where, self._now(), self._line_or_none)
+        answer = await self._links.read(lambda connection: connection.fetchrow(words, *values))
+        return await self._decoded(lambda line_at: read.due(answer, row, line_at))
+
+    async def scan(self, scan: Scan) -> list[Any]:
+        await self._seen(scan.where)
+        words, values = read.scan_words(scan, self._line_or_none)
+        found = await self._links.read(lambda connection: connection.fetch(words, *values))
+        decode = CODEC[scan.row].decode
+        return await self._decoded(lambda line_at: [decode(row, line_at) for row in found])
+
+    async def lines(self, lane_id: str | None = None) -> list[LineKey]:
+        return await self._lines.read(lane_id)
+
+    async def lanes(self, after: str | None, limit: int) -> list[str]:
+        return await self._lines.lanes(after, limit)
+
+    async def feed(self, topic: Topic, after: int, limit: int) -> FeedPage:
+        return await self._feed.read(topic, after, limit)
+
+    async def feed_end(self) -> int:
+        return await self._feed.end()
+
+    async def history(self, execution_id: str, topic: Topic, limit: int) -> list[FeedEvent]:
+        return await self._feed.history(execution_id, topic, limit)
+
+    def notify(self, topics: frozenset[str]) -> None:
+        self._wake.send(topics)
+
+    def on_wake(self, callback: Callable[[frozenset[str]], None]) -> None:
+        self._wake.on_wake(callback)
+
+    def _now(self) -> int | None:
+        return None if self._clock is None else self._clock()
+
+    def _line_or_none(self, line: LineKey) -> int:
+        """The number of a line in a condition; no row stands in a line that does not exist."""
+        try:
+            return self._lines.number(line)
+        except UnknownLine:
+            return 0
+
+    async def _seen(self, where: tuple[Where, ...]) -> None:
+        """Look up the lines that conditions name."""
+        named = [value for one in where for value in (one.value if one.op == "in" else (one.value,))]
+        await self._lines.known(read.lines_in(named))
+
+    async def _decoded(self, decode: Callable[[LineAt], T]) -> T:
+        """Decode rows; when one stands in a line that another process made, learn the lines first."""
+        try:
+            return decode(self._lines.key)
+        except UnknownLine:
+            await self._lines.read(None)
+            return decode(self._lines.key)
+
+
+def _lines_of(changes: Sequence[Change]) -> set[LineKey]:
+    """The lines that the changes write to."""
+    found: set[LineKey] = set()
+    for change in changes:
+        for write in change.writes:
+            if isinstance(write, Patch):
+                found |= read.lines_in([*write.fields.values()])
+            elif isinstance(write, Insert | Put):
+                found |= read.lines_in(msgspec.structs.astuple(write.row))
+    return found

@@ -1,0 +1,103 @@
+"""Claiming and renewing: the two verbs whose arithmetic the server does itself, for many rows in one trip.
+
+The rule that a take equals is `Take.fields` in the port; the contract tests compare the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from operator import attrgetter
+from typing import Any
+
+from flowfabric.model.execution import Execution, Payload
+from flowfabric.stores.base import Held, Stamp, Take
+from flowfabric.stores.codec import CODEC, LineAt, LineOf, encode
+from flowfabric.stores.postgres.commit import CLOCK
+from flowfabric.stores.postgres.sql import column_type, columns_of, numbered, pieces
+from flowfabric.stores.rows import TABLE
+
+_STATEMENTS = pieces("take.sql")
+_NOW = CLOCK.format(given=":clock::bigint")
+_SHEET, _COLD = TABLE[Execution], TABLE[Payload]
+_WIDTH = len(_SHEET.columns)
+
+REACH = 2  # how many heads are looked at for each row that is wanted
+LONG_REACH = 8  # and when others held so many of them that too few were left
+
+
+@cache
+def _take_words(becomes: tuple[str, ...]) -> str:
+    columns = CODEC[Execution].column
+    sets = "".join(f'"{name}" = :value_{name}::{column_type(columns[name])}, ' for name in becomes)
+    words = _STATEMENTS["take"].format(
+        clock=_NOW,
+        becomes=sets,
+        rows=columns_of(_SHEET, "e."),
+        payloads=columns_of(_COLD, "p."),
+    )
+    parameters = (
+        "clock",
+        "lines",
+        "reach",
+        "lease_ids",
+        "attempt_ids",
+        "revisions",
+        "worker_id",
+        "worker_instance_id",
+        "lease_ttl_ms",
+        *(f"value_{name}" for name in becomes),
+    )
+    return numbered(words, parameters)
+
+
+async def take(
+    connection: Any,
+    take: Take,
+    stamps: Sequence[Stamp],
+    lines: list[int],
+    reach: int,
+    clock: int | None,
+    line_of: LineOf,
+) -> list[Any]:
+    """Claim up to one row a stamp; the server's answer, for `taken`."""
+    answer: list[Any] = await connection.fetch(
+        _take_words(tuple(take.becomes)),
+        clock,
+        lines,
+        reach,
+        [stamp.lease_id for stamp in stamps],
+        [stamp.attempt_id for stamp in stamps],
+        [stamp.revision for stamp in stamps],
+        take.worker_id,
+        take.worker_instance_id,
+        take.lease_ttl_ms,
+        *(encode(value, line_of) for value in take.becomes.values()),
+    )
+    return answer
+
+
+def taken(answer: list[Any], line_at: LineAt) -> list[tuple[Execution, Payload]]:
+    """The rows of the server's answer."""
+    if answer[0]["place"] is None:
+        return []
+    sheet, cold = CODEC[Execution].decode, CODEC[Payload].decode
+    return [(sheet(row[3 : 3 + _WIDTH], line_at), cold(row[3 + _WIDTH :], line_at)) for row in answer]
+
+
+_RENEW = numbered(
+    _STATEMENTS["renew"].format(clock=_NOW),
+    ("clock", "places", "execution_ids", "attempt_indexes", "attempt_ids", "lease_ids", "lease_epochs", "ttls"),
+)
+
+
+async def renew(connection: Any, leases: Sequence[Held], clock: int | None) -> list[int | None]:
+    """Per lease its new end, or None."""
+    places = sorted(range(len(leases)), key=lambda place: leases[place].execution_id)
+    ordered = [leases[place] for place in places]
+    fields = ("execution_id", "attempt_index", "attempt_id", "lease_id", "lease_epoch", "lease_ttl_ms")
+    columns = [list(map(attrgetter(field), ordered)) for field in fields]
+    ends: list[int | None] = [None] * len(leases)
+    for place, until in await connection.fetch(_RENEW, clock, places, *columns):
+        ends[place] = until
+    return ends

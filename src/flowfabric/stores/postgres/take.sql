@@ -1,0 +1,122 @@
+-- name: take
+-- Claim the first rows of some lines: at most one a stamp, best rank first, then by id.
+--
+-- The heads of each line are read without locks, through the index of lines, some more than wanted. They are locked
+-- in rank order, one by one, passing over what someone else holds, until enough are locked; a locked row is asked
+-- again whether it still stands there. `becomes` is what every taken row gets; no state is named here.
+--
+-- Answers with the time, the number of heads that were seen, and the rows as they are now with their payloads; with
+-- one row of nothing when nothing was taken.
+with clock as materialized (select {clock} as now),
+heads as materialized (
+    select head.line, head.rank, head.execution_id
+      from unnest(:lines::int[]) as wanted (line)
+     cross join lateral (
+           select e.line, e.rank, e.execution_id
+             from ff_exec_core e
+            where e.line = wanted.line
+              and (e.granted_until is null or e.granted_until <= (select now from clock))
+            order by e.rank, e.execution_id
+            limit :reach) head
+     order by head.rank, head.execution_id
+     limit :reach
+),
+locked as materialized (
+    select head.rank, held.execution_id
+      from heads head
+     cross join lateral (
+           select e.execution_id
+             from ff_exec_core e
+            where e.execution_id = head.execution_id
+              and e.line = head.line
+              and e.rank = head.rank
+              and (e.granted_until is null or e.granted_until <= (select now from clock))
+              for update skip locked) held
+     limit cardinality(:revisions::bigint[])
+),
+stamped as materialized (
+    select execution_id, row_number() over (order by rank, execution_id)::int as place from locked
+),
+taken as (
+    update ff_exec_core e
+       set {becomes}lease_id = (:lease_ids::text[])[s.place],
+           worker_id = :worker_id,
+           worker_instance_id = :worker_instance_id,
+           lease_epoch = e.lease_epoch + 1,
+           lease_acquired_at = c.now,
+           lease_renewed_at = c.now,
+           lease_expires_at = c.now + :lease_ttl_ms::bigint,
+           current_lane = e.lane_id,
+           attempt_id = case when e.next_type is null then e.attempt_id else (:attempt_ids::text[])[s.place] end,
+           attempt_type = coalesce(e.next_type, e.attempt_type),
+           attempt_index = case when e.next_type is null then e.attempt_index else e.total_attempt_count end,
+           total_attempt_count = e.total_attempt_count + case when e.next_type is null then 0 else 1 end,
+           attempt_started_at = case when e.next_type is null then e.attempt_started_at else c.now end,
+           attempt_resumed_at = case when e.next_type is null then c.now end,
+           started_at = coalesce(e.started_at, c.now),
+           attempt_timeout_at = c.now + e.next_timeout_ms,
+           last_transition_at = c.now,
+           last_mutation_at = c.now,
+           revision = (:revisions)[s.place]
+      from stamped s, clock c
+     where e.execution_id = s.execution_id
+ returning s.place, {rows}
+),
+batch as (
+    insert into ff_batch (at) select now from clock where exists (select 1 from stamped) returning batch_id
+),
+events as (
+    insert into ff_event (batch_id, ord, execution_id, namespace, tags, flow_id, lease, lease_id, lease_epoch,
+                          attempt_id, attempt_index, worker_id, worker_instance_id, reason)
+    select b.batch_id, t.place - 1, t.execution_id, t.namespace, t.tags, t.flow_id, 'acquired', t.lease_id,
+           t.lease_epoch, t.attempt_id, t.attempt_index, t.worker_id, t.worker_instance_id,
+           case when t.attempt_resumed_at is not null then 'claim_resumed' end
+      from batch b, taken t
+)
+select c.now, (select count(*) from heads) as seen, t.*, p.*
+  from clock c
+  left join taken t on true
+  left join lateral (
+       select {payloads} from ff_payload p where p.execution_id = t.execution_id offset 0) p on true
+ order by t.place;
+
+-- name: renew
+-- Move the end of leases that are in force and match in everything; per lease, by its place, the new end.
+-- The rows are locked in the order in which they are given, by id; the clock is read when all locks are held.
+with held as materialized (
+    select given.place, given.ttl, e.*
+      from unnest(:places::int[], :execution_ids::text[], :attempt_indexes::bigint[], :attempt_ids::text[],
+                  :lease_ids::text[], :lease_epochs::bigint[], :ttls::bigint[])
+           as given (place, execution_id, attempt_index, attempt_id, lease_id, lease_epoch, ttl)
+     cross join lateral (
+           select e.execution_id, e.namespace, e.tags, e.flow_id, e.lease_id, e.lease_epoch, e.attempt_id,
+                  e.attempt_index, e.worker_id, e.worker_instance_id, e.lease_expires_at
+             from ff_exec_core e
+            where e.execution_id = given.execution_id
+              and e.attempt_index = given.attempt_index
+              and e.attempt_id = given.attempt_id
+              and e.lease_id = given.lease_id
+              and e.lease_epoch = given.lease_epoch
+              for update) e
+),
+clock as materialized (select {clock} as now where (select count(*) from held) >= 0),
+live as materialized (
+    select h.*, c.now, c.now + h.ttl as until from held h, clock c where h.lease_expires_at > c.now
+),
+renewed as (
+    update ff_exec_core e
+       set lease_expires_at = l.until, lease_renewed_at = l.now
+      from live l
+     where e.execution_id = l.execution_id
+),
+batch as (
+    insert into ff_batch (at) select now from clock where exists (select 1 from live) returning batch_id
+),
+events as (
+    insert into ff_event (batch_id, ord, execution_id, namespace, tags, flow_id, lease, lease_id, lease_epoch,
+                          attempt_id, attempt_index, worker_id, worker_instance_id)
+    select b.batch_id, l.place, l.execution_id, l.namespace, l.tags, l.flow_id, 'renewed', l.lease_id, l.lease_epoch,
+           l.attempt_id, l.attempt_index, l.worker_id, l.worker_instance_id
+      from batch b, live l
+)
+select place, until from live;
