@@ -1,0 +1,181 @@
+"""A desk: one thread with one connection of its own, to which the event loops hand their work over."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+
+import apsw
+
+from flowfabric.errors import ForkedProcess, StoreUnavailable
+from flowfabric.stores.sqlite.faults import translated, unavailable
+from flowfabric.stores.sqlite.files import Turn
+from flowfabric.stores.sqlite.lines import LinesOfWriter
+
+T = TypeVar("T")
+
+FAREWELL_S = 10.0  # how long a closing store waits for a writer that is stuck behind another process
+
+
+class Job:
+    """A piece of work, who waits for it, and what became of it."""
+
+    __slots__ = ("error", "future", "loop", "result", "work")
+
+    def __init__(self, work: Callable[[apsw.Connection], Any], loop: asyncio.AbstractEventLoop) -> None:
+        self.work = work
+        self.loop = loop
+        self.future: asyncio.Future[Any] = loop.create_future()
+        self.result: Any = None
+        self.error: Exception | None = None
+
+    def settle(self) -> None:
+        """Hand the outcome to whoever still waits; runs on the waiter's loop."""
+        if self.future.done():
+            return
+        if self.error is None:
+            self.future.set_result(self.result)
+        else:
+            self.future.set_exception(self.error)
+
+
+class Desk:
+    """Work is done in the order in which it came; the connection is opened with the first and anew after trouble."""
+
+    together = 1  # how many pieces of work are taken up at once
+
+    def __init__(self, name: str, connect: Callable[[], apsw.Connection]) -> None:
+        self._name = name
+        self._connect = connect
+        self._queue: SimpleQueue[Job | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._pid = os.getpid()
+        self._farewell: Job | None = None
+        self._db: apsw.Connection | None = None
+
+    async def do(self, work: Callable[[apsw.Connection], T]) -> T:
+        """Have the work done; errors of the driver come out as the port knows them."""
+        if self._pid != os.getpid():
+            raise ForkedProcess("use", "open a store of its own in the child process")
+        if self._farewell is not None:
+            raise unavailable("the store is closed")
+        if self._thread is None:
+            # A daemon: a program that forgets to close its store can still end.
+            self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+            self._thread.start()
+        job = Job(work, asyncio.get_running_loop())
+        self._queue.put(job)
+        result: T = await job.future
+        return result
+
+    async def close(self) -> None:
+        """Finish what was handed over and end the thread."""
+        if self._farewell is None:
+            self._farewell = Job(lambda db: None, asyncio.get_running_loop())
+            if self._thread is not None and self._pid == os.getpid():
+                self._queue.put(None)
+                if (await asyncio.wait([self._farewell.future], timeout=FAREWELL_S))[0]:
+                    self._thread.join()
+
+    def _serve(self) -> None:
+        going = True
+        while going:
+            jobs = [self._queue.get()]
+            with contextlib.suppress(Empty):
+                while jobs[-1] is not None and len(jobs) < self.together:
+                    jobs.append(self._queue.get_nowait())
+            going = jobs[-1] is not None
+            wanted = [job for job in jobs if job is not None and not job.future.cancelled()]
+            if wanted:
+                self._attempt(wanted)
+                _deliver(wanted)
+        self._drop()
+        if self._farewell is not None:
+            _deliver([self._farewell])
+
+    def _attempt(self, jobs: list[Job]) -> None:
+        try:
+            if self._db is None:
+                self._db = self._connect()
+            self.perform(self._db, jobs)
+        except Exception as error:
+            self._drop()
+            fault = translated(error)
+            for job in jobs:
+                job.error = job.error or fault
+
+    def perform(self, db: apsw.Connection, jobs: list[Job]) -> None:
+        """Do the work; an error that comes out of here means that all of it failed and the connection is spoilt."""
+        for job in jobs:
+            try:
+                job.result = job.work(db)
+            except Exception as error:
+                job.error = translated(error)
+                if isinstance(job.error, StoreUnavailable):
+                    raise
+
+    def _drop(self) -> None:
+        if self._db is not None:
+            db, self._db = self._db, None
+            with contextlib.suppress(apsw.Error):  # it was beyond help before
+                db.close()
+
+
+class WritingDesk(Desk):
+    """What was handed over together is written in one transaction, each piece whole or not at all."""
+
+    together = 16
+
+    def __init__(self, name: str, connect: Callable[[], apsw.Connection], turn: Turn, lines: LinesOfWriter) -> None:
+        super().__init__(name, connect)
+        self._turn = turn
+        self._lines = lines
+
+    def perform(self, db: apsw.Connection, jobs: list[Job]) -> None:
+        with self._turn:
+            try:
+                db.execute("BEGIN IMMEDIATE")
+                for job in jobs:
+                    self._one(db, job, alone=len(jobs) == 1)
+                if db.in_transaction:
+                    db.execute("COMMIT")
+                self._lines.written()
+            except BaseException:
+                self._lines.undone()
+                if db.in_transaction:
+                    db.execute("ROLLBACK")
+                raise
+
+    def _one(self, db: apsw.Connection, job: Job, *, alone: bool) -> None:
+        if not alone:
+            db.execute("SAVEPOINT job")
+        try:
+            job.result = job.work(db)
+        except Exception as error:
+            job.error = translated(error)
+            if isinstance(job.error, StoreUnavailable):
+                raise
+            self._lines.undone()
+            db.execute("ROLLBACK" if alone else "ROLLBACK TO job")
+        if not alone:
+            db.execute("RELEASE job")
+
+
+def _deliver(jobs: list[Job]) -> None:
+    by_loop: dict[asyncio.AbstractEventLoop, list[Job]] = defaultdict(list)
+    for job in jobs:
+        by_loop[job.loop].append(job)
+    for loop, theirs in by_loop.items():
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(_settle, theirs)
+
+
+def _settle(jobs: list[Job]) -> None:
+    for job in jobs:
+        job.settle()

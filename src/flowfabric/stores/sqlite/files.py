@@ -1,0 +1,68 @@
+"""The file and its neighbours: where it may lie, and whose turn it is to write."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import weakref
+from pathlib import Path
+
+from flowfabric.errors import InvalidInput
+
+# File systems whose locks or shared memory do not reach other machines, so that two of them would spoil the file.
+_NETWORK = re.compile(
+    r"afs|ceph|cifs|lustre|ncpfs|nfs4?|smb\w*|fuse\.(ceph|davfs2|glusterfs|rclone|s3fs|sshfs)"
+).fullmatch
+_MOUNTS = Path("/proc/mounts")
+
+
+def refuse_network(path: Path, mounts: Path = _MOUNTS) -> None:
+    """Raise when the file lies on a network file system; where the system does not tell, believe the best."""
+    if not mounts.exists():
+        return
+    folder = path.resolve().parent
+    best, kind = Path("/"), ""
+    for line in mounts.read_text(errors="replace").splitlines():
+        point, fstype = line.split()[1:3]
+        where = Path(point.encode().decode("unicode_escape"))
+        if folder.is_relative_to(where) and len(where.parts) >= len(best.parts):
+            best, kind = where, fstype
+    if _NETWORK(kind):
+        raise InvalidInput(f"{path} lies on a network file system ({kind}); SQLite needs a local one")
+
+
+class Turn:
+    """Writers queue here before they ask SQLite: the kernel keeps a fair line, SQLite's own waiting does not."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: int | None = None
+        _TURNS.add(self)
+
+    def __enter__(self) -> None:
+        if self._file is None:
+            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        """Let go of the lock file; it stays, for others may be waiting at it."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+_TURNS: weakref.WeakSet[Turn] = weakref.WeakSet()
+
+
+def _let_go() -> None:
+    """A forked child shares its parent's place in the line; it must not keep it when the parent is gone."""
+    for turn in _TURNS:
+        turn.close()
+
+
+os.register_at_fork(after_in_child=_let_go)

@@ -1,0 +1,141 @@
+"""The verbs that only read: each runs on a reader's thread, and no transaction outlives it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import apsw
+import msgspec
+
+from flowfabric.model.event import TOPIC_FIELDS, Event, FeedEvent, Topic
+from flowfabric.model.execution import LineKey
+from flowfabric.stores.base import Due, FeedPage, Loaded, Scan, Want, Where
+from flowfabric.stores.codec import CODEC, encode
+from flowfabric.stores.rows import TABLE
+from flowfabric.stores.sqlite import sql
+from flowfabric.stores.sqlite.lines import Lines
+
+
+def ping(db: apsw.Connection, now: int) -> int:
+    """The time, when the file can be read."""
+    db.execute("SELECT 1 FROM ff_schema_version")
+    return now
+
+
+def data_version(db: apsw.Connection) -> int:
+    """A number that changes when somebody else has written."""
+    return int(db.pragma("data_version"))
+
+
+def load(db: apsw.Connection, lines: Lines, wants: Sequence[Want], now: int) -> Loaded:
+    """The rows asked for, as of one moment."""
+    if len(wants) < 2:
+        return Loaded(now, [_starting(db, lines, want) for want in wants])
+    with db:
+        rows = [_starting(db, lines, want) for want in wants]
+    return Loaded(now, rows)
+
+
+def due(
+    db: apsw.Connection,
+    lines: Lines,
+    row: type[msgspec.Struct],
+    column: str,
+    limit: int,
+    where: Sequence[Where],
+    now: int,
+) -> Due:
+    """Rows whose instant has come, and the next instant."""
+    _known(row, column)
+    text, values = _conditions(db, lines, row, where)
+    come = " AND ".join([f"{column} <= ?", *text])
+    order = (column, *TABLE[row].key)
+    rows = _rows(db, lines, row, sql.rows(row, come, order, limit=True), (now, *values, limit))
+    to_come = " AND ".join([f"{column} > ?", *text])
+    ((next_at,),) = db.execute(sql.next_instant(row, column, to_come), (now, *values))
+    return Due(now, rows, next_at)
+
+
+def scan(db: apsw.Connection, lines: Lines, scan: Scan) -> list[Any]:
+    """The rows of a list."""
+    _known(scan.row, *scan.order)
+    text, values = _conditions(db, lines, scan.row, scan.where)
+    order = scan.order + tuple(name for name in TABLE[scan.row].key if name not in scan.order)
+    if scan.after is not None:
+        places = order[: len(scan.after)]
+        text.append(f"({', '.join(places)}) > ({', '.join('?' * len(places))})")
+        values += [encode(value, lambda line: lines.number(db, line)) for value in scan.after]
+    statement = sql.rows(scan.row, " AND ".join(text), order, limit=True)
+    return _rows(db, lines, scan.row, statement, (*values, scan.limit))
+
+
+def all_lines(db: apsw.Connection, lane_id: str | None) -> list[LineKey]:
+    """The lines of one lane or of all."""
+    found = db.execute(sql.plain("lines"), (lane_id,))
+    return [LineKey(lane, required, key, weight, bool(decided)) for lane, required, key, weight, decided in found]
+
+
+def lanes(db: apsw.Connection, after: str | None, limit: int) -> list[str]:
+    """The lanes, ascending."""
+    return [lane for (lane,) in db.execute(sql.plain("lanes"), (after, limit))]
+
+
+def feed_end(db: apsw.Connection) -> int:
+    """The last position that was given."""
+    ((end,),) = db.execute(sql.plain("feed_end"))
+    return int(end)
+
+
+def feed(db: apsw.Connection, topic: Topic, after: int, limit: int) -> FeedPage:
+    """Events of a topic after a position."""
+    end = feed_end(db)  # asked for first: what is committed meanwhile belongs to the next page
+    events = _events(db.execute(sql.told("feed", TOPIC_FIELDS[topic]), (after, end, limit)))
+    if len(events) < limit:
+        return FeedPage(events, max(after, end))
+    return FeedPage(events, events[-1].position if events else after)
+
+
+def history(db: apsw.Connection, execution_id: str, topic: Topic, limit: int) -> list[FeedEvent]:
+    """The newest events of one execution, oldest first."""
+    return _events(db.execute(sql.told("history", TOPIC_FIELDS[topic]), (execution_id, limit)))[::-1]
+
+
+def _starting(db: apsw.Connection, lines: Lines, want: Want) -> list[Any]:
+    key = TABLE[want.row].key
+    condition = " AND ".join(f"{name} = ?" for name in key[: len(want.key)])
+    order = key if len(want.key) < len(key) else ()
+    return _rows(db, lines, want.row, sql.rows(want.row, condition, order), want.key)
+
+
+def _known(row: type[msgspec.Struct], *columns: str) -> None:
+    """Names that become part of a statement come from the catalogue, whoever asks."""
+    for column in columns:
+        if column not in CODEC[row].column:
+            raise ValueError(f"{TABLE[row].name} has no column {column!r}")
+
+
+def _conditions(
+    db: apsw.Connection, lines: Lines, row: type[msgspec.Struct], where: Sequence[Where]
+) -> tuple[list[str], list[Any]]:
+    text: list[str] = []
+    values: list[Any] = []
+    _known(row, *(one.column for one in where))
+    for one in where:
+        condition, fills = sql.condition(one, lambda value: encode(value, lambda line: lines.number(db, line)))
+        text.append(condition)
+        values += fills
+    return text, values
+
+
+def _rows(
+    db: apsw.Connection, lines: Lines, row: type[msgspec.Struct], statement: str, values: tuple[Any, ...]
+) -> list[Any]:
+    codec = CODEC[row]
+    # Fetched whole before the first is decoded: a line may have to be looked up in between.
+    stored = db.execute(statement, values).fetchall()
+    return [codec.decode(found, lambda number: lines.line(db, number)) for found in stored]
+
+
+def _events(found: Iterable[tuple[Any, ...]]) -> list[FeedEvent]:
+    return [FeedEvent(position, at, Event(*values)) for position, at, *values in found]

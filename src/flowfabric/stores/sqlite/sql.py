@@ -1,0 +1,170 @@
+"""The statements as text: pieces of `statements.sql`, filled from the catalogue once per shape."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from functools import cache, lru_cache
+from importlib.resources import files
+from typing import Any
+
+import msgspec
+
+from flowfabric.model.execution import Execution, Payload
+from flowfabric.stores.base import Where
+from flowfabric.stores.codec import EVENT_COLUMNS
+from flowfabric.stores.rows import TABLE, Table
+
+Rows = Callable[[int], str]  # the text of a statement that takes so many rows at once
+
+_PIECES = re.split(r"^-- name: (\w+)\n", (files(__package__) / "statements.sql").read_text(), flags=re.MULTILINE)
+_TEXT = {
+    name: re.sub(r"^--.*\n", "", text, flags=re.MULTILINE).strip().removesuffix(";")
+    for name, text in zip(_PIECES[1::2], _PIECES[2::2], strict=True)
+}
+
+EVENTS = ", ".join(EVENT_COLUMNS)
+
+
+def plain(name: str) -> str:
+    """A statement that needs no filling."""
+    return _TEXT[name]
+
+
+def _filled(name: str, width: int, **parts: str) -> Rows:
+    text = _TEXT[name].format(rows="{rows}", **parts)
+    row = f"({','.join('?' * width)})"
+
+    @cache
+    def with_rows(count: int) -> str:
+        return text.format(rows=",".join([row] * count))
+
+    return with_rows
+
+
+def _same_key(table: Table, first: int) -> str:
+    return " AND ".join(f"r.{name} = g.column{place}" for place, name in enumerate(table.key, first))
+
+
+@cache
+def refused_guards(row: type[msgspec.Struct], *, lease: bool) -> Rows:
+    """Which guards do not hold: rows of (number, key…, revision), with a lease (…, live, lease id, epoch), then now."""
+    table = TABLE[row]
+    revision = len(table.key) + 2
+    shared = {"table": table.name, "same_key": _same_key(table, 2), "revision": str(revision)}
+    if not lease:
+        return _filled("refused_guards", revision, **shared, first_key=table.key[0])
+    places = {"live": str(revision + 1), "lease_id": str(revision + 2), "lease_epoch": str(revision + 3)}
+    return _filled("refused_leases", revision + 3, **shared, **places)
+
+
+@cache
+def insert(row: type[msgspec.Struct], *, replace: bool) -> Rows:
+    """Write whole rows, columns in the order of the catalogue."""
+    table = TABLE[row]
+    names = table.column_names
+    return _filled("put" if replace else "insert", len(names), table=table.name, columns=", ".join(names))
+
+
+@cache
+def patch(row: type[msgspec.Struct], columns: tuple[str, ...], unless: str | None) -> Rows:
+    """Set some columns: rows of (value…, key…)."""
+    table = TABLE[row]
+    settings = ", ".join(f"{name} = g.column{place}" for place, name in enumerate(columns, 1))
+    return _filled(
+        "patch",
+        len(columns) + len(table.key),
+        table=table.name,
+        settings=settings,
+        same_key=_same_key(table, len(columns) + 1),
+        unless="" if unless is None else f" AND r.{unless} IS NULL",
+    )
+
+
+@cache
+def delete(row: type[msgspec.Struct], length: int) -> Rows:
+    """Drop all rows whose key begins like one of these."""
+    table = TABLE[row]
+    if length == 0:
+        return lambda _: f"DELETE FROM {table.name}"
+    return _filled("delete", length, table=table.name, key=", ".join(table.key[:length]))
+
+
+TELL = _filled("tell", len(EVENT_COLUMNS) + 1, events=EVENTS)
+REFUSED_RENEWALS = _filled("refused_renewals", 6)
+TELL_RENEWALS = _filled("tell_renewals", 2)
+RENEW = _filled("renew", 3)
+
+
+@cache
+def heads(lines: int) -> str:
+    """The first rows of so many lines: (line, now) for each, then how many rows."""
+    columns = TABLE[Execution].column_names
+    # SQLite merges the branches of a compound by its order, row by row: each line is read only as far as needed.
+    branch = _TEXT["line_rows"].format(columns=", ".join(columns))
+    payload = (
+        f"length(p.{column.name})" if column.kind is bytes else f"p.{column.name}" for column in TABLE[Payload].columns
+    )
+    return _TEXT["heads"].format(
+        head_columns=", ".join(f"h.{name}" for name in columns),
+        payload_columns=", ".join(payload),
+        lines=" UNION ALL ".join([branch] * lines),
+    )
+
+
+def rows(row: type[msgspec.Struct], where: str, order: Iterable[str] = (), *, limit: bool = False) -> str:
+    """Rows of a table that meet a condition."""
+    return _rows(row, where, tuple(order), limit)
+
+
+@lru_cache(512)
+def _rows(row: type[msgspec.Struct], where: str, order: tuple[str, ...], limit: bool) -> str:
+    table = TABLE[row]
+    return _TEXT["rows"].format(
+        columns=", ".join(table.column_names),
+        table=table.name,
+        where=f" WHERE {where}" if where else "",
+        order=f" ORDER BY {', '.join(order)}" if order else "",
+        limit=" LIMIT ?" if limit else "",
+    )
+
+
+@lru_cache(512)
+def next_instant(row: type[msgspec.Struct], column: str, where: str) -> str:
+    """The smallest value of a column among the rows that meet a condition."""
+    return _TEXT["next_instant"].format(table=TABLE[row].name, column=column, where=f" WHERE {where}")
+
+
+@cache
+def told(name: str, topic: str) -> str:
+    """The feed or the history of one topic."""
+    return _TEXT[name].format(events=EVENTS, topic=topic)
+
+
+def condition(where: Where, encode: Callable[[Any], Any]) -> tuple[str, list[Any]]:
+    """One condition as text and what fills it."""
+    column = where.column
+    match where.op:
+        case "set":
+            return f"{column} IS NOT NULL", []
+        case "unset":
+            return f"{column} IS NULL", []
+        case "in":
+            choices = [encode(choice) for choice in where.value]
+            return f"{column} IN ({','.join('?' * len(choices))})", choices
+        case "starts":
+            end = _after_prefix(where.value)
+            if end is None:
+                return f"{column} >= ?", [where.value]
+            return f"{column} >= ? AND {column} < ?", [where.value, end]
+        case _:
+            return f"{column} {where.op} ?", [encode(where.value)]
+
+
+def _after_prefix(prefix: str) -> str | None:
+    """The first text after all that begin like this; None when there is none."""
+    kept = prefix.rstrip("\U0010ffff")
+    if not kept:
+        return None
+    last = ord(kept[-1]) + 1
+    return kept[:-1] + chr(0xE000 if last == 0xD800 else last)  # the half characters between are no text

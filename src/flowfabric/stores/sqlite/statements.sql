@@ -1,0 +1,116 @@
+-- The statements of the SQLite store. {braces} are filled from the catalogue; {rows} stands for as many rows of
+-- placeholders as are written at once. Set-wise statements are no matter of taste here: each step of a statement hands
+-- the interpreter lock to and fro, which costs milliseconds when other threads compute.
+
+-- name: refused_guards
+-- The number of each guard that does not hold, among rows of (number, key…, revision).
+SELECT g.column1
+  FROM (VALUES {rows}) AS g
+  LEFT JOIN {table} AS r ON {same_key}
+ WHERE CASE WHEN g.column{revision} IS NULL THEN r.{first_key} IS NOT NULL
+            ELSE r.revision IS NOT g.column{revision} END;
+
+-- name: refused_leases
+-- The same with a lease, among rows of (number, key…, revision, wanted live or lapsed, lease id, epoch); then the time.
+SELECT g.column1
+  FROM (VALUES {rows}) AS g
+  LEFT JOIN {table} AS r ON {same_key}
+ WHERE r.revision IS NOT g.column{revision}
+    OR r.lease_id IS NOT g.column{lease_id}
+    OR r.lease_epoch IS NOT g.column{lease_epoch}
+    OR (r.lease_expires_at > ?) IS NOT g.column{live};
+
+-- name: insert
+INSERT INTO {table} ({columns}) VALUES {rows};
+
+-- name: put
+INSERT OR REPLACE INTO {table} ({columns}) VALUES {rows};
+
+-- name: patch
+-- Rows of (value…, key…).
+UPDATE {table} AS r
+   SET {settings}
+  FROM (VALUES {rows}) AS g
+ WHERE {same_key}{unless};
+
+-- name: delete
+DELETE FROM {table} WHERE ({key}) IN (VALUES {rows});
+
+-- name: tell
+INSERT INTO ff_event (at, {events}) VALUES {rows};
+
+-- name: heads
+-- The first rows of some lines that are under no grant, best rank first, as one JSON array; their payload bytes follow
+-- end to end, with each length in its row.
+SELECT json_group_array(json_array({head_columns}, {payload_columns})), CAST(group_concat(p.input_payload, '') AS BLOB)
+  FROM ({lines} ORDER BY rank, execution_id LIMIT ?) AS h
+ CROSS JOIN ff_payload AS p ON p.execution_id = h.execution_id;
+
+-- name: line_rows
+SELECT {columns} FROM ff_exec_core WHERE line = ? AND (granted_until IS NULL OR granted_until <= ?)
+
+-- name: refused_renewals
+-- The number of each lease that is not in force, among rows of (number, execution, attempt index and id, lease id and
+-- epoch); then the time.
+SELECT g.column1
+  FROM (VALUES {rows}) AS g
+  LEFT JOIN ff_exec_core AS r ON r.execution_id = g.column2
+ WHERE r.attempt_index IS NOT g.column3
+    OR r.attempt_id IS NOT g.column4
+    OR r.lease_id IS NOT g.column5
+    OR r.lease_epoch IS NOT g.column6
+    OR (r.lease_expires_at > ?) IS NOT 1;
+
+-- name: tell_renewals
+-- One event for each of these rows of (now, execution), in their order.
+INSERT INTO ff_event (at, execution_id, namespace, tags, flow_id, lease, lease_id, lease_epoch, attempt_id,
+                      attempt_index, worker_id, worker_instance_id)
+SELECT g.column1, r.execution_id, r.namespace, r.tags, r.flow_id, 'renewed', r.lease_id, r.lease_epoch, r.attempt_id,
+       r.attempt_index, r.worker_id, r.worker_instance_id
+  FROM (VALUES {rows}) AS g
+ CROSS JOIN ff_exec_core AS r ON r.execution_id = g.column2;
+
+-- name: renew
+-- Rows of (now, new end, execution).
+UPDATE ff_exec_core AS r
+   SET lease_renewed_at = g.column1, lease_expires_at = g.column2
+  FROM (VALUES {rows}) AS g
+ WHERE r.execution_id = g.column3;
+
+-- name: add_line
+INSERT INTO ff_line (lane_id, required, fairness_key, fairness_weight, decided) VALUES (?, ?, ?, ?, ?)
+    ON CONFLICT DO NOTHING;
+
+-- name: find_line
+SELECT line_id FROM ff_line
+ WHERE lane_id = ? AND required = ? AND fairness_key = ? AND fairness_weight = ? AND decided = ?;
+
+-- name: line_at
+SELECT lane_id, required, fairness_key, fairness_weight, decided FROM ff_line WHERE line_id = ?;
+
+-- name: lines
+SELECT lane_id, required, fairness_key, fairness_weight, decided FROM ff_line
+ WHERE ?1 IS NULL OR lane_id = ?1
+ ORDER BY lane_id, required, fairness_key, fairness_weight, decided;
+
+-- name: lanes
+SELECT DISTINCT lane_id FROM ff_line WHERE ?1 IS NULL OR lane_id > ?1 ORDER BY lane_id LIMIT ?2;
+
+-- name: rows
+SELECT {columns} FROM {table}{where}{order}{limit};
+
+-- name: next_instant
+SELECT min({column}) FROM {table}{where};
+
+-- name: feed_end
+SELECT coalesce((SELECT seq FROM sqlite_sequence WHERE name = 'ff_event'), 0);
+
+-- name: feed
+SELECT position, at, {events} FROM ff_event
+ WHERE position > ? AND position <= ? AND {topic} IS NOT NULL
+ ORDER BY position LIMIT ?;
+
+-- name: history
+SELECT position, at, {events} FROM ff_event
+ WHERE execution_id = ? AND {topic} IS NOT NULL
+ ORDER BY position DESC LIMIT ?;

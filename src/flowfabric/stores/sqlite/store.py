@@ -1,0 +1,147 @@
+"""The SQLite store: one file, one writer thread a process, whole batches in one transaction.
+
+Three threads, each with a connection of its own: one writes, one loads by key, one makes lists, so that a long list
+never stands before a claim. Processes take turns at a lock file and ring each other's bell (`wake`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import apsw
+import msgspec
+
+from flowfabric.clock import wall_ms
+from flowfabric.errors import InvalidInput
+from flowfabric.handles import BackendTag
+from flowfabric.model.event import FeedEvent, Topic
+from flowfabric.model.execution import LineKey
+from flowfabric.rules.change import Change
+from flowfabric.stores.base import Due, FeedPage, Held, Loaded, Scan, Take, Taken, Want, Where
+from flowfabric.stores.sqlite import reading, schema, writing
+from flowfabric.stores.sqlite.desk import Desk, WritingDesk
+from flowfabric.stores.sqlite.files import Turn, refuse_network
+from flowfabric.stores.sqlite.lines import Lines, LinesOfWriter
+from flowfabric.stores.sqlite.wake import Wake
+
+BUSY_MS = 5_000  # how long a foreign writer is waited for
+CACHE_KIB = 64 * 1024
+STATEMENTS = 400
+
+
+class SQLiteStore:
+    """Rows in one file; a single writer, so every batch is one short transaction."""
+
+    tag = BackendTag.SQLITE
+    commit_lanes = 2
+    batch_limit = 500
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        clock: Callable[[], int] | None = None,
+        synchronous: str = "FULL",
+    ) -> None:
+        """`synchronous=NORMAL` may lose the last commits when the machine loses power, never the file."""
+        if str(path) in ("", ":memory:"):
+            raise InvalidInput("SQLite needs a file here; for rows in memory there is the memory store")
+        if synchronous not in ("NORMAL", "FULL", "EXTRA"):
+            raise InvalidInput(f"synchronous: {synchronous!r} is none of NORMAL, FULL, EXTRA")
+        self._path = Path(path).absolute()
+        self._clock = clock or wall_ms
+        self._synchronous = synchronous
+        self._lines = Lines()
+        self._lines_of_writer = LinesOfWriter(self._lines)
+        self._turn = Turn(Path(f"{self._path}-lock"))
+        self._wake = Wake(Path(f"{self._path}-wake"))
+        self._writer = WritingDesk("ff-sqlite-writer", self._connect, self._turn, self._lines_of_writer)
+        self._loader = Desk("ff-sqlite-loader", self._connect_reader)
+        self._lister = Desk("ff-sqlite-lister", self._connect_reader)
+        self._polls: list[asyncio.Task[None]] = []
+
+    async def open(self, *, migrate: bool) -> None:
+        refuse_network(self._path)
+        await self._writer.do(lambda db: schema.prepare(db, migrate=migrate, now=self._clock()))
+
+    async def close(self) -> None:
+        for poll in self._polls:
+            poll.cancel()
+        self._polls.clear()
+        self._wake.close()
+        for desk in (self._writer, self._loader, self._lister):
+            await desk.close()
+        self._turn.close()
+
+    async def ping(self) -> int:
+        return await self._loader.do(lambda db: reading.ping(db, self._clock()))
+
+    async def load(self, wants: Sequence[Want]) -> Loaded:
+        return await self._loader.do(lambda db: reading.load(db, self._lines, wants, self._clock()))
+
+    async def commit(self, changes: Sequence[Change]) -> list[int | None]:
+        return await self._writer.do(lambda db: writing.commit(db, self._lines_of_writer, changes, self._clock()))
+
+    async def take(self, take: Take) -> Taken:
+        return await self._writer.do(lambda db: writing.take(db, self._lines_of_writer, take, self._clock()))
+
+    async def renew(self, leases: Sequence[Held]) -> list[int | None]:
+        return await self._writer.do(lambda db: writing.renew(db, leases, self._clock()))
+
+    async def due(self, row: type[msgspec.Struct], column: str, *, limit: int, where: tuple[Where, ...] = ()) -> Due:
+        return await self._loader.do(lambda db: reading.due(db, self._lines, row, column, limit, where, self._clock()))
+
+    async def scan(self, scan: Scan) -> list[Any]:
+        return await self._lister.do(lambda db: reading.scan(db, self._lines, scan))
+
+    async def lines(self, lane_id: str | None = None) -> list[LineKey]:
+        return await self._loader.do(lambda db: reading.all_lines(db, lane_id))
+
+    async def lanes(self, after: str | None, limit: int) -> list[str]:
+        return await self._lister.do(lambda db: reading.lanes(db, after, limit))
+
+    async def feed(self, topic: Topic, after: int, limit: int) -> FeedPage:
+        return await self._lister.do(lambda db: reading.feed(db, topic, after, limit))
+
+    async def feed_end(self) -> int:
+        return await self._loader.do(reading.feed_end)
+
+    async def history(self, execution_id: str, topic: Topic, limit: int) -> list[FeedEvent]:
+        return await self._lister.do(lambda db: reading.history(db, execution_id, topic, limit))
+
+    def notify(self, topics: frozenset[str]) -> None:
+        self._wake.ring(topics)
+
+    def on_wake(self, callback: Callable[[frozenset[str]], None]) -> None:
+        if not self._wake.listen(callback):
+            self._polls.append(asyncio.get_running_loop().create_task(self._poll(callback)))
+
+    async def _poll(self, callback: Callable[[frozenset[str]], None]) -> None:
+        """Where no socket can be had: look whether the file has changed, ever less often while it has not."""
+        seen, pause = await self._loader.do(reading.data_version), 0.005
+        while True:
+            await asyncio.sleep(pause)
+            version = await self._loader.do(reading.data_version)
+            pause = 0.005 if version != seen else min(0.05, pause * 1.5)
+            if version != seen:
+                seen = version
+                callback(frozenset())
+
+    def _connect(self) -> apsw.Connection:
+        db = apsw.Connection(str(self._path), statementcachesize=STATEMENTS)
+        db.set_busy_timeout(BUSY_MS)
+        db.pragma("journal_mode", "wal")
+        db.pragma("synchronous", self._synchronous)
+        db.pragma("cache_size", -CACHE_KIB)
+        db.pragma("journal_size_limit", 64 * 1024 * 1024)
+        return db
+
+    def _connect_reader(self) -> apsw.Connection:
+        db = apsw.Connection(str(self._path), flags=apsw.SQLITE_OPEN_READWRITE, statementcachesize=STATEMENTS)
+        db.set_busy_timeout(BUSY_MS)
+        db.pragma("query_only", True)
+        db.pragma("cache_size", -CACHE_KIB // 4)
+        return db
