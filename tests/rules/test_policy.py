@@ -263,9 +263,11 @@ fields = st.sampled_from(
     quota_policy_ids quota_policy_id fairness_key fairness_weight ageing dedup_window_ms retention_ttl_ms delay_until
     max_reclaim_count max_replay_count required_capabilities""".split()  # noqa: SIM905
 )
-documents = st.recursive(
-    json_values, lambda inner: st.dictionaries(fields, inner, max_size=4) | inner, max_leaves=12
-).filter(lambda value: isinstance(value, dict))
+documents = st.dictionaries(
+    fields,
+    st.recursive(json_values, lambda inner: st.dictionaries(fields, inner, max_size=4), max_leaves=8),
+    max_size=5,
+)
 
 
 @given(documents)
