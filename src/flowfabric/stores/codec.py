@@ -1,23 +1,21 @@
 """Rows to columns and back, told once for all stores that have columns.
 
-An enum is kept as its member's place, a line as the small number that the store's line table gives it; everything
-else is kept as it is. `FromNow` becomes its offset, and the cells say at which places the store has to add its clock.
-A root that is written gets the id of the change as its revision.
+An enum is kept as its member's place, a line as the small number that the store's line table gives it, `FromNow` as the
+instant that it means; everything else is kept as it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import Enum
-from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from msgspec.structs import astuple
 
 from flowfabric.model.event import Event
 from flowfabric.model.execution import LineKey
-from flowfabric.rules.change import FromNow, Insert, Patch, Put
+from flowfabric.rules.change import FromNow
 from flowfabric.stores.base import Unstorable
 from flowfabric.stores.rows import TABLES, Column, Table
 
@@ -29,8 +27,7 @@ INT_MIN, INT_MAX = -(2**63), 2**63 - 1
 EVENT_COLUMNS: tuple[str, ...] = Event.__struct_fields__
 
 
-@cache
-def members(kind: type[Enum]) -> tuple[Enum, ...]:
+def members(kind: type[Any]) -> tuple[Enum, ...]:
     """The members of an enum by their stored code."""
     return tuple(kind)
 
@@ -43,20 +40,6 @@ CODES: dict[int, int] = {
     if column.is_enum
     for code, member in enumerate(members(column.kind))
 }
-
-
-class Cells(NamedTuple):
-    """Some columns of one row as they are stored; at the places in `from_now` the store's clock has to be added."""
-
-    columns: tuple[str, ...]
-    values: list[Any]
-    from_now: tuple[int, ...]
-
-    def at(self, now: int) -> list[Any]:
-        """The values as of the store's now."""
-        for place in self.from_now:
-            self.values[place] += now
-        return self.values
 
 
 class RowCodec:
@@ -73,7 +56,6 @@ class RowCodec:
         self._enums = [(i, members(c.kind)) for i, c in enumerate(table.columns) if c.is_enum]
         self._lines = [i for i, c in enumerate(table.columns) if c.kind is LineKey]
         self._bools = [i for i, c in enumerate(table.columns) if c.kind is bool]
-        self._patches: dict[tuple[str, ...], tuple[tuple[str, ...], bool]] = {}
 
     def key(self, row: msgspec.Struct) -> tuple[Any, ...]:
         """The key of a row."""
@@ -95,62 +77,35 @@ class RowCodec:
                 values[place] = bool(values[place])
         return self._row(*values)
 
-    def row_cells(self, write: Insert | Put, change_id: int, line_of: LineOf) -> Cells:
-        """All columns of the row that is written."""
-        values = list(astuple(write.row))
-        if self.revision_place is not None:
-            values[self.revision_place] = change_id
-        return Cells(self.columns, values, _encode(values, line_of))
 
-    def patch_cells(self, patch: Patch, change_id: int, line_of: LineOf) -> Cells:
-        """The columns that a patch sets, its key left aside."""
-        values = list(patch.fields.values())
-        columns, adds_revision = self._shape(tuple(patch.fields))
-        if adds_revision:
-            values.append(change_id)
-        elif self.revision_place is not None:
-            values[columns.index("revision")] = change_id
-        return Cells(columns, values, _encode(values, line_of))
+def encode_column(values: Sequence[Any], line_of: LineOf, now: int) -> Sequence[Any]:
+    """The values that many rows have for one column, as they are stored at `now`.
 
-    def _shape(self, given: tuple[str, ...]) -> tuple[tuple[str, ...], bool]:
-        """The columns of a patch with these fields, and whether the revision was added to them."""
-        shape = self._patches.get(given)
-        if shape is None:
-            if unknown := set(given) - set(self.columns):
-                raise Unstorable(f"{self.table.name} has no column {sorted(unknown)}")
-            adds = self.revision_place is not None and "revision" not in given
-            shape = self._patches[given] = ((*given, "revision") if adds else given, adds)
-        return shape
-
-
-def _encode(values: list[Any], line_of: LineOf) -> tuple[int, ...]:
-    """Encode the values in place; the places that held a `FromNow`."""
-    from_now: list[int] = []
-    for place, value in enumerate(values):
-        kind = type(value)
-        if kind in _PLAIN:
-            continue
-        if kind is FromNow:
-            values[place] = value.offset
-            from_now.append(place)
-        elif kind is LineKey:
-            values[place] = line_of(value)
-        else:
-            code = CODES.get(id(value))
-            if code is None:
-                raise Unstorable(f"no column keeps a {kind.__name__}")
-            values[place] = code
-    return tuple(from_now)
+    A column at a time, because most columns hold nothing that needs encoding, and that is quickly seen.
+    """
+    kinds = set(map(type, values))
+    if str in kinds and "\0" in "".join(filter(None, values)):
+        raise Unstorable("a text contains NUL")
+    if kinds <= _PLAIN:
+        return values
+    if FromNow in kinds:
+        values = [value.offset + now if type(value) is FromNow else value for value in values]
+    return [value if type(value) in _PLAIN else encode(value, line_of) for value in values]
 
 
 _PLAIN = frozenset({int, str, bytes, bool, float, type(None)})
 
 
 def encode(value: Any, line_of: LineOf) -> Any:
-    """One value as its column keeps it, for a condition or a place in an order."""
+    """One value as its column keeps it."""
+    if type(value) in _PLAIN:
+        return value
     if type(value) is LineKey:
         return line_of(value)
-    return CODES[id(value)] if isinstance(value, Enum) else value
+    code = CODES.get(id(value))
+    if code is None:
+        raise Unstorable(f"no column keeps a {type(value).__name__}")
+    return code
 
 
 CODEC: dict[type[msgspec.Struct], RowCodec] = {table.row: RowCodec(table) for table in TABLES}

@@ -86,7 +86,7 @@ def delete(row: type[msgspec.Struct], length: int) -> Rows:
     """Drop all rows whose key begins like one of these."""
     table = TABLE[row]
     if length == 0:
-        return lambda _: f"DELETE FROM {table.name}"
+        return lambda _: f"DELETE FROM {table.name} WHERE ? IS NOT NULL"  # there is always a row to fill in
     return _filled("delete", length, table=table.name, key=", ".join(table.key[:length]))
 
 

@@ -7,7 +7,7 @@ root, so only the order within a change matters, and that is kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -17,9 +17,10 @@ from msgspec.structs import astuple, replace
 
 from flowfabric.model.event import Event
 from flowfabric.model.execution import Execution, LineKey, Payload
-from flowfabric.rules.change import Change, Delete, Insert, LeaseWant, Patch, Put
+from flowfabric.rules.change import Change, Delete, LeaseWant, Patch, Put, Write
 from flowfabric.stores.base import Held, Take, Taken, Unstorable, lease_event
-from flowfabric.stores.codec import CODEC
+from flowfabric.stores.codec import CODEC, encode_column
+from flowfabric.stores.rows import TABLE
 from flowfabric.stores.sqlite import sql
 from flowfabric.stores.sqlite.lines import UNKNOWN, LinesOfWriter
 
@@ -27,39 +28,33 @@ _SIZES = (64, 32, 16, 8, 4, 2, 1)  # rows per statement: few different statement
 _WIDEST = 6000  # values per statement: the driver keeps prepared ones only up to 16 KiB of text
 
 Row = Sequence[Any]
+Shape = tuple[type[Write], type[msgspec.Struct], tuple[str, ...], str | None]  # kind, table, columns, unless
+Gathered = dict[Shape, tuple[list[Row], list[int]]]  # the rows of each shape, and the ids of their changes
 
 
 def commit(db: apsw.Connection, lines: LinesOfWriter, changes: Sequence[Change], now: int) -> list[int | None]:
     """Write the changes whose guards hold; per change, now or None."""
     refused = _refused(db, changes, now)
     accepted = [change for number, change in enumerate(changes) if number not in refused]
-    for group in _rounds(accepted, lambda line: lines.number_to_write(db, line), now):
-        for statement, rows in group.items():
-            _many(db, statement, rows)
-    _tell(db, [event for change in accepted for event in change.events], now)
+    for gathered in _rounds(accepted):
+        _write(db, lines, gathered, now)
+    _tell(db, lines, [event for change in accepted for event in change.events], now)
     return [None if number in refused else now for number in range(len(changes))]
 
 
 def take(db: apsw.Connection, lines: LinesOfWriter, take: Take, now: int) -> Taken:
     """Claim the first rows of the lines."""
-    found = _heads(db, lines, take, now)
-    patches: dict[sql.Rows, list[Row]] = {}
+    gathered: Gathered = {}
     rows: list[tuple[Execution, Payload]] = []
     events: list[Event] = []
-    codec = CODEC[Execution]
-    for (row, payload), stamp in zip(found, take.stamps, strict=False):
+    for (row, payload), stamp in zip(_heads(db, lines, take, now), take.stamps, strict=False):
         fields = take.fields(row, stamp, now)
-        key = (row.execution_id,)
-        cells = codec.patch_cells(
-            Patch(Execution, key, fields), stamp.revision, lambda line: lines.number_to_write(db, line)
-        )
-        patches.setdefault(sql.patch(Execution, cells.columns, None), []).append((*cells.at(now), *key))
+        _gather(gathered, Patch(Execution, (row.execution_id,), fields), stamp.revision)
         taken = replace(row, **fields)
         rows.append((taken, payload))
         events.append(lease_event(taken, "acquired", "claim_resumed" if row.next_type is None else None))
-    for statement, values in patches.items():
-        _many(db, statement, values)
-    _tell(db, events, now)
+    _write(db, lines, gathered, now)
+    _tell(db, lines, events, now)
     return Taken(now, rows)
 
 
@@ -102,35 +97,71 @@ def _refused(db: apsw.Connection, changes: Sequence[Change], now: int) -> set[in
     return refused
 
 
-def _rounds(
-    changes: Iterable[Change], line_of: Callable[[LineKey], int], now: int
-) -> Iterable[dict[sql.Rows, list[Row]]]:
-    """What to write: the first writes of all changes, then the second ones, and so on, each gathered by statement."""
-    rounds: list[dict[sql.Rows, list[Row]]] = []
+def _rounds(changes: Iterable[Change]) -> list[Gathered]:
+    """What to write: the first writes of all changes, then the second ones, and so on."""
+    rounds: list[Gathered] = []
     for change in changes:
         for place, write in enumerate(change.writes):
             if place == len(rounds):
                 rounds.append({})
-            statement, values = _written(write, change.id, line_of, now)
-            rounds[place].setdefault(statement, []).append(values)
+            _gather(rounds[place], write, change.id)
     return rounds
 
 
-def _written(
-    write: Insert | Put | Patch | Delete, change_id: int, line_of: Callable[[LineKey], int], now: int
-) -> tuple[sql.Rows, Row]:
-    if type(write) is Patch:
-        cells = CODEC[write.row].patch_cells(write, change_id, line_of)
-        return sql.patch(write.row, cells.columns, write.unless), (*cells.at(now), *write.key)
-    if type(write) is Delete:
-        return sql.delete(write.row, len(write.key)), write.key
-    assert isinstance(write, Insert | Put)
-    row = type(write.row)
-    return sql.insert(row, replace=type(write) is Put), CODEC[row].row_cells(write, change_id, line_of).at(now)
+def _gather(gathered: Gathered, write: Write, change_id: int) -> None:
+    shape: Shape
+    values: Row
+    if isinstance(write, Patch):
+        shape = Patch, write.row, tuple(write.fields), write.unless
+        values = (*write.fields.values(), *write.key)
+    elif isinstance(write, Delete):
+        shape = Delete, write.row, TABLE[write.row].key[: len(write.key)], None
+        values = write.key
+    else:
+        shape = type(write), type(write.row), (), None
+        values = astuple(write.row)
+    group = gathered.get(shape)
+    if group is None:
+        group = gathered[shape] = ([], [])
+    group[0].append(values)
+    group[1].append(change_id)
 
 
-def _tell(db: apsw.Connection, events: Iterable[Event], now: int) -> None:
-    _many(db, sql.TELL, [(now, *astuple(event)) for event in events])
+def _write(db: apsw.Connection, lines: LinesOfWriter, gathered: Gathered, now: int) -> None:
+    for (kind, row, names, unless), (rows, ids) in gathered.items():
+        codec = CODEC[row]
+        columns: list[Row] = [*zip(*rows, strict=True)]
+        if kind is Delete:
+            statement = sql.delete(row, len(names))
+            if not names:
+                columns = [[0]]
+        elif kind is Patch:
+            if unknown := set(names) - codec.column.keys():
+                raise Unstorable(f"{codec.table.name} has no column {sorted(unknown)}")
+            if codec.revision_place is not None:
+                if "revision" not in names:
+                    columns.insert(len(names), ())
+                    names = (*names, "revision")
+                columns[names.index("revision")] = ids
+            statement = sql.patch(row, names, unless)
+        else:
+            if codec.revision_place is not None:
+                columns[codec.revision_place] = ids
+            statement = sql.insert(row, replace=kind is Put)
+        _many(db, statement, _encoded(db, lines, columns, now))
+
+
+def _encoded(db: apsw.Connection, lines: LinesOfWriter, columns: Iterable[Row], now: int) -> list[Row]:
+    def line_of(line: LineKey) -> int:
+        return lines.number_to_write(db, line)
+
+    return [*zip(*(encode_column(column, line_of, now) for column in columns), strict=True)]
+
+
+def _tell(db: apsw.Connection, lines: LinesOfWriter, events: Sequence[Event], now: int) -> None:
+    if events:
+        columns = [[now] * len(events), *zip(*map(astuple, events), strict=True)]
+        _many(db, sql.TELL, _encoded(db, lines, columns, now))
 
 
 def _heads(db: apsw.Connection, lines: LinesOfWriter, take: Take, now: int) -> list[tuple[Execution, Payload]]:
@@ -164,8 +195,6 @@ def _many(db: apsw.Connection, statement: sql.Rows, rows: Sequence[Row], *rest: 
     for size in _SIZES:
         while left >= size and (size == 1 or size * len(rows[0]) <= _WIDEST):
             values = (*chain.from_iterable(rows[begin : begin + size]), *rest)
-            if "\0" in "".join([value for value in values if type(value) is str]):
-                raise Unstorable("a text contains NUL")
             answers += db.execute(statement(size), values)
             begin, left = begin + size, left - size
     return answers
