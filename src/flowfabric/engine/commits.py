@@ -25,6 +25,7 @@ class Commits:
         self._store = store
         self._waiting: deque[tuple[Change, asyncio.Future[int | None]]] = deque()
         self._lanes: set[asyncio.Task[None]] = set()
+        self._running = 0  # counted by the lanes themselves: a task that has just returned is not running any more
 
     async def add(self, change: Change) -> int | None:
         """Write a change with whatever else is waiting: the commit's time, or None when a guard did not hold."""
@@ -47,21 +48,20 @@ class Commits:
             await asyncio.wait(self._lanes)
 
     def _start_lane(self) -> None:
-        if len(self._lanes) < self._store.commit_lanes:
+        if self._running < self._store.commit_lanes:
+            self._running += 1
             lane = asyncio.create_task(self._run_lane())
             self._lanes.add(lane)
             lane.add_done_callback(self._lanes.discard)
 
     async def _run_lane(self) -> None:
-        while batch := self._next_batch():
-            verdicts = await self._write([change for change, _ in batch])
-            for (_, waiter), verdict in zip(batch, verdicts, strict=True):
-                if waiter.done():  # the caller went away; its change was written or refused all the same
-                    continue
-                if isinstance(verdict, errors.FabricError):
-                    waiter.set_exception(verdict)
-                else:
-                    waiter.set_result(verdict)
+        try:
+            while batch := self._next_batch():
+                verdicts = await self._write([change for change, _ in batch])
+                for (_, waiter), verdict in zip(batch, verdicts, strict=True):
+                    _answer(waiter, verdict)
+        finally:
+            self._running -= 1
 
     def _next_batch(self) -> list[tuple[Change, asyncio.Future[int | None]]]:
         batch: list[tuple[Change, asyncio.Future[int | None]]] = []
@@ -90,6 +90,23 @@ class Commits:
             return await self._write(changes[:half]) + await self._write(changes[half:])
         except errors.FabricError as error:
             return [error] * len(changes)
+        except Exception as bug:  # whatever it is, every caller of this batch must hear of it and no lane may die
+            return [_bug(bug)] * len(changes)
+
+
+def _answer(waiter: asyncio.Future[int | None], verdict: Verdict) -> None:
+    if waiter.done():  # the caller went away; its change was written or refused all the same
+        return
+    if isinstance(verdict, errors.FabricError):
+        waiter.set_exception(verdict)
+    else:
+        waiter.set_result(verdict)
+
+
+def _bug(cause: Exception) -> errors.FabricError:
+    error = errors.BugError(f"commit: {cause!r}")
+    error.__cause__ = cause
+    return error
 
 
 def _refused(fault: Unstorable) -> errors.FabricError:

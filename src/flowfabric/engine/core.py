@@ -215,6 +215,6 @@ class Pause:
     async def or_raise(self) -> None:
         """Wait a little; called while handling an error, which is raised again when patience has run out."""
         if asyncio.get_running_loop().time() >= self._until:
-            raise  # noqa: PLE0704
+            raise
         self._tries += 1
         await asyncio.sleep(random.random() * min(1.0, 0.02 * 2**self._tries))

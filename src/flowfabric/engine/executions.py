@@ -101,9 +101,7 @@ class Executions(Core):
                 results[place] = await self._create_carefully(asked)
         return results
 
-    async def _create_carefully(
-        self, ask: CreateExecution
-    ) -> answers.Created | answers.Duplicate | errors.FabricError:
+    async def _create_carefully(self, ask: CreateExecution) -> answers.Created | answers.Duplicate | errors.FabricError:
         wants, _ = _create_wants(ask)
         try:
             return await self.settle(wants, lambda rows, now: _create(rows, ask, now))
@@ -353,9 +351,7 @@ class Executions(Core):
         execution = ids.parse_execution_id(limits.text("execution_id", execution_id))
         return await self.settle_execution(execution, delay.promote_delayed)
 
-    async def mark_lease_expired_if_due(
-        self, execution_id: str
-    ) -> answers.MarkedExpired | answers.AlreadySatisfied:
+    async def mark_lease_expired_if_due(self, execution_id: str) -> answers.MarkedExpired | answers.AlreadySatisfied:
         """Mark a lapsed lease, so that the work can be taken over."""
         execution = ids.parse_execution_id(limits.text("execution_id", execution_id))
         return await self.settle_execution(execution, expiry.mark_lease_expired_if_due)

@@ -7,7 +7,7 @@ from enum import StrEnum
 import msgspec
 
 from flowfabric.handles import Handle
-from flowfabric.model.execution import Lineage
+from flowfabric.model.execution import Lineage, Payload
 from flowfabric.model.states import AttemptRecordState, AttemptType, PublicState
 
 
@@ -67,6 +67,7 @@ class Claimed(msgspec.Struct, frozen=True):
     attempt_type: AttemptType
     lease_expires_at: int
     handle: Handle
+    payload: Payload | None = None  # what to work on, when the claim brought it along
 
 
 class OperatorClaim(msgspec.Struct, frozen=True):

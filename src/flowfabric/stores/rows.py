@@ -14,6 +14,7 @@ import msgspec
 
 from flowfabric.model.execution import Attempt, Execution, IdempotencyKey, LineKey, Payload, Result
 from flowfabric.model.keys import Keystore, SigningKey
+from flowfabric.model.sweep import SweepLease
 
 
 class Column(msgspec.Struct, frozen=True):
@@ -93,6 +94,7 @@ TABLES: tuple[Table, ...] = (
     _table("ff_result", Result, "execution_id", root=Execution),
     _table("ff_attempt", Attempt, "execution_id", "attempt_index", root=Execution),
     _table("ff_idempotency", IdempotencyKey, "partition", "digest", indexes=(("expires_at",),)),
+    _table("ff_sweep", SweepLease, "sweep"),
     _table("ff_keystore", Keystore, "keystore_id"),
     _table("ff_waitpoint_hmac", SigningKey, "keystore_id", "kid", root=Keystore),
 )

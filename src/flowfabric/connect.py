@@ -1,0 +1,72 @@
+"""Connect: an engine for a URL."""
+
+from __future__ import annotations
+
+from urllib.parse import parse_qsl, urlsplit
+
+from flowfabric import errors
+from flowfabric.clock import Clock
+from flowfabric.engine.engine import Engine
+from flowfabric.ids import Minter
+from flowfabric.settings import Settings
+from flowfabric.stores.base import Store
+
+
+async def connect(
+    url: str,
+    *,
+    migrate: bool = True,
+    settings: Settings | None = None,
+    minter: Minter | None = None,
+    clock: Clock | None = None,
+) -> Engine:
+    """An engine on `memory://`, `sqlite:///path` or `postgresql://…`, its schema brought up to date when asked to.
+
+    `clock` replaces the store's own clock, for tests.
+    """
+    store = open_store(url, clock=clock)
+    await store.open(migrate=migrate)
+    return Engine(store, settings=settings, minter=minter)
+
+
+def open_store(url: str, *, clock: Clock | None = None) -> Store:
+    """The store that a URL names, not yet connected."""
+    if not isinstance(url, str):
+        raise errors.InvalidInput("url: not a text")
+    scheme, rest = _split(url)
+    match scheme:
+        case "memory":
+            from flowfabric.stores.memory import MemoryStore
+
+            return MemoryStore(clock=clock)
+        case "sqlite":
+            from flowfabric.stores.sqlite import SQLiteStore
+
+            path, options = _sqlite(rest)
+            return SQLiteStore(path, clock=clock, synchronous=options.get("synchronous", "FULL").upper())
+        case "postgresql" | "postgres":
+            try:
+                from flowfabric.stores.postgres import PostgresStore
+            except ImportError as missing:
+                raise errors.InvalidInput(
+                    "url: Postgres needs its driver: pip install 'flowfabric[postgres]'"
+                ) from missing
+            return PostgresStore(url, clock=clock)
+        case _:
+            raise errors.InvalidInput(
+                f"url: {scheme or url!r} is no known store; use memory://, sqlite:///path or postgresql://…"
+            )
+
+
+def _split(url: str) -> tuple[str, str]:
+    scheme, found, rest = url.partition("://")
+    return (scheme, rest) if found else ("", url)
+
+
+def _sqlite(rest: str) -> tuple[str, dict[str, str]]:
+    """`/relative.db` and `//absolute.db`, as SQLAlchemy writes them: three slashes are relative, four absolute."""
+    parts = urlsplit(f"sqlite://{rest}")
+    path = parts.path[1:] if parts.path.startswith("/") else parts.path
+    if parts.netloc or not path:
+        raise errors.InvalidInput("url: write sqlite:///relative.db or sqlite:////absolute/path.db")
+    return path, dict(parse_qsl(parts.query))

@@ -1,0 +1,75 @@
+"""The engine: every operation of the specification by its name, on a store."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from flowfabric.engine.claims import Claims
+from flowfabric.engine.reads import Reads
+from flowfabric.engine.subscriptions import Subscriptions
+from flowfabric.engine.sweeper import Pass, Sweeper
+from flowfabric.ids import ExecutionId, LaneId, Minter, RandomMinter, mint_solo, parse_lane_id
+from flowfabric.settings import Settings
+from flowfabric.stores.base import Store
+
+
+class Capabilities(msgspec.Struct, frozen=True):
+    """What this engine can do; every store can do the same."""
+
+    backend: str
+    operations: tuple[str, ...]
+
+
+class Engine(Claims, Reads, Subscriptions):
+    """A durable execution engine on one store. Use it as an async context manager, or call `close`."""
+
+    def __init__(self, store: Store, *, settings: Settings | None = None, minter: Minter | None = None) -> None:
+        self.settings = settings or Settings()
+        super().__init__(store, minter=minter or RandomMinter(), partitions=self.settings.partitions)
+        self._sweeper: Sweeper | None = None
+        store.on_wake(self.wakes.fire)
+
+    async def ping(self) -> int:
+        """The store's time, in milliseconds since the epoch."""
+        return await self.store.ping()
+
+    def capabilities(self) -> Capabilities:
+        """Which operations there are."""
+        names = (name for name in dir(type(self)) if not name.startswith("_"))
+        return Capabilities(self.store.tag.title, tuple(sorted(names)))
+
+    def new_execution_id(self, lane_id: str = "default") -> ExecutionId:
+        """A fresh id for an execution of its own, on the partition of its lane."""
+        return mint_solo(LaneId(parse_lane_id(lane_id)), self.partitions, self.minter)
+
+    def start_sweeps(self) -> None:
+        """Run the background sweeps in this process too; any number of processes may."""
+        if self._sweeper is None:
+            self._sweeper = Sweeper(self, self.settings.sweeps)
+            self._sweeper.start()
+
+    async def stop_sweeps(self) -> int:
+        """Stop them; how many had to be cut off."""
+        sweeper, self._sweeper = self._sweeper, None
+        return 0 if sweeper is None else await sweeper.stop()
+
+    async def sweep_once(self, name: str) -> Pass:
+        """One pass of a sweep, now."""
+        return await Sweeper(self, self.settings.sweeps).sweep_once(name)
+
+    async def close(self) -> None:
+        """Stop sweeping, let what is on its way arrive, and let go of the store. A second call does nothing."""
+        await self.stop_sweeps()
+        await self.commits.drained()
+        await self.store.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()

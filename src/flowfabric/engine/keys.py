@@ -1,0 +1,82 @@
+"""The signing keystore: seed, rotate, list."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from flowfabric import errors
+from flowfabric.engine.core import Core
+from flowfabric.model.keys import Keystore, SigningKey
+from flowfabric.rules import limits, tokens
+from flowfabric.rules.change import Change, Decision, Delete, Guard, Put
+from flowfabric.stores.base import Want
+
+KEYSTORE = (Want(Keystore, (0,)), Want(SigningKey, (0,)))
+
+
+class PartitionRotation(msgspec.Struct, frozen=True):
+    """The outcome of a rotation where keys are kept; there is one such place, number 0."""
+
+    partition: int
+    result: tokens.Rotated | tokens.Noop | errors.FabricError
+
+
+class Keys(Core):
+    """What can be done to signing keys."""
+
+    async def seed_waitpoint_hmac_secret(self, kid: str, secret_hex: str) -> tokens.Seeded | tokens.AlreadySeeded:
+        """Install the first signing key; call it on every start, it never overwrites."""
+        limits.text("kid", kid, limit=limits.MAX_NAME_BYTES)
+        limits.text("secret_hex", secret_hex)
+        answer: Any = await self.settle(
+            KEYSTORE, lambda rows, _: _decided(rows, tokens.seed(tuple(rows[1]), kid, secret_hex))
+        )
+        return answer  # type: ignore[no-any-return]
+
+    async def rotate_waitpoint_hmac_secret_all(
+        self, new_kid: str, new_secret_hex: str, grace_ms: int
+    ) -> list[PartitionRotation]:
+        """Let another key sign; the one before verifies for `grace_ms` more."""
+        limits.text("new_kid", new_kid, limit=limits.MAX_NAME_BYTES)
+        limits.text("new_secret_hex", new_secret_hex)
+        if refused := tokens.check_rotation(new_kid, new_secret_hex, grace_ms):
+            raise refused
+        try:
+            result: Any = await self.settle(
+                KEYSTORE,
+                lambda rows, now: _decided(rows, tokens.rotate(tuple(rows[1]), new_kid, new_secret_hex, grace_ms, now)),
+            )
+        except errors.RotationConflict as conflict:
+            result = conflict
+        return [PartitionRotation(0, result)]
+
+    async def list_waitpoint_hmac_kids(self) -> tokens.Kids:
+        """Which keys sign and which still verify."""
+        loaded = await self.load(KEYSTORE)
+        return tokens.list_kids(tuple(loaded.rows[1]), loaded.now)
+
+    async def signing_key(self, op: str) -> SigningKey:
+        """The key that signs grants; without one nothing is granted."""
+        loaded = await self.load(KEYSTORE)
+        signer = tokens.grant_signer(tuple(loaded.rows[1]), op)
+        if isinstance(signer, errors.FabricError):
+            raise signer
+        return signer
+
+
+def _decided(rows: list[list[Any]], decision: tokens.KeyDecision) -> Decision[Any]:
+    if not decision.put and not decision.drop:
+        return Decision(decision.answer)
+    root = rows[0][0] if rows[0] else None
+    current = next((key.kid for key in decision.put if key.current), root.current_kid if root else "")
+    change = Change(
+        guards=(Guard(Keystore, (0,), None if root is None else root.revision),),
+        writes=(
+            Put(Keystore(0, current)),
+            *(Delete(SigningKey, (0, kid)) for kid in decision.drop),
+            *(Put(key) for key in decision.put),
+        ),
+    )
+    return Decision(decision.answer, change)

@@ -1,0 +1,296 @@
+"""Reads: what people, consoles and workers look at. Nothing here changes anything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from flowfabric import errors, ids
+from flowfabric.engine.core import Core
+from flowfabric.model.answers import AttemptView
+from flowfabric.model.event import FeedEvent, Topic
+from flowfabric.model.execution import Attempt, Execution, Payload, Result
+from flowfabric.model.states import PublicState
+from flowfabric.rules import limits, notes, tags, views
+from flowfabric.stores.base import Scan, Want, Where
+
+MAX_PAGE = 1000
+MAX_EXPIRED_PAGE = 10_000
+HISTORY_KEPT = 1000
+
+
+class ExecutionPage(msgspec.Struct, frozen=True):
+    """Execution ids, and the cursor of the next page when there is one."""
+
+    executions: list[str]
+    next_cursor: str | None = None
+
+
+class SnapshotPage(msgspec.Struct, frozen=True):
+    """Executions as people see them, and the cursor of the next page when there is one."""
+
+    executions: list[views.ExecutionSnapshot]
+    next_cursor: str | None = None
+
+
+class LanePage(msgspec.Struct, frozen=True):
+    lanes: list[str]
+    next_cursor: str | None = None
+
+
+class ExpiredLease(msgspec.Struct, frozen=True):
+    execution_id: str
+    lease_id: str
+    lease_epoch: int
+    worker_instance_id: str
+    expires_at_ms: int
+    attempt_index: int
+
+
+class ExpiredLeasePage(msgspec.Struct, frozen=True):
+    entries: list[ExpiredLease]
+    cursor: tuple[int, str] | None = None
+
+
+class HistoryEntry(msgspec.Struct, frozen=True):
+    """One entry of the lease history of an execution."""
+
+    event: str
+    ts: int
+    fields: dict[str, Any]
+
+
+class Reads(Core):
+    """What can be asked."""
+
+    async def describe_execution(self, execution_id: str) -> views.ExecutionSnapshot | None:
+        """The execution for a reader; None when there is none."""
+        row = await self._row(execution_id)
+        return None if row is None else views.snapshot(row)
+
+    async def read_execution_info(self, execution_id: str) -> views.ExecutionInfo | None:
+        """The execution for the API; None when there is none."""
+        row, payload = await self._row_and_payload(execution_id)
+        return None if row is None or payload is None else views.info(row, payload)
+
+    async def read_execution_state(self, execution_id: str) -> PublicState | None:
+        """The one public word."""
+        row = await self._row(execution_id)
+        return None if row is None else row.public_state
+
+    async def read_state_vector(self, execution_id: str) -> views.StateVector | None:
+        """The seven dimensions."""
+        row = await self._row(execution_id)
+        return None if row is None else views.vector(row)
+
+    async def get_execution_result(self, execution_id: str) -> bytes | None:
+        """The result's exact bytes; None until one is stored."""
+        execution = _id(execution_id)
+        loaded = await self.load((Want(Result, (execution,)),))
+        return loaded.rows[0][0].payload if loaded.rows[0] else None
+
+    async def read_execution_context(self, execution_id: str) -> views.ExecutionContext:
+        """What a handler needs to begin."""
+        row, payload = await self._row_and_payload(execution_id)
+        if row is None or payload is None:
+            raise errors.InvalidInput("execution_id: no such execution")
+        return views.ExecutionContext(payload.input_payload or b"", payload.execution_kind, notes.read_tags(row.tags))
+
+    async def read_current_attempt_index(self, execution_id: str) -> int:
+        """The index of the latest attempt; 0 before the first claim."""
+        return (await self._known(execution_id)).attempt_index or 0
+
+    async def read_total_attempt_count(self, execution_id: str) -> int:
+        """The index that the next fresh attempt will take."""
+        return (await self._known(execution_id)).total_attempt_count
+
+    async def get_execution_namespace(self, execution_id: str) -> str | None:
+        """The namespace; None when there is no such execution."""
+        row = await self._row(execution_id)
+        return None if row is None else row.namespace
+
+    async def get_execution_tag(self, execution_id: str, key: str) -> str | None:
+        """One tag; None when the execution or the tag is missing."""
+        if refused := tags.check_tag_key(limits.text("key", key)):
+            raise refused
+        row = await self._row(execution_id)
+        return None if row is None else notes.read_tags(row.tags).get(key)
+
+    async def read_exec_core_fields(self, partition: int, execution_id: str, names: Sequence[str]) -> dict[str, Any]:
+        """The named fields of the core record that are set."""
+        execution = _id(execution_id)
+        if ids.partition_of(execution) != partition:
+            raise errors.InvalidInput(f"partition: {partition} is not the partition of {execution}")
+        row, payload = await self._row_and_payload(execution)
+        if row is None or payload is None:
+            return {}
+        fields = views.core_fields(row, payload)
+        return {name: fields[name] for name in names if name in fields}
+
+    async def attempt_history(self, execution_id: str) -> list[AttemptView]:
+        """Every attempt by index, the running one included."""
+        execution = _id(execution_id)
+        loaded = await self.load((Want(Execution, (execution,)), Want(Attempt, (execution,))))
+        return views.attempts(loaded.rows[0][0] if loaded.rows[0] else None, loaded.rows[1])
+
+    async def lease_history(self, execution_id: str) -> list[HistoryEntry]:
+        """What happened to the leases of an execution, oldest first; renewals are told in the feed only."""
+        execution = _id(execution_id)
+        if await self._row(execution) is None:
+            return []
+        events = await self.store.history(execution, Topic.LEASE, HISTORY_KEPT)
+        return [_entry(told) for told in events if told.event.lease != "renewed"]
+
+    async def list_executions(self, partition: int, *, cursor: str | None = None, limit: int = 50) -> ExecutionPage:
+        """Ids of one partition, ascending, strictly after the cursor."""
+        limits.integer("partition", partition, least=0, most=65_535)
+        limits.integer("limit", limit, least=0)
+        wanted = min(limit, MAX_PAGE)
+        after = None if cursor is None else (_id(cursor),)
+        where = (Where("partition", "=", partition), Where("execution_id", "starts", f"{{fp:{partition}}}:"))
+        rows = await self._page(Scan(Execution, where, ("execution_id",), after, wanted + 1), wanted)
+        found = [row.execution_id for row in rows[:wanted]]
+        return ExecutionPage(found, found[-1] if len(rows) > wanted else None)
+
+    async def search_executions(
+        self,
+        *,
+        namespace: str | None = None,
+        lane_id: str | None = None,
+        public_state: PublicState | str | None = None,
+        flow_id: str | None = None,
+        created_from: int | None = None,
+        created_before: int | None = None,
+        tag: tuple[str, str] | None = None,
+        cursor: str | None = None,
+        limit: int = 50,
+    ) -> SnapshotPage:
+        """Executions of all partitions that meet every filter, by id, strictly after the cursor."""
+        where: list[Where] = []
+        if namespace is not None:
+            where.append(Where("namespace", "=", limits.text("namespace", namespace)))
+        if lane_id is not None:
+            where.append(Where("lane_id", "=", ids.parse_lane_id(lane_id)))
+        if public_state is not None:
+            where.append(Where("public_state", "=", _public_state(public_state)))
+        if flow_id is not None:
+            where.append(Where("flow_id", "=", ids.parse_uuid(flow_id, "flow_id")))
+        if created_from is not None:
+            where.append(Where("created_at", ">=", limits.instant("created_from", created_from)))
+        if created_before is not None:
+            where.append(Where("created_at", "<", limits.instant("created_before", created_before)))
+        if tag is not None:
+            where.append(Where("tags", "set"))
+        wanted = min(limits.integer("limit", limit, least=0), MAX_PAGE)
+        found: list[Execution] = []
+        after: tuple[str, ...] | None = None if cursor is None else (_id(cursor),)
+        while True:  # a tag is looked for in what the other filters leave over
+            rows = await self._page(Scan(Execution, tuple(where), ("execution_id",), after, wanted + 1), wanted)
+            found += [row for row in rows if tag is None or notes.read_tags(row.tags).get(tag[0]) == tag[1]]
+            if len(rows) <= wanted or len(found) > wanted:
+                break
+            after = (rows[-1].execution_id,)
+        page = [views.snapshot(row) for row in found[:wanted]]
+        return SnapshotPage(page, page[-1].execution_id if len(found) > wanted and page else None)
+
+    async def list_lanes(self, *, cursor: str | None = None, limit: int = 50) -> LanePage:
+        """Lanes that ever had an execution, ascending."""
+        wanted = min(limits.integer("limit", limit, least=0), MAX_PAGE)
+        if not wanted:
+            return LanePage([])
+        lanes = await self.store.lanes(cursor, wanted + 1)
+        return LanePage(lanes[:wanted], lanes[wanted - 1] if len(lanes) > wanted else None)
+
+    async def list_expired_leases(
+        self,
+        *,
+        as_of: int,
+        after: tuple[int, str] | None = None,
+        limit: int = 1000,
+        namespace: str | None = None,
+    ) -> ExpiredLeasePage:
+        """Leases whose end had come at `as_of`, marked or not, by end and id; revoked ones are not among them."""
+        limits.instant("as_of", as_of)
+        wanted = min(limits.integer("limit", limit, least=0), MAX_EXPIRED_PAGE)
+        where = [Where("lease_expires_at", "<=", as_of)]
+        if namespace is not None:
+            where.append(Where("namespace", "=", limits.text("namespace", namespace)))
+        if after is not None:
+            after = (limits.instant("after", after[0]), _id(after[1]))
+        order = ("lease_expires_at", "execution_id")
+        rows = await self._page(Scan(Execution, tuple(where), order, after, wanted + 1), wanted)
+        entries = [
+            ExpiredLease(
+                row.execution_id,
+                row.lease_id or "",
+                row.lease_epoch,
+                row.worker_instance_id or "",
+                row.lease_expires_at or 0,
+                row.attempt_index or 0,
+            )
+            for row in rows[:wanted]
+        ]
+        more = (entries[-1].expires_at_ms, entries[-1].execution_id) if len(rows) > wanted and entries else None
+        return ExpiredLeasePage(entries, more)
+
+    async def _page(self, scan: Scan, wanted: int) -> list[Execution]:
+        return await self.store.scan(scan) if wanted else []
+
+    async def _row(self, execution_id: str) -> Execution | None:
+        loaded = await self.load((Want(Execution, (_id(execution_id),)),))
+        return loaded.rows[0][0] if loaded.rows[0] else None
+
+    async def _known(self, execution_id: str) -> Execution:
+        row = await self._row(execution_id)
+        if row is None:
+            raise errors.InvalidInput("execution_id: no such execution")
+        return row
+
+    async def _row_and_payload(self, execution_id: str) -> tuple[Execution | None, Payload | None]:
+        execution = _id(execution_id)
+        loaded = await self.load((Want(Execution, (execution,)), Want(Payload, (execution,))))
+        if not loaded.rows[0]:
+            return None, None
+        return loaded.rows[0][0], loaded.rows[1][0] if loaded.rows[1] else None
+
+
+def _id(execution_id: str) -> ids.ExecutionId:
+    return ids.parse_execution_id(limits.text("execution_id", execution_id))
+
+
+def _public_state(value: PublicState | str) -> PublicState:
+    try:
+        return PublicState(value)
+    except ValueError:
+        raise errors.InvalidInput(f"public_state: {value!r} is no state") from None
+
+
+def _entry(told: FeedEvent) -> HistoryEntry:
+    event = told.event
+    fields = {name: getattr(event, name) for name in _HISTORY_FIELDS if getattr(event, name) is not None}
+    details = msgspec.json.decode(event.details, type=dict[str, Any]) if event.details else {}
+    if event.lease == "reclaimed":
+        fields = {
+            "old_lease_epoch": details["old_lease_epoch"],
+            "new_lease_id": event.lease_id,
+            "new_lease_epoch": event.lease_epoch,
+            "new_attempt_id": event.attempt_id,
+            "new_attempt_index": event.attempt_index,
+            "worker_id": event.worker_id,
+        }
+    elif event.lease == "replay_initiated":
+        fields = {name: details[name] for name in ("replay_count", "replay_type")}
+    return HistoryEntry(event.lease or "", told.at, fields)
+
+
+_HISTORY_FIELDS = (
+    "lease_id",
+    "lease_epoch",
+    "attempt_id",
+    "attempt_index",
+    "worker_id",
+    "worker_instance_id",
+    "reason",
+)

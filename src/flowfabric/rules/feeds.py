@@ -1,0 +1,124 @@
+"""What the subscribable feeds say of an event: one committed row may mean something in several of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from flowfabric.model.event import Event, FeedEvent
+from flowfabric.rules import notes, tags
+
+REVOKED_BY_RECONCILER = frozenset({"max_reclaims_exceeded", "dependency_impossible"})
+
+
+class LeaseNews(msgspec.Struct, frozen=True):
+    """An entry of the lease feed: Acquired, Renewed, Expired, Reclaimed or Revoked."""
+
+    position: int
+    at: int
+    execution_id: str
+    variant: str
+    lease_id: str | None
+    worker_instance_id: str | None
+    revoked_by: str | None = None
+
+
+class Completion(msgspec.Struct, frozen=True):
+    """An entry of the completion feed: one for each end of a life."""
+
+    position: int
+    at: int
+    execution_id: str
+    outcome: str
+    flow_id: str | None
+    namespace: str
+    instance_tag: str | None
+
+
+class OperatorNews(msgspec.Struct, frozen=True):
+    """An entry of the operator feed."""
+
+    position: int
+    at: int
+    execution_id: str
+    event_type: str
+    details: dict[str, Any]
+
+
+class Filter(msgspec.Struct, frozen=True):
+    """Which events a subscriber wants; unset parts ask for nothing."""
+
+    namespace: str | None = None
+    instance_tag: tuple[str, str] | None = None
+
+    def accepts(self, event: Event) -> bool:
+        """Whether namespace and tag, as they were when it happened, both match."""
+        if self.namespace is not None and event.namespace != self.namespace:
+            return False
+        if self.instance_tag is None:
+            return True
+        key, value = self.instance_tag
+        return notes.read_tags(event.tags).get(key) == value
+
+
+def lease_news(told: FeedEvent) -> LeaseNews | None:
+    """The lease feed's word for a history entry; some entries are history only."""
+    event = told.event
+    variant, revoked_by = _variant(event)
+    if variant is None:
+        return None
+    return LeaseNews(
+        told.position, told.at, event.execution_id, variant, event.lease_id, event.worker_instance_id, revoked_by
+    )
+
+
+def completion(told: FeedEvent) -> Completion:
+    """The completion feed's entry."""
+    event = told.event
+    return Completion(
+        told.position,
+        told.at,
+        event.execution_id,
+        event.outcome or "",
+        event.flow_id,
+        event.namespace,
+        notes.read_tags(event.tags).get(tags.INSTANCE_TAG),
+    )
+
+
+def operator_news(told: FeedEvent) -> OperatorNews:
+    """The operator feed's entry; what only the history tells is left out."""
+    event = told.event
+    details = msgspec.json.decode(event.details, type=dict[str, Any]) if event.details else {}
+    if event.operator == "replayed":
+        details = {name: value for name, value in details.items() if name in ("branch", "groups_reset")}
+    return OperatorNews(told.position, told.at, event.execution_id, event.operator or "", details)
+
+
+def _variant(event: Event) -> tuple[str | None, str | None]:
+    match event.lease:
+        case "acquired":
+            return "Acquired", None
+        case "renewed":
+            return "Renewed", None
+        case "expired":
+            return "Expired", None
+        case "reclaimed":
+            return "Reclaimed", None
+        case "revoked":
+            return "Revoked", "operator"
+        case "released":
+            return _released(event)
+        case _:
+            return None, None
+
+
+def _released(event: Event) -> tuple[str, str | None]:
+    reason = event.reason or ""
+    if reason.startswith("expired:"):
+        return "Expired", None
+    if reason in REVOKED_BY_RECONCILER:
+        return "Revoked", "reconciler"
+    details = msgspec.json.decode(event.details, type=dict[str, Any]) if event.details else {}
+    return "Revoked", str(details.get("revoked_by", "backend"))

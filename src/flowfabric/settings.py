@@ -1,0 +1,25 @@
+"""Settings of an engine, each with the default that suits most."""
+
+from __future__ import annotations
+
+import msgspec
+
+from flowfabric.ids import PartitionCounts
+
+
+class Sweeps(msgspec.Struct, frozen=True):
+    """How often the background sweeps look, in milliseconds; 0 switches one off."""
+
+    lease_expiry_ms: int = 1500
+    delayed_promoter_ms: int = 750
+    attempt_timeout_ms: int = 2000
+    execution_deadline_ms: int = 5000
+    retention_trimmer_ms: int = 60_000
+    batch: int = 200
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """What an engine can be told."""
+
+    partitions: PartitionCounts = PartitionCounts()
+    sweeps: Sweeps = Sweeps()
