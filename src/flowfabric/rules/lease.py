@@ -256,7 +256,6 @@ def renewable(row: Execution | None, attempt_index: int, fence: Fence, now: int)
     """Why a lease cannot be renewed; answers when it can. The store renews by itself when everything matches."""
     if row is None:
         return refuse(errors.NotFound("execution"))
-    if row.lifecycle_phase is LifecyclePhase.ACTIVE and not has_lapsed(row, now):
-        if row.ownership_state is OwnershipState.LEASED and attempt_index != row.attempt_index:
-            return refuse(stale(row))
-    return check_lease(row, fence, now) or Decision(None)
+    if refused := check_lease(row, fence, now):
+        return refused
+    return Decision(None) if attempt_index == row.attempt_index else refuse(stale(row))

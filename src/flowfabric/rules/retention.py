@@ -8,7 +8,7 @@ from flowfabric.model.execution import Attempt, Execution, Payload, Result
 from flowfabric.model.states import LifecyclePhase
 from flowfabric.rules.change import Change, Decision, Delete, seen
 
-OWNED: tuple[type[msgspec.Struct], ...] = (Attempt, Result, Payload)  # the execution itself goes last
+OWNED: tuple[type[msgspec.Struct], ...] = (Attempt, Result, Payload)
 
 
 def purge(row: Execution | None, now: int) -> Decision[bool]:
@@ -18,5 +18,5 @@ def purge(row: Execution | None, now: int) -> Decision[bool]:
     if row.purge_at is None or row.purge_at > now:
         return Decision(False)
     key = (row.execution_id,)
-    writes = tuple(Delete(owned, key) for owned in OWNED) + (Delete(Execution, key),)
+    writes = (*(Delete(owned, key) for owned in OWNED), Delete(Execution, key))
     return Decision(True, Change(guards=(seen(row),), writes=writes, not_before=row.purge_at))
