@@ -7,7 +7,7 @@ from typing import Self
 
 import msgspec
 
-from flowfabric.engine.claims import Claims
+from flowfabric.engine.pulling import Pulling
 from flowfabric.engine.reads import Reads
 from flowfabric.engine.subscriptions import Subscriptions
 from flowfabric.engine.sweeper import Pass, Sweeper
@@ -23,7 +23,7 @@ class Capabilities(msgspec.Struct, frozen=True):
     operations: tuple[str, ...]
 
 
-class Engine(Claims, Reads, Subscriptions):
+class Engine(Pulling, Reads, Subscriptions):
     """A durable execution engine on one store. Use it as an async context manager, or call `close`."""
 
     def __init__(self, store: Store, *, settings: Settings | None = None, minter: Minter | None = None) -> None:

@@ -13,7 +13,7 @@ from flowfabric.handles import Handle, HandleFields
 from flowfabric.model import answers
 from flowfabric.model.execution import Execution, IdempotencyKey
 from flowfabric.rules import cancel, delay, expiry, finish, lease, limits, notes, operate, replay, retention, tags
-from flowfabric.rules.change import Decision
+from flowfabric.rules.change import Decision, FromNow
 from flowfabric.rules.create import CreateExecution, create
 from flowfabric.rules.lease import Fence
 from flowfabric.stores.base import Held, Want
@@ -62,6 +62,13 @@ class Executions(Core):
                 execution_deadline_at=execution_deadline_at,
             )
         )
+        return await self._create(ask)
+
+    async def create(self, ask: CreateExecution) -> answers.Created | answers.Duplicate:
+        """The same for a request that stands ready."""
+        return await self._create(_checked(ask))
+
+    async def _create(self, ask: CreateExecution) -> answers.Created | answers.Duplicate:
         wants, nothing = _create_wants(ask)
         return await self.settle(wants, lambda rows, now: _create(rows, ask, now), trusting=nothing)
 
@@ -271,6 +278,16 @@ class Executions(Core):
         until = limits.instant("delay_until", delay_until)
         return await self.settle_execution(
             execution, lambda row, now: delay.delay(row, fence, source, until, now), trust=self._untimed(execution)
+        )
+
+    async def delay_for(self, handle: Handle, length_ms: int) -> answers.Delayed:
+        """Put the work away for a while, reckoned by the store's clock; 0 hands it back at once."""
+        fields = self.opened(handle)
+        until = FromNow(limits.duration("length_ms", length_ms, least=0))
+        return await self.settle_execution(
+            fields.execution_id,
+            lambda row, now: delay.delay(row, _fence(fields), None, until, now),
+            trust=self._untimed(fields.execution_id),
         )
 
     async def wait_children(
