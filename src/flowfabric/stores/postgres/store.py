@@ -28,6 +28,7 @@ from flowfabric.stores.postgres import take as taking
 from flowfabric.stores.postgres.batch import Batch
 from flowfabric.stores.postgres.commit import CLOCK, commit
 from flowfabric.stores.postgres.feed import Feed
+from flowfabric.stores.postgres.habits import Habits
 from flowfabric.stores.postgres.lines import Lines, UnknownLine
 from flowfabric.stores.postgres.links import Links, in_transaction
 from flowfabric.stores.postgres.wake import Wake
@@ -50,6 +51,7 @@ class PostgresStore:
         self._clock = clock
         self._links = Links(dsn, size=pool_size, statement_cache=statement_cache)
         self._lines = Lines(self._links)
+        self._habits = Habits(self._lines.number)
         self._feed = Feed(self._links)
         self._wake = Wake(self._links)
 
@@ -74,10 +76,10 @@ class PostgresStore:
         if not changes:
             return []
         try:
-            batch = Batch(changes, self._lines.number)
+            batch = Batch(changes, self._habits)
         except UnknownLine:
             await self._lines.add(_lines_of(changes))
-            batch = Batch(changes, self._lines.number)
+            batch = Batch(changes, self._habits)
         now, yes = await self._links.write(lambda connection: commit(connection, batch, self._now()))
         return [now if accepted else None for accepted in yes]
 
