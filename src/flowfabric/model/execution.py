@@ -111,6 +111,9 @@ class Execution(msgspec.Struct, frozen=True):
     progress_message: str | None = None
     progress_updated_at: int | None = None
 
+    blocked_on: str | None = None  # what would set it free: `budget:<id>`, `quota:<id>`, `route:<lane>`
+    blocked_at: int | None = None
+
     revision: int = 0  # the id of the change that wrote this row last
 
 

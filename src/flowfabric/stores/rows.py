@@ -12,9 +12,13 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
+from flowfabric.model.budget import Budget, BudgetDimension, BudgetParked, BudgetSpend, Reservation, UsageKey
 from flowfabric.model.execution import Attempt, Execution, IdempotencyKey, LineKey, Payload, Result
 from flowfabric.model.keys import Keystore, SigningKey
+from flowfabric.model.outbox import Message
+from flowfabric.model.quota import QuotaPolicy, QuotaRequest, QuotaSlot
 from flowfabric.model.sweep import SweepLease
+from flowfabric.model.worker import Worker, WorkerEvent
 
 
 class Column(msgspec.Struct, frozen=True):
@@ -88,6 +92,7 @@ TABLES: tuple[Table, ...] = (
             ("attempt_timeout_at", "execution_id"),
             ("deadline_at", "execution_id"),
             ("purge_at", "execution_id"),
+            ("blocked_on", "blocked_at", "execution_id"),
         ),
     ),
     _table("ff_payload", Payload, "execution_id", root=Execution),
@@ -97,6 +102,42 @@ TABLES: tuple[Table, ...] = (
     _table("ff_sweep", SweepLease, "sweep"),
     _table("ff_keystore", Keystore, "keystore_id"),
     _table("ff_waitpoint_hmac", SigningKey, "keystore_id", "kid", root=Keystore),
+    _table("ff_outbox", Message, "origin", "message_id", indexes=(("due_at",),)),
+    _table(
+        "ff_budget_policy",
+        Budget,
+        "budget_id",
+        indexes=(("next_reset_at", "budget_id"), ("lapse_at", "budget_id")),
+    ),
+    _table("ff_budget_usage", BudgetDimension, "budget_id", "dimension", root=Budget),
+    _table("ff_budget_usage_by_exec", BudgetSpend, "budget_id", "execution_id", "dimension", root=Budget),
+    _table("ff_budget_reservation", Reservation, "budget_id", "reservation_id", "dimension", root=Budget),
+    _table(
+        "ff_budget_usage_dedup",
+        UsageKey,
+        "budget_id",
+        "digest",
+        "expires_at",
+        root=Budget,
+        indexes=(("expires_at",),),
+    ),
+    _table("ff_budget_parked", BudgetParked, "budget_id", "execution_id", root=Budget),
+    _table("ff_quota_policy", QuotaPolicy, "quota_policy_id"),
+    _table("ff_quota_admitted", QuotaSlot, "quota_policy_id", "execution_id", root=QuotaPolicy),
+    _table("ff_quota_window", QuotaRequest, "quota_policy_id", "dimension", "execution_id", root=QuotaPolicy),
+    _table(
+        "ff_worker_registry", Worker, "namespace", "worker_instance_id", indexes=(("lapses_at",),)
+    ),
+    _table(
+        "ff_worker_registry_event",
+        WorkerEvent,
+        "namespace",
+        "worker_instance_id",
+        "event_at_ms",
+        "event_kind",
+        root=Worker,
+        indexes=(("expires_at",),),
+    ),
 )
 
 TABLE: dict[type[msgspec.Struct], Table] = {table.row: table for table in TABLES}
