@@ -20,6 +20,7 @@ from flowfabric.engine.wakes import FEED, Wakes, end_topic, lane_topic
 from flowfabric.handles import Handle, HandleFields, open_handle
 from flowfabric.ids import Minter, PartitionCounts
 from flowfabric.model.execution import Execution, LineKey
+from flowfabric.model.outbox import Message
 from flowfabric.model.states import LifecyclePhase, OwnershipState
 from flowfabric.rules.change import Change, Decision, FromNow, Insert, Patch, Put
 from flowfabric.stores.base import Loaded, Store, Want
@@ -133,6 +134,7 @@ class Core:
         """Remember and tell what a written change means to this process and to others."""
         self.estimate.hear(committed_at)
         topics: set[str] = set()
+        messages: list[Message] = []
         for write in change.writes:
             match write:
                 case Patch(row=row, key=(execution_id,), fields=fields) if row is Execution:
@@ -140,6 +142,8 @@ class Core:
                     self._note_sheet(execution_id, fields, change.id, rows, committed_at)
                 case Insert(row=Execution() as new):
                     self._note_line(new.line, topics)
+                case Put(row=Message() as sent):
+                    messages.append(msgspec.structs.replace(sent, revision=change.id))
                 case _:
                     pass
         if change.events:
@@ -147,6 +151,11 @@ class Core:
             topics.update(end_topic(event.execution_id) for event in change.events if event.outcome)
         if topics:
             self.tell(frozenset(topics))
+        if messages:
+            self.outgoing(messages)
+
+    def outgoing(self, messages: Sequence[Message]) -> None:
+        """What this change owes to other partitions; the relay delivers it."""
 
     def tell(self, topics: frozenset[str]) -> None:
         """Wake whoever waits for these, here and in other processes."""

@@ -76,12 +76,3 @@ class UsageKey(msgspec.Struct, frozen=True):
     budget_id: str
     digest: str
     expires_at: int
-
-
-class BudgetParked(msgspec.Struct, frozen=True):
-    """An execution that a hard limit put to sleep, until there is room in that dimension."""
-
-    budget_id: str
-    execution_id: str
-    dimension: str
-    parked_at: int

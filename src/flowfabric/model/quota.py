@@ -42,3 +42,4 @@ class QuotaRequest(msgspec.Struct, frozen=True):
     dimension: str
     execution_id: str
     admitted_at: int
+    expires_at: int  # when the window that it was admitted with has passed over it

@@ -39,3 +39,47 @@ class WorkerEvent(msgspec.Struct, frozen=True):
     event_kind: str  # a WorkerEventKind
     expires_at: int  # when the log forgets it
     reason: str | None = None
+
+
+class WorkerRegistered(msgspec.Struct, frozen=True):
+    """A new record."""
+
+    worker_instance_id: str
+    expires_at_ms: int
+
+
+class WorkerRefreshed(msgspec.Struct, frozen=True):
+    """A live record lives on."""
+
+    worker_instance_id: str
+    next_expiry_ms: int
+
+
+class NotRegistered(msgspec.Struct, frozen=True):
+    """There is no live record of this instance."""
+
+    worker_instance_id: str
+
+
+class MarkedDead(msgspec.Struct, frozen=True):
+    worker_instance_id: str
+
+
+class WorkerEntry(msgspec.Struct, frozen=True):
+    """A live worker for readers."""
+
+    namespace: str
+    worker_instance_id: str
+    worker_id: str
+    lanes: tuple[str, ...]
+    capabilities: tuple[str, ...]
+    liveness_ttl_ms: int
+    registered_at_ms: int
+    last_heartbeat_ms: int
+
+
+class WorkerPage(msgspec.Struct, frozen=True):
+    """Live workers by instance id, and the cursor of the next page when there is one."""
+
+    entries: list[WorkerEntry]
+    cursor: str | None = None

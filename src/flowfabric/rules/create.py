@@ -92,7 +92,9 @@ def _born(ask: CreateExecution, terms: Terms, terms_text: str | None, delay_unti
     waits = delay_until is not None
     priority = place.clamp_priority(ask.priority)
     required = terms.required_capabilities or None
-    line: LineKey | None = None if waits else place.line_for(ask.lane_id, required, terms)
+    line: LineKey | None = None
+    if not waits:
+        line = place.line_for(ask.lane_id, required, terms, decided=place.is_limited(terms))
     deadline: Any = ask.execution_deadline_at
     if not deadline and terms.execution_deadline_ms:
         deadline = at(terms.execution_deadline_ms)

@@ -21,6 +21,18 @@ NEXT_TYPE = {
 }
 
 
+BLOCKED_ON = {
+    BlockingReason.WAITING_FOR_BUDGET: "budget:",
+    BlockingReason.WAITING_FOR_QUOTA: "quota:",
+    BlockingReason.WAITING_FOR_CAPABLE_WORKER: "route:",
+}
+
+
+def blocked_on(reason: BlockingReason, name: str) -> str | None:
+    """What an execution waits for, as one name by which it can be found and set free; None for what nobody seeks."""
+    return BLOCKED_ON[reason] + name if reason in BLOCKED_ON else None
+
+
 def clamp_priority(priority: int) -> int:
     """Priorities outside 0..9000 are taken as the nearest end."""
     return max(0, min(PRIORITY_MAX, priority))
@@ -46,9 +58,15 @@ def line_for(lane_id: str, required: str | None, terms: Terms, *, decided: bool 
     )
 
 
+def is_limited(terms: Terms) -> bool:
+    """Whether budgets or quotas have a say in when this work may run: it stands in a decided line then."""
+    return bool(terms.budget_ids or terms.quota_policy_ids)
+
+
 def line_of(row: Execution) -> LineKey:
     """The line where this execution waits for a worker."""
-    return line_for(row.lane_id, row.required_capabilities, decode_terms(row.terms))
+    terms = decode_terms(row.terms)
+    return line_for(row.lane_id, row.required_capabilities, terms, decided=is_limited(terms))
 
 
 def takeover_line(row: Execution) -> LineKey:
@@ -63,6 +81,8 @@ def entrance(row: Execution, attempt_state: AttemptState) -> dict[str, Any]:
         "blocking_reason": BlockingReason.WAITING_FOR_WORKER,
         "blocking_text": None,
         "delay_until": None,
+        "blocked_on": None,
+        "blocked_at": None,
         "line": line_of(row),
         "next_type": NEXT_TYPE.get(attempt_state),
     }

@@ -15,7 +15,7 @@ from flowfabric.model.states import (
     TerminalOutcome,
     public_state,
 )
-from flowfabric.rules import lease
+from flowfabric.rules import admission, lease
 from flowfabric.rules.change import NOW, Change, FromNow, Guard, Patch, Write, live, seen
 from flowfabric.rules.policy import decode_terms
 
@@ -64,6 +64,7 @@ def ended(
     if row.attempt_index is not None:
         fields["attempt_state"] = AttemptState.ATTEMPT_TERMINAL
     fields.update(lease.cleared(row, "blocking_text", "delay_until", "deadline_at", "granted_until", "grant"))
+    fields.update(lease.cleared(row, "blocked_on", "blocked_at"))
     if was_active:
         fields.update(lease.release(row))
     else:
@@ -73,7 +74,7 @@ def ended(
         writes += (lease.attempt_ended(row, attempt, reason=attempt_reason, category=category),)
     return Change(
         guards=(guard or seen(row),),
-        writes=writes + also,
+        writes=writes + also + admission.released_at_end(row),
         events=(completion(row, outcome, released=released if was_active else None, details=details),),
     )
 

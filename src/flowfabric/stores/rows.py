@@ -12,7 +12,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from flowfabric.model.budget import Budget, BudgetDimension, BudgetParked, BudgetSpend, Reservation, UsageKey
+from flowfabric.model.budget import Budget, BudgetDimension, BudgetSpend, Reservation, UsageKey
 from flowfabric.model.execution import Attempt, Execution, IdempotencyKey, LineKey, Payload, Result
 from flowfabric.model.keys import Keystore, SigningKey
 from flowfabric.model.outbox import Message
@@ -92,7 +92,7 @@ TABLES: tuple[Table, ...] = (
             ("attempt_timeout_at", "execution_id"),
             ("deadline_at", "execution_id"),
             ("purge_at", "execution_id"),
-            ("blocked_on", "blocked_at", "execution_id"),
+            ("blocked_on", "rank", "execution_id"),
         ),
     ),
     _table("ff_payload", Payload, "execution_id", root=Execution),
@@ -121,7 +121,6 @@ TABLES: tuple[Table, ...] = (
         root=Budget,
         indexes=(("expires_at",),),
     ),
-    _table("ff_budget_parked", BudgetParked, "budget_id", "execution_id", root=Budget),
     _table("ff_quota_policy", QuotaPolicy, "quota_policy_id"),
     _table("ff_quota_admitted", QuotaSlot, "quota_policy_id", "execution_id", root=QuotaPolicy),
     _table("ff_quota_window", QuotaRequest, "quota_policy_id", "dimension", "execution_id", root=QuotaPolicy),

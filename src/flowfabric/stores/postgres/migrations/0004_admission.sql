@@ -2,7 +2,7 @@
 
 alter table ff_exec_core add column blocked_at bigint;
 alter table ff_exec_core add column blocked_on text collate "C";
-create index ff_exec_core_blocked_on on ff_exec_core (blocked_on, blocked_at, execution_id)
+create index ff_exec_core_blocked_on on ff_exec_core (blocked_on, rank, execution_id)
     where blocked_on is not null;
 
 create table ff_outbox (
@@ -86,14 +86,6 @@ create table ff_budget_usage_dedup (
 create index ff_budget_usage_dedup_expires_at on ff_budget_usage_dedup (expires_at)
     where expires_at is not null;
 
-create table ff_budget_parked (
-    parked_at                   bigint not null,
-    budget_id                   text collate "C" not null,
-    execution_id                text collate "C" not null,
-    dimension                   text collate "C" not null,
-    primary key (budget_id, execution_id)
-);
-
 create table ff_quota_policy (
     partition                   bigint not null,
     requests_per_window_seconds bigint not null,
@@ -120,6 +112,7 @@ create table ff_quota_admitted (
 
 create table ff_quota_window (
     admitted_at                 bigint not null,
+    expires_at                  bigint not null,
     quota_policy_id             text collate "C" not null,
     dimension                   text collate "C" not null,
     execution_id                text collate "C" not null,

@@ -2,7 +2,7 @@
 
 ALTER TABLE ff_exec_core ADD COLUMN blocked_on TEXT;
 ALTER TABLE ff_exec_core ADD COLUMN blocked_at INTEGER;
-CREATE INDEX ff_exec_core_blocked_on ON ff_exec_core (blocked_on, blocked_at, execution_id) WHERE blocked_on IS NOT NULL;
+CREATE INDEX ff_exec_core_blocked_on ON ff_exec_core (blocked_on, rank, execution_id) WHERE blocked_on IS NOT NULL;
 
 CREATE TABLE ff_outbox (
     origin TEXT NOT NULL,
@@ -81,14 +81,6 @@ CREATE TABLE ff_budget_usage_dedup (
 ) STRICT;
 CREATE INDEX ff_budget_usage_dedup_expires_at ON ff_budget_usage_dedup (expires_at) WHERE expires_at IS NOT NULL;
 
-CREATE TABLE ff_budget_parked (
-    budget_id TEXT NOT NULL,
-    execution_id TEXT NOT NULL,
-    dimension TEXT NOT NULL,
-    parked_at INTEGER NOT NULL,
-    PRIMARY KEY (budget_id, execution_id)
-) STRICT;
-
 CREATE TABLE ff_quota_policy (
     quota_policy_id TEXT NOT NULL,
     partition INTEGER NOT NULL,
@@ -118,6 +110,7 @@ CREATE TABLE ff_quota_window (
     dimension TEXT NOT NULL,
     execution_id TEXT NOT NULL,
     admitted_at INTEGER NOT NULL,
+    expires_at INTEGER NOT NULL,
     PRIMARY KEY (quota_policy_id, dimension, execution_id)
 ) STRICT;
 
