@@ -4,14 +4,14 @@ Two roads lead to a claim. *Uniform* rows are taken by the store in one trip: th
 worker covers. *Decided* rows need a decision at the claim: an expired or revoked lease has a cap to respect and an
 attempt to end; they stand in lines of their own and are claimed by load, rule and commit. Both are merged by rank.
 
-Leases that lapsed enter their line when somebody notices. Every claim looks for them: always when it found less than
-it wanted, and about once a second when it is busy.
+Leases that lapsed enter their line when somebody notices. Every claim looks for them, and for lines that other
+processes began: always when it found nothing, and about once a second when it is busy.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import Any
 
 import msgspec
@@ -31,7 +31,6 @@ from flowfabric.rules.lease import Holder
 from flowfabric.stores.base import Scan, Stamp, Take, Want, Where
 
 OPERATOR = "operator"
-POLL_S = 1.0
 HOUSEKEEPING_MS = 1000
 CANDIDATES = 10
 LAPSED_BATCH = 100
@@ -49,9 +48,6 @@ class ClaimOrder(msgspec.Struct, frozen=True):
 
 class Claims(Executions, Keys):
     """What a worker does to get work."""
-
-    _lapsed_looked_at: int = 0
-    _takeovers_looked_at: int = 0
 
     # -- pull -----------------------------------------------------------------------------------------------------
 
@@ -101,50 +97,51 @@ class Claims(Executions, Keys):
                 left = until - clock()
                 if claimed or left <= 0:
                     return claimed
-                await waited(hint, min(left, POLL_S))
+                await waited(hint, min(left, self.poll_s))
             finally:
                 hint.cancel()
 
     async def _claim_now(self, order: ClaimOrder, limit: int) -> list[answers.Claimed]:
-        now = self.estimate.now()
-        if abs(now - self._lapsed_looked_at) >= HOUSEKEEPING_MS:
-            await self.mark_lapsed_leases()
-        stale_look = abs(now - self._takeovers_looked_at) >= HOUSEKEEPING_MS
-        if stale_look or order.lane_id in self._takeovers:
+        """Claim what is there, after a look around when the last one is old, and with one before finding nothing."""
+        looked = abs(self.estimate.now() - self._looked_at.get(order.lane_id, 0)) >= HOUSEKEEPING_MS
+        if looked:
+            await self._look_around(order.lane_id)
+        if looked or order.lane_id in self._takeovers:
             claimed = await self._claim_merged(order, limit)
         else:
             claimed = await self._take(order, limit)
-        if len(claimed) < limit and await self._look_around(order):
-            claimed += await self._claim_merged(order, limit - len(claimed))
+        if not claimed and not looked:
+            await self._look_around(order.lane_id)
+            claimed = await self._claim_merged(order, limit)
         return claimed
 
-    async def _look_around(self, order: ClaimOrder) -> bool:
-        """Look for new lines and lapsed leases; True when there is something new to claim from."""
-        marked = await self.mark_lapsed_leases()
-        news = [self.note_line(line) for line in await self.store.lines(order.lane_id)]
-        return bool(marked) or any(news)
+    async def _look_around(self, lane_id: str) -> None:
+        """Put lapsed leases into their lines, and hear of lines that other processes began."""
+        _, lines = await asyncio.gather(self.mark_lapsed_leases(), self.store.lines(lane_id))
+        for line in lines:
+            self.note_line(line)
+        self._looked_at[lane_id] = self.estimate.now()
 
     async def _claim_merged(self, order: ClaimOrder, limit: int) -> list[answers.Claimed]:
         """Claim from both kinds of lines, best rank first."""
-        decided = await self._heads(order, limit, decided=True)
-        self._takeovers_looked_at = self.estimate.now()
-        if not decided:
-            self._takeovers.discard(order.lane_id)
-            return await self._take(order, limit)
-        uniform = await self._heads(order, limit, decided=False)
         claimed: list[answers.Claimed] = []
-        for row in decided:
-            better = sum(1 for head in uniform if _before(head, row))
-            uniform = uniform[better:]
-            if better:
-                claimed += await self._take(order, min(better, limit - len(claimed)))
+        tried: set[str] = set()
+        while decided := await self._heads(order, limit - len(claimed), decided=True, without=tried):
+            uniform = await self._heads(order, limit - len(claimed), decided=False)
+            for row in decided:
+                better = sum(1 for head in uniform if _before(head, row))
+                uniform = uniform[better:]
+                if better:
+                    claimed += await self._take(order, min(better, limit - len(claimed)))
+                if len(claimed) >= limit:
+                    return claimed
+                tried.add(row.execution_id)
+                if (taken := await self._take_over(row, order)) is not None:
+                    claimed.append(taken)
             if len(claimed) >= limit:
                 return claimed
-            if (taken := await self._take_over(row, order)) is not None:
-                claimed.append(taken)
-        if len(claimed) < limit:
-            claimed += await self._take(order, limit - len(claimed))
-        return claimed
+        self._takeovers.discard(order.lane_id)
+        return claimed + await self._take(order, limit - len(claimed))
 
     async def _take(self, order: ClaimOrder, limit: int) -> list[answers.Claimed]:
         lines = await self._covered(order.lane_id, order.capabilities, decided=False)
@@ -162,6 +159,8 @@ class Claims(Executions, Keys):
         if not taken.rows:
             return []
         self.tell(frozenset({"feed"}))
+        if self.planned:
+            self.note_taken([row for row, _ in taken.rows])
         return [self._claimed(row, payload, order.lease_ttl_ms) for row, payload in taken.rows]
 
     async def _find_taken(self, take: Take) -> list[answers.Claimed]:
@@ -203,7 +202,6 @@ class Claims(Executions, Keys):
             Execution, "lease_expires_at", limit=limit, where=(Where("lease_expired_at", "unset"),)
         )
         self.estimate.hear(due.now)
-        self._lapsed_looked_at = due.now
         marks = await asyncio.gather(*(self.mark_lease_expired_if_due(row.execution_id) for row in due.rows))
         return sum(isinstance(mark, answers.MarkedExpired) for mark in marks)
 
@@ -221,17 +219,27 @@ class Claims(Executions, Keys):
             return None
         return self._acquired(answer, HandleKind.RECLAIMED, payload[0] if payload else None)
 
-    async def _heads(self, order: ClaimOrder, limit: int, *, decided: bool) -> list[Execution]:
+    async def _heads(
+        self, order: ClaimOrder, limit: int, *, decided: bool, without: Set[str] = frozenset()
+    ) -> list[Execution]:
         """The first rows of the covered lines, merged by rank, without those granted to somebody."""
-        lines = await self._covered(order.lane_id, order.capabilities, decided=decided)
         heads: list[Execution] = []
-        for line in lines:
-            found = await self.scan(
-                Scan(Execution, (Where("line", "=", line),), ("rank", "execution_id"), limit=limit + CANDIDATES)
-            )
-            heads += [row for row in found if not claim.live_grant(row, self.estimate.now())]
+        for line in await self._covered(order.lane_id, order.capabilities, decided=decided):
+            heads += await self._free(line, limit, without)
         heads.sort(key=lambda row: (row.rank, row.execution_id))
         return heads[:limit]
+
+    async def _free(self, line: LineKey, limit: int, without: Set[str]) -> list[Execution]:
+        found: list[Execution] = []
+        after: tuple[int, str] | None = None
+        while True:
+            where = (Where("line", "=", line),)
+            page = await self.scan(Scan(Execution, where, ("rank", "execution_id"), after, limit + CANDIDATES))
+            now = self.estimate.now()
+            found += [row for row in page if row.execution_id not in without and not claim.live_grant(row, now)]
+            if len(found) >= limit or len(page) < limit + CANDIDATES:
+                return found
+            after = (page[-1].rank, page[-1].execution_id)
 
     async def _covered(self, lane_id: str, offered: frozenset[str], *, decided: bool) -> tuple[LineKey, ...]:
         if lane_id not in self._lines:
@@ -289,20 +297,27 @@ class Claims(Executions, Keys):
         order = _grant_order(lane_id, worker_id, worker_instance_id, offered, grant_ttl_ms)
         key = await self.signing_key("claim_for_worker")
         pull = ClaimOrder(lane_id, worker_id, worker_instance_id, offered, grant_ttl_ms)
-        await self._look_around(pull)
-        candidates = await self._heads(pull, CANDIDATES, decided=False)
-        candidates += await self._heads(pull, CANDIDATES, decided=True)
-        candidates.sort(key=lambda row: (row.rank, row.execution_id))
-        for row in candidates:
-            try:
-                granted = await self._grant(row, order, key)
-            except errors.StoreUnavailable:
-                raise
-            except errors.FabricError:
-                continue  # somebody was faster, or it is not for us: the next one
-            if granted is not None:
-                return granted
+        await self._look_around(lane_id)
+        tried: set[str] = set()
+        while candidates := await self._candidates(pull, tried):
+            for row in candidates:
+                tried.add(row.execution_id)
+                try:
+                    granted = await self._grant(row, order, key)
+                except errors.StoreUnavailable:
+                    raise
+                except errors.FabricError:
+                    continue  # somebody was faster, or it is not for us: the next one
+                if granted is not None:
+                    return granted
         return None
+
+    async def _candidates(self, order: ClaimOrder, tried: Set[str]) -> list[Execution]:
+        """The next best executions that this worker may run, waiting or to be taken over."""
+        candidates = await self._heads(order, CANDIDATES, decided=False, without=tried)
+        candidates += await self._heads(order, CANDIDATES, decided=True, without=tried)
+        candidates.sort(key=lambda row: (row.rank, row.execution_id))
+        return candidates[:CANDIDATES]
 
     async def _grant(
         self, row: Execution, order: GrantOrder, key: Any
@@ -310,10 +325,10 @@ class Claims(Executions, Keys):
         execution = ids.parse_execution_id(row.execution_id)
         if reclaim.is_reclaimable(row):
             return await self._reclaim_grant(execution, order, key)
-        if row.blocking_reason is BlockingReason.WAITING_FOR_CAPABLE_WORKER:
-            await self.unblock_execution(execution, expected_reason=BlockingReason.WAITING_FOR_CAPABLE_WORKER.value)
         signer = _Signer(key, reclaim=False)
-        await self.settle_execution(execution, lambda row, now: claim.issue_claim_grant(row, order, now, signer))
+        await self.settle_execution(
+            execution, lambda row, now: claim.issue_claim_grant(row, order, now, signer, unblocking=True)
+        )
         return answers.ClaimGrant(
             execution, _partition_key(execution), signer.grant_key, signer.expires_at, order.lane_id
         )

@@ -16,12 +16,13 @@ import msgspec
 from flowfabric import errors
 from flowfabric.clock import Estimate
 from flowfabric.engine.commits import Commits
-from flowfabric.engine.wakes import FEED, Wakes, end_topic, lane_topic
+from flowfabric.engine.wakes import FEED, Wakes, due_topic, end_topic, lane_topic
 from flowfabric.handles import Handle, HandleFields, open_handle
-from flowfabric.ids import Minter, PartitionCounts
+from flowfabric.ids import Minter
 from flowfabric.model.execution import Execution, LineKey
 from flowfabric.model.states import LifecyclePhase, OwnershipState
 from flowfabric.rules.change import Change, Decision, FromNow, Insert, Patch, Put
+from flowfabric.settings import Settings
 from flowfabric.stores.base import Loaded, Store, Want
 
 A = TypeVar("A")
@@ -33,17 +34,21 @@ PATIENCE_S = 15.0
 class Core:
     """What every verb of the engine stands on."""
 
-    def __init__(self, store: Store, *, minter: Minter, partitions: PartitionCounts) -> None:
+    def __init__(self, store: Store, *, minter: Minter, settings: Settings) -> None:
         self.store = store
         self.minter = minter
-        self.partitions = partitions
+        self.settings = settings
+        self.partitions = settings.partitions
+        self.poll_s = settings.poll_ms / 1000
         self.estimate = Estimate()
         self.wakes = Wakes()
         self.commits = Commits(store)
         self.chance: Callable[[], float] = random.random
         self._seen: dict[str, Execution] = {}
         self._lines: dict[str, set[LineKey]] = {}
+        self.planned: dict[tuple[type[msgspec.Struct], str], int] = {}  # when this process looks at an instant next
         self._takeovers: set[str] = set()  # lanes where this process put work up for takeover
+        self._looked_at: dict[str, int] = {}  # when this process last looked around in a lane
 
     async def load(self, wants: Sequence[Want]) -> Loaded:
         """Rows and the store's time; a store that is away for a moment is asked again."""
@@ -133,6 +138,8 @@ class Core:
         """Remember and tell what a written change means to this process and to others."""
         self.estimate.hear(committed_at)
         topics: set[str] = set()
+        if self.planned:
+            self._note_due(change, committed_at)
         for write in change.writes:
             match write:
                 case Patch(row=row, key=(execution_id,), fields=fields) if row is Execution:
@@ -160,6 +167,32 @@ class Core:
             return False
         known.add(line)
         return True
+
+    def _note_due(self, change: Change, committed_at: int) -> None:
+        """Wake a sweep of this process that meant to look only after an instant that has just been written."""
+        for (row, column), planned_at in self.planned.items():
+            for write in change.writes:
+                match write:
+                    case Patch(row=patched, fields=fields) if patched is row:
+                        instant = fields.get(column)
+                    case Insert(row=new) | Put(row=new) if type(new) is row:
+                        instant = getattr(new, column)
+                    case _:
+                        continue
+                if isinstance(instant, FromNow):
+                    instant = committed_at + instant.offset
+                self._note_instant(row, column, instant, planned_at)
+
+    def _note_instant(self, row: type[msgspec.Struct], column: str, instant: int | None, planned_at: int) -> None:
+        if instant is not None and instant < planned_at:
+            self.wakes.fire((due_topic(row, column),))
+
+    def note_taken(self, rows: Sequence[Execution]) -> None:
+        """The same for rows that the store claimed by itself."""
+        for (row, column), planned_at in self.planned.items():
+            if row is Execution:
+                for taken in rows:
+                    self._note_instant(row, column, getattr(taken, column), planned_at)
 
     def _note_line(self, line: LineKey | None, topics: set[str]) -> None:
         if line is None:

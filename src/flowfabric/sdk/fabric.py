@@ -130,6 +130,25 @@ class Fabric:
             await engine.ensure_signing_key(secrets.token_hex(32))
         return engine
 
+    def bind(self, engine: Engine) -> asyncio.Task[Engine] | None:
+        """Use this engine in this event loop from now on; what was used before, for `unbind`."""
+        loop = asyncio.get_running_loop()
+
+        async def bound() -> Engine:
+            return engine
+
+        before = self._engines.get(loop)
+        self._engines[loop] = loop.create_task(bound())
+        return before
+
+    def unbind(self, before: asyncio.Task[Engine] | None) -> None:
+        """Use what was used before `bind`."""
+        loop = asyncio.get_running_loop()
+        if before is None:
+            self._engines.pop(loop, None)
+        else:
+            self._engines[loop] = before
+
     async def close(self) -> None:
         """Let go of the store in this event loop."""
         connecting = self._engines.pop(asyncio.get_running_loop(), None)
