@@ -45,7 +45,7 @@ async def store(request: pytest.FixtureRequest, clock: ManualClock, tmp_path: Pa
         case "sqlite":
             store = SQLiteStore(tmp_path / "ff.db", clock)
         case _:
-            store = PostgresStore(await _empty(request.getfixturevalue("own_database")), clock)
+            store = PostgresStore(await emptied(request.getfixturevalue("own_database")), clock)
     await store.open(migrate=True)
     yield store
     await store.close()
@@ -54,7 +54,7 @@ async def store(request: pytest.FixtureRequest, clock: ManualClock, tmp_path: Pa
 @pytest.fixture
 async def database(own_database: str) -> str:
     """The address of a Postgres database with our schema and no rows."""
-    return await _empty(own_database)
+    return await emptied(own_database)
 
 
 @pytest.fixture(scope="session")
@@ -78,7 +78,8 @@ def _migrate(dsn: str) -> None:
         threads.submit(lambda: asyncio.run(migrate())).result()
 
 
-async def _empty(dsn: str) -> str:
+async def emptied(dsn: str) -> str:
+    """The address of a database, without the rows that were in it."""
     connection = await asyncpg.connect(dsn)
     tables = await connection.fetch("select tablename from pg_tables where schemaname = 'public'")
     await connection.execute("".join(f'delete from "{name}";' for (name,) in tables if name not in _KEPT))
