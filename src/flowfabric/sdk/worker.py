@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from flowfabric.connect import connect
+from flowfabric.connecting import connect
 from flowfabric.engine.engine import Engine
 from flowfabric.errors import FabricError, InvalidInput, StoreUnavailable
 from flowfabric.handles import BackendTag
