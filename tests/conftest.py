@@ -12,6 +12,7 @@ import os
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import asyncpg
 import pytest
@@ -55,6 +56,59 @@ async def store(request: pytest.FixtureRequest, clock: ManualClock, tmp_path: Pa
 async def database(own_database: str) -> str:
     """The address of a Postgres database with our schema and no rows."""
     return await emptied(own_database)
+
+
+@pytest.fixture
+async def pg(database: str, clock: ManualClock) -> AsyncIterator[PostgresStore]:
+    """The Postgres store, for tests that look behind the port."""
+    store = PostgresStore(database, clock)
+    await store.open(migrate=False)
+    yield store
+    await store.close()
+
+
+@pytest.fixture
+async def rival(database: str) -> AsyncIterator[Rival]:
+    """Someone else on the same database, to hold locks while the store works."""
+    rival = Rival(await asyncpg.connect(database), await asyncpg.connect(database))
+    yield rival
+    await rival.close()
+
+
+class Rival:
+    """A connection that stops others, and one that watches them wait."""
+
+    def __init__(self, connection: Any, watching: Any) -> None:
+        self.connection = connection
+        self._watching = watching
+
+    async def begin(self, *statements: str) -> None:
+        """Start a transaction and do something in it that others have to wait for."""
+        await self.connection.execute("begin")
+        for statement in statements:
+            await self.connection.execute(statement)
+
+    async def end(self, how: str = "commit") -> None:
+        """End the transaction."""
+        await self.connection.execute(how)
+
+    async def blocks(self, number: int = 1) -> list[int]:
+        """Wait until so many others wait for this transaction; their process ids."""
+        pid = self.connection.get_server_pid()
+        waiting = "select pid from pg_stat_activity where $1 = any(pg_blocking_pids(pid))"
+        async with asyncio.timeout(20):
+            while len(found := await self.fetch(waiting, pid)) < number:
+                await self.fetch("select pg_sleep(0.005)")
+        return [row["pid"] for row in found]
+
+    async def fetch(self, words: str, *values: Any) -> list[Any]:
+        """Look at something from outside of the transaction."""
+        found: list[Any] = await self._watching.fetch(words, *values)
+        return found
+
+    async def close(self) -> None:
+        for connection in (self.connection, self._watching):
+            connection.terminate()
 
 
 @pytest.fixture(scope="session")
