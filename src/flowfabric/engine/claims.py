@@ -14,12 +14,13 @@ import asyncio
 from collections.abc import Iterable, Set
 from typing import Any
 
-import msgspec
-
 from flowfabric import errors, ids
+from flowfabric.engine import intake
+from flowfabric.engine.core import Pause
 from flowfabric.engine.executions import Executions
+from flowfabric.engine.intake import ClaimOrder
 from flowfabric.engine.keys import Keys
-from flowfabric.engine.wakes import lane_topic, waited
+from flowfabric.engine.wakes import FEED, lane_topic, waited
 from flowfabric.handles import Handle, HandleFields, HandleKind
 from flowfabric.model import answers
 from flowfabric.model.execution import Execution, LineKey, Payload
@@ -34,16 +35,6 @@ OPERATOR = "operator"
 HOUSEKEEPING_MS = 1000
 CANDIDATES = 10
 LAPSED_BATCH = 100
-
-
-class ClaimOrder(msgspec.Struct, frozen=True):
-    """Who wants work, from which lane, for how long at a time."""
-
-    lane_id: str
-    worker_id: str
-    worker_instance_id: str
-    capabilities: frozenset[str]
-    lease_ttl_ms: int
 
 
 class Claims(Executions, Keys):
@@ -85,7 +76,7 @@ class Claims(Executions, Keys):
         max_wait_ms: int = 0,
     ) -> list[answers.Claimed]:
         """Up to `limit` executions in claim order, as soon as there is at least one."""
-        order = _claim_order(lane_id, worker_id, worker_instance_id, capabilities, lease_ttl_ms)
+        order = intake.claim_order(lane_id, worker_id, worker_instance_id, capabilities, lease_ttl_ms)
         limits.integer("limit", limit, least=1, most=10_000)
         limits.duration("max_wait_ms", max_wait_ms, least=0)
         clock = asyncio.get_running_loop().time
@@ -117,10 +108,12 @@ class Claims(Executions, Keys):
 
     async def _look_around(self, lane_id: str) -> None:
         """Put lapsed leases into their lines, and hear of lines that other processes began."""
-        _, lines = await asyncio.gather(self.mark_lapsed_leases(), self.store.lines(lane_id))
-        for line in lines:
-            self.note_line(line)
+        await asyncio.gather(self.mark_lapsed_leases(), self._learn_lines(lane_id))
         self._looked_at[lane_id] = self.estimate.now()
+
+    async def _learn_lines(self, lane_id: str) -> None:
+        for line in await self.patiently(lambda: self.store.lines(lane_id)):
+            self.note_line(line)
 
     async def _claim_merged(self, order: ClaimOrder, limit: int) -> list[answers.Claimed]:
         """Claim from both kinds of lines, best rank first."""
@@ -147,21 +140,21 @@ class Claims(Executions, Keys):
         lines = await self._covered(order.lane_id, order.capabilities, decided=False)
         if not lines:
             return []
-        stamps = tuple(Stamp(self.minter.uuid(), self.minter.uuid(), self.minter.change_id()) for _ in range(limit))
-        take = Take(lines, stamps, order.worker_id, order.worker_instance_id, order.lease_ttl_ms, lease.CLAIMED)
-        try:
-            taken = await self.store.take(take)
-        except errors.StoreUnavailable as lost:
-            if not lost.in_doubt:
-                raise
-            return await self._find_taken(take)
-        self.estimate.hear(taken.now)
-        if not taken.rows:
-            return []
-        self.tell(frozenset({"feed"}))
-        if self.planned:
-            self.note_taken([row for row, _ in taken.rows])
-        return [self._claimed(row, payload, order.lease_ttl_ms) for row, payload in taken.rows]
+        pause = Pause()
+        while True:
+            stamps = tuple(Stamp(self.minter.uuid(), self.minter.uuid(), self.minter.change_id()) for _ in range(limit))
+            take = Take(lines, stamps, order.worker_id, order.worker_instance_id, order.lease_ttl_ms, lease.CLAIMED)
+            try:
+                taken = await self.store.take(take)
+            except errors.StoreUnavailable as lost:
+                if lost.in_doubt and (found := await self._find_taken(take)):
+                    return found
+                await pause.or_raise()
+                continue
+            self.estimate.hear(taken.now)
+            if taken.rows:
+                self.tell(frozenset({FEED}))
+            return [self._claimed(row, payload, order.lease_ttl_ms) for row, payload in taken.rows]
 
     async def _find_taken(self, take: Take) -> list[answers.Claimed]:
         """After a lost answer: the rows that carry the stamps, if the take happened."""
@@ -196,10 +189,11 @@ class Claims(Executions, Keys):
 
     # -- takeover -------------------------------------------------------------------------------------------------
 
-    async def mark_lapsed_leases(self, limit: int = LAPSED_BATCH) -> int:
+    async def mark_lapsed_leases(self) -> int:
         """Mark leases that lapsed, so that their work stands in line again; how many were marked."""
-        due = await self.store.due(
-            Execution, "lease_expires_at", limit=limit, where=(Where("lease_expired_at", "unset"),)
+        unmarked = (Where("lease_expired_at", "unset"),)
+        due = await self.patiently(
+            lambda: self.store.due(Execution, "lease_expires_at", limit=LAPSED_BATCH, where=unmarked)
         )
         self.estimate.hear(due.now)
         marks = await asyncio.gather(*(self.mark_lease_expired_if_due(row.execution_id) for row in due.rows))
@@ -243,16 +237,11 @@ class Claims(Executions, Keys):
 
     async def _covered(self, lane_id: str, offered: frozenset[str], *, decided: bool) -> tuple[LineKey, ...]:
         if lane_id not in self._lines:
-            for line in await self.store.lines(lane_id):
-                self.note_line(line)
+            await self._learn_lines(lane_id)
         known = self._lines.get(lane_id, set())
         return tuple(
             sorted(line for line in known if line.decided is decided and capabilities.covers(line.required, offered))
         )
-
-    async def scan(self, scan: Scan) -> list[Any]:
-        """Rows of a list."""
-        return await self.store.scan(scan)
 
     # -- grants ---------------------------------------------------------------------------------------------------
 
@@ -270,8 +259,8 @@ class Claims(Executions, Keys):
         admission_summary: str | None = None,
     ) -> answers.Granted:
         """Offer one claimable execution to one worker."""
-        execution = ids.parse_execution_id(limits.text("execution_id", execution_id))
-        order = _grant_order(
+        execution = intake.execution(execution_id)
+        order = intake.grant_order(
             lane_id,
             worker_id,
             worker_instance_id,
@@ -293,8 +282,8 @@ class Claims(Executions, Keys):
         grant_ttl_ms: int = 5000,
     ) -> answers.ClaimGrant | answers.ReclaimGrant | None:
         """The scheduler's step: a signed grant for the best execution that this worker may run, or None."""
-        offered = _offered(capabilities)
-        order = _grant_order(lane_id, worker_id, worker_instance_id, offered, grant_ttl_ms)
+        offered = intake.offered(capabilities)
+        order = intake.grant_order(lane_id, worker_id, worker_instance_id, offered, grant_ttl_ms)
         key = await self.signing_key("claim_for_worker")
         pull = ClaimOrder(lane_id, worker_id, worker_instance_id, offered, grant_ttl_ms)
         await self._look_around(lane_id)
@@ -363,8 +352,8 @@ class Claims(Executions, Keys):
         admission_summary: str | None = None,
     ) -> answers.ReclaimGrant | answers.NotReclaimable | answers.ReclaimCapExceeded:
         """Offer work whose lease is gone to one worker; a lapse that nobody noticed yet is marked first."""
-        execution = ids.parse_execution_id(limits.text("execution_id", execution_id))
-        order = _grant_order(
+        execution = intake.execution(execution_id)
+        order = intake.grant_order(
             lane_id,
             worker_id,
             worker_instance_id,
@@ -400,21 +389,15 @@ class Claims(Executions, Keys):
         execution_deadline_at: int | None = None,
     ) -> answers.Claimed:
         """Redeem a claim grant by beginning a new attempt."""
-        execution = ids.parse_execution_id(limits.text("execution_id", execution_id))
-        holder = self._named_holder(worker_id, worker_instance_id, lane_id, lease_id, attempt_id, lease_ttl_ms)
-        if attempt_timeout_ms is not None:
-            limits.duration("attempt_timeout_ms", attempt_timeout_ms, least=0)
-        if execution_deadline_at is not None:
-            limits.instant("execution_deadline_at", execution_deadline_at)
+        execution = intake.execution(execution_id)
+        holder = intake.holder(worker_id, worker_instance_id, lane_id, lease_id, attempt_id, lease_ttl_ms, self.minter)
+        timeout = intake.optional_duration("attempt_timeout_ms", attempt_timeout_ms)
+        deadline = intake.optional_instant("execution_deadline_at", execution_deadline_at)
         return await self._redeem(
             execution,
             HandleKind.FRESH,
             lambda row, now: claim.claim_execution(
-                row,
-                holder,
-                now,
-                attempt_timeout_ms=attempt_timeout_ms,
-                execution_deadline_at=execution_deadline_at,
+                row, holder, now, attempt_timeout_ms=timeout, execution_deadline_at=deadline
             ),
         )
 
@@ -430,16 +413,13 @@ class Claims(Executions, Keys):
         remaining_attempt_timeout_ms: int | None = None,
     ) -> answers.Claimed:
         """Redeem a grant by going on with the interrupted attempt."""
-        execution = ids.parse_execution_id(limits.text("execution_id", execution_id))
-        holder = self._named_holder(worker_id, worker_instance_id, lane_id, lease_id, None, lease_ttl_ms)
-        if remaining_attempt_timeout_ms is not None:
-            limits.duration("remaining_attempt_timeout_ms", remaining_attempt_timeout_ms, least=0)
+        execution = intake.execution(execution_id)
+        holder = intake.holder(worker_id, worker_instance_id, lane_id, lease_id, None, lease_ttl_ms, self.minter)
+        remaining = intake.optional_duration("remaining_attempt_timeout_ms", remaining_attempt_timeout_ms)
         return await self._redeem(
             execution,
             HandleKind.RESUMED,
-            lambda row, now: claim.claim_resumed_execution(
-                row, holder, now, remaining_attempt_timeout_ms=remaining_attempt_timeout_ms
-            ),
+            lambda row, now: claim.claim_resumed_execution(row, holder, now, remaining_attempt_timeout_ms=remaining),
         )
 
     async def claim_from_resume_grant(
@@ -451,6 +431,8 @@ class Claims(Executions, Keys):
         lease_ttl_ms: int = 15_000,
     ) -> Handle:
         """The handle-level form of the resumed claim."""
+        if not isinstance(grant, answers.ClaimGrant):
+            raise errors.InvalidInput("grant: not a claim grant")
         claimed = await self.claim_resumed_execution(
             grant.execution_id,
             worker_id=worker_id,
@@ -464,8 +446,8 @@ class Claims(Executions, Keys):
         self, execution_id: str, *, lane_id: str, lease_duration_ms: int
     ) -> answers.OperatorClaim:
         """The operator takes one execution in hand; capabilities, budgets and quotas are not asked."""
-        execution = ids.parse_execution_id(limits.text("execution_id", execution_id))
-        holder = self._named_holder(OPERATOR, OPERATOR, lane_id, None, None, lease_duration_ms)
+        execution = intake.execution(execution_id)
+        holder = intake.holder(OPERATOR, OPERATOR, lane_id, None, None, lease_duration_ms, self.minter)
         answer = await self.settle_execution(execution, lambda row, now: claim.issue_grant_and_claim(row, holder, now))
         return answers.OperatorClaim(answer.lease_id, answer.lease_epoch, answer.attempt_index)
 
@@ -482,20 +464,22 @@ class Claims(Executions, Keys):
         max_reclaim_count: int | None = None,
     ) -> answers.Claimed | answers.NotReclaimable | answers.ReclaimCapExceeded | answers.GrantNotFound:
         """Redeem a reclaim grant; at the cap the execution ends as failed."""
-        execution = ids.parse_execution_id(limits.text("execution_id", execution_id))
-        holder = self._named_holder(worker_id, worker_instance_id, lane_id, lease_id, attempt_id, lease_ttl_ms)
-        if max_reclaim_count is not None:
-            limits.integer("max_reclaim_count", max_reclaim_count, least=0)
+        execution = intake.execution(execution_id)
+        holder = intake.holder(worker_id, worker_instance_id, lane_id, lease_id, attempt_id, lease_ttl_ms, self.minter)
+        asked = None if max_reclaim_count is None else limits.integer("max_reclaim_count", max_reclaim_count, least=0)
         answer = await self.settle_execution(
-            execution, lambda row, now: reclaim.reclaim_execution(row, holder, max_reclaim_count, now)
+            execution, lambda row, now: reclaim.reclaim_execution(row, holder, asked, now)
         )
         return self._acquired(answer, HandleKind.RECLAIMED) if isinstance(answer, Acquired) else answer
 
     async def scan_eligible_executions(self, lane_id: str, partition: int, limit: int) -> list[str]:
         """The ids of claimable executions of a lane and partition in claim order; changes nothing."""
+        lane = intake.lane(lane_id)
+        limits.integer("partition", partition, least=0, most=65_535)
+        limits.integer("limit", limit, least=0, most=10_000)
         rows: list[Execution] = []
-        for line in await self.store.lines(lane_id):
-            if not line.decided:
+        for line in await self.patiently(lambda: self.store.lines(lane)):
+            if limit and not line.decided:
                 where = (
                     Where("line", "=", line),
                     Where("partition", "=", partition),
@@ -539,28 +523,6 @@ class Claims(Executions, Keys):
             self.minter.uuid(),
             self.minter.uuid(),
             order.lease_ttl_ms,
-        )
-
-    def _named_holder(
-        self,
-        worker_id: str,
-        worker_instance_id: str,
-        lane_id: str,
-        lease_id: str | None,
-        attempt_id: str | None,
-        lease_ttl_ms: int,
-    ) -> Holder:
-        ids.parse_worker_id(limits.text("worker_id", worker_id))
-        ids.parse_worker_instance_id(limits.text("worker_instance_id", worker_instance_id))
-        if lane_id:
-            ids.parse_lane_id(lane_id)
-        return Holder(
-            worker_id,
-            worker_instance_id,
-            lane_id,
-            self.minter.uuid() if lease_id is None else ids.parse_uuid(lease_id, "lease_id"),
-            self.minter.uuid() if attempt_id is None else ids.parse_uuid(attempt_id, "attempt_id"),
-            limits.duration("lease_ttl_ms", lease_ttl_ms),
         )
 
 
@@ -613,44 +575,3 @@ def _claimed(row: Execution, payload: Payload, lease_ttl_ms: int, handle: Handle
 
 def _partition_key(execution_id: ids.ExecutionId) -> str:
     return f"{{fp:{ids.partition_of(execution_id)}}}"
-
-
-def _offered(tokens_given: Iterable[str]) -> frozenset[str]:
-    offered = frozenset(tokens_given)
-    if refused := capabilities.check_offer(offered):
-        raise refused
-    return offered
-
-
-def _claim_order(
-    lane_id: str, worker_id: str, worker_instance_id: str, offered: Iterable[str], lease_ttl_ms: int
-) -> ClaimOrder:
-    return ClaimOrder(
-        ids.parse_lane_id(lane_id),
-        ids.parse_worker_id(worker_id),
-        ids.parse_worker_instance_id(worker_instance_id),
-        _offered(offered),
-        limits.duration("lease_ttl_ms", lease_ttl_ms),
-    )
-
-
-def _grant_order(
-    lane_id: str,
-    worker_id: str,
-    worker_instance_id: str,
-    offered: Iterable[str],
-    grant_ttl_ms: int,
-    capability_hash: str | None = None,
-    route_snapshot_json: str | None = None,
-    admission_summary: str | None = None,
-) -> GrantOrder:
-    return GrantOrder(
-        worker_id=ids.parse_worker_id(worker_id),
-        worker_instance_id=ids.parse_worker_instance_id(worker_instance_id),
-        lane_id=ids.parse_lane_id(lane_id),
-        capabilities=frozenset(token for token in offered if token),
-        grant_ttl_ms=limits.duration("grant_ttl_ms", grant_ttl_ms),
-        capability_hash=limits.optional_text("capability_hash", capability_hash),
-        route_snapshot_json=limits.optional_text("route_snapshot_json", route_snapshot_json),
-        admission_summary=limits.optional_text("admission_summary", admission_summary),
-    )
