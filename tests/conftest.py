@@ -116,20 +116,22 @@ def own_database() -> Iterator[str]:
     """A Postgres database of this process."""
     server = postgres()
     schema = hashlib.sha256("".join(step.text for step in migrations()).encode()).hexdigest()[:12]
-    template = server.template(f"ff_{schema}", _migrate)
+    template = server.template(f"ff_{schema}", migrate)
     name = f"ff_{schema}_{os.getpid()}"
     yield server.create_database(name, template)
     server.drop_database(name)
 
 
-def _migrate(dsn: str) -> None:
-    async def migrate() -> None:
+def migrate(dsn: str) -> None:
+    """Bring the schema into an empty database."""
+
+    async def open_once() -> None:
         store = PostgresStore(dsn)
         await store.open(migrate=True)
         await store.close()
 
     with ThreadPoolExecutor() as threads:  # the test that comes first has a running loop in this one
-        threads.submit(lambda: asyncio.run(migrate())).result()
+        threads.submit(lambda: asyncio.run(open_once())).result()
 
 
 async def emptied(dsn: str) -> str:
