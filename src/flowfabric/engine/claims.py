@@ -154,6 +154,7 @@ class Claims(Executions, Keys):
             self.estimate.hear(taken.now)
             if taken.rows:
                 self.tell(frozenset({FEED}))
+                self.note_taken([row for row, _ in taken.rows])
             return [self._claimed(row, payload, order.lease_ttl_ms) for row, payload in taken.rows]
 
     async def _find_taken(self, take: Take) -> list[answers.Claimed]:

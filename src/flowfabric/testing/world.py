@@ -106,4 +106,4 @@ class World:
 
     def now_ms(self) -> int:
         """The store's time."""
-        return EPOCH_MS + int((self._time.now() - self._began) * 1000)
+        return EPOCH_MS + round((self._time.now() - self._began) * 1000)
