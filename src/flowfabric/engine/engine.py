@@ -27,8 +27,7 @@ class Engine(Pulling, Reads, Subscriptions):
     """A durable execution engine on one store. Use it as an async context manager, or call `close`."""
 
     def __init__(self, store: Store, *, settings: Settings | None = None, minter: Minter | None = None) -> None:
-        self.settings = settings or Settings()
-        super().__init__(store, minter=minter or RandomMinter(), partitions=self.settings.partitions)
+        super().__init__(store, minter=minter or RandomMinter(), settings=settings or Settings())
         self._sweeper: Sweeper | None = None
         store.on_wake(self.wakes.fire)
 

@@ -103,7 +103,8 @@ class PostgresStore:
         answer = await self._links.write(
             lambda connection: taking.take(connection, take, stamps, lines, limit, self._now(), self._lines.number)
         )
-        rows = await self._decoded(lambda line_at: taking.taken(answer, line_at))
+        claim = taking.claim(tuple(take.becomes))
+        rows = await self._decoded(lambda line_at: claim.rows(answer, take, stamps, line_at))
         return Taken(answer[0]["now"], rows), answer[0]["seen"]
 
     async def renew(self, leases: Sequence[Held]) -> list[int | None]:
