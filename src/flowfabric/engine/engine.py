@@ -62,6 +62,8 @@ class Engine(Pulling, Reads, Subscriptions):
     async def close(self) -> None:
         """Stop sweeping, let what is on its way arrive, and let go of the store. A second call does nothing."""
         await self.stop_sweeps()
+        self.stop_timers()
+        await self.delivered()
         await self.commits.drained()
         await self.store.close()
 

@@ -110,6 +110,14 @@ def in_order(dimensions: Iterable[BudgetDimension]) -> list[BudgetDimension]:
     return sorted(dimensions, key=lambda row: (row.place is None, row.place or 0, row.dimension))
 
 
+def corruption(sheet: BudgetSheet) -> errors.FabricError | None:
+    """What is wrong with the stored numbers of a budget; None when they make sense."""
+    for row in sheet.dimensions.values():
+        if min(row.hard_limit, row.soft_limit, row.usage or 0, row.reserved) < 0:
+            return errors.Corruption(f"budget {sheet.budget_id}: {row.dimension}: a negative number")
+    return None
+
+
 def heard(sheet: BudgetSheet, digest: str, now: int) -> bool:
     """Whether a report of this name was applied and is remembered."""
     return sheet.keys.get(digest, 0) > now
