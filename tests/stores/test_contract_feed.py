@@ -197,11 +197,3 @@ async def test_lanes_are_listed_in_order(store: Store, after: str | None, limit:
             await write(store, Insert(waiting(f"{lane}{capability}", line=LineKey(lane, capability))))
 
     assert await store.lanes(after, limit) == list(expected)
-
-
-async def test_a_change_may_make_lines_known_in_which_nothing_stands_yet(store: Store) -> None:
-    known, refused = change(lines=(LINES[3], LINES[5])), change(lines=(LINES[0],), not_before=2**62)
-    assert (await store.commit([known, refused]))[1] is None
-
-    assert set(await store.lines()) >= {LINES[3], LINES[5]}
-    assert await store.lanes("mail", 10) == ["sms"]
