@@ -131,7 +131,7 @@ class Worker:
                     worker_instance_id=self.instance_id,
                     capabilities=self._capabilities,
                     lease_ttl_ms=self._ttl_ms,
-                    max_wait_ms=PULL_WAIT_MS,
+                    max_wait_ms=max(PULL_WAIT_MS, engine.settings.poll_ms),
                     go_on=lambda: not self._stopping.is_set(),
                 )
             except StoreUnavailable as away:

@@ -21,7 +21,7 @@ from flowfabric.handles import BackendTag
 from flowfabric.model.event import FeedEvent, Topic
 from flowfabric.model.execution import LineKey
 from flowfabric.rules.change import Change, Insert, Patch, Put
-from flowfabric.stores.base import Due, FeedPage, Held, Loaded, Scan, Stamp, Take, Taken, Want, Where
+from flowfabric.stores.base import Due, FeedPage, Held, Loaded, Scan, Schema, Stamp, Take, Taken, Want, Where
 from flowfabric.stores.codec import CODEC, LineAt
 from flowfabric.stores.postgres import read, schema
 from flowfabric.stores.postgres import take as taking
@@ -55,8 +55,8 @@ class PostgresStore:
         self._feed = Feed(self._links)
         self._wake = Wake(self._links)
 
-    async def open(self, *, migrate: bool) -> None:
-        await self._links.run(
+    async def open(self, *, migrate: bool) -> Schema:
+        return await self._links.run(
             lambda connection: in_transaction(connection, lambda inside: schema.bring_up(inside, migrate=migrate))
         )
 
@@ -75,6 +75,7 @@ class PostgresStore:
     async def commit(self, changes: Sequence[Change]) -> list[int | None]:
         if not changes:
             return []
+        await self._lines.add({line for change in changes for line in change.lines})
         try:
             batch = Batch(changes, self._habits)
         except UnknownLine:
