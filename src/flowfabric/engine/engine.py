@@ -38,6 +38,7 @@ class Engine(Pulling, Reads, Subscriptions):
         super().__init__(store, minter=minter or RandomMinter(), settings=settings or Settings())
         self.schema = schema or Schema(0, 0)
         self._sweeper: Sweeper | None = None
+        self.after_commit += [self.follow_messages]
         store.on_wake(self.wakes.fire)
 
     async def ping(self) -> int:

@@ -17,7 +17,7 @@ from flowfabric import errors
 from flowfabric.engine.core import Core
 from flowfabric.model.outbox import Message
 from flowfabric.rules import outbox
-from flowfabric.rules.change import Change
+from flowfabric.rules.change import Change, Put
 
 logger = logging.getLogger("flowfabric.relay")
 
@@ -27,8 +27,15 @@ class Relay(Core):
 
     _deliveries: set[asyncio.Task[None]] | None = None
 
-    def outgoing(self, messages: Sequence[Message]) -> None:
-        """Messages that were just committed here: deliver them now."""
+    def follow_messages(self, change: Change) -> None:
+        """Deliver what a change that was just written here owes to others."""
+        messages = [
+            msgspec.structs.replace(write.row, revision=change.id)
+            for write in change.writes
+            if type(write) is Put and type(write.row) is Message
+        ]
+        if not messages:
+            return
         if self._deliveries is None:
             self._deliveries = set()
         task = asyncio.create_task(self._deliver_now(messages))

@@ -39,7 +39,7 @@ class Taking(Lines):
     _rotation: int = 0
 
     @cached_property
-    def _turns(self) -> dict[str, dict[str, int]]:
+    def _fair_turns(self) -> dict[str, dict[str, int]]:
         return {}
 
     async def claim(
@@ -152,11 +152,11 @@ class Taking(Lines):
 
     def turns_of(self, lane_id: str) -> fairness.Turns:
         """Whose turn it is in a lane, for this process."""
-        return self._turns.get(lane_id, {})
+        return self._fair_turns.get(lane_id, {})
 
     def keep_turns(self, lane_id: str, turns: dict[str, int]) -> None:
         """Remember whose turn it is after a claim."""
-        self._turns[lane_id] = turns
+        self._fair_turns[lane_id] = turns
 
     async def _claim_picks(
         self, picks: Sequence[Execution], uniform: Sequence[LineKey], order: ClaimOrder
