@@ -234,7 +234,7 @@ class Budgets(Waiting):
         if sheet.root is None or not sheet.root.defined:
             return {}, {}
         rows = budgets.in_order(sheet.dimensions.values())
-        declared = [row for row in rows if row.place is not None]
+        declared = [row for row in rows if row.position is not None]
         bounds = {f"hard:{row.dimension}": row.hard_limit for row in declared}
         bounds |= {f"soft:{row.dimension}": row.soft_limit for row in declared}
         return {row.dimension: row.usage for row in rows if row.usage is not None}, bounds

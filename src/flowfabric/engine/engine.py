@@ -7,11 +7,14 @@ from typing import Self
 
 import msgspec
 
+from flowfabric.engine.admission_sweeps import admission_sweeps
 from flowfabric.engine.pulling import Pulling
 from flowfabric.engine.reads import Reads
 from flowfabric.engine.subscriptions import Subscriptions
 from flowfabric.engine.sweeper import Pass, Sweeper
+from flowfabric.engine.unblocking import Unblocking
 from flowfabric.ids import ExecutionId, LaneId, Minter, RandomMinter, mint_solo, parse_lane_id
+from flowfabric.rules.feeds import Filter
 from flowfabric.settings import Settings
 from flowfabric.stores.base import Schema, Store
 
@@ -39,6 +42,7 @@ class Engine(Pulling, Reads, Subscriptions):
         self.schema = schema or Schema(0, 0)
         self._sweeper: Sweeper | None = None
         self.after_commit += [self.follow_messages]
+        self._unblocking = Unblocking(self)
         store.on_wake(self.wakes.fire)
 
     async def ping(self) -> int:
@@ -57,7 +61,7 @@ class Engine(Pulling, Reads, Subscriptions):
     def start_sweeps(self) -> None:
         """Run the background sweeps in this process too; any number of processes may."""
         if self._sweeper is None:
-            self._sweeper = Sweeper(self, self.settings.sweeps)
+            self._sweeper = self.sweeper()
             self._sweeper.start()
 
     async def stop_sweeps(self) -> int:
@@ -65,9 +69,14 @@ class Engine(Pulling, Reads, Subscriptions):
         sweeper, self._sweeper = self._sweeper, None
         return 0 if sweeper is None else await sweeper.stop()
 
-    async def sweep_once(self, name: str) -> Pass:
-        """One pass of a sweep, now."""
-        return await Sweeper(self, self.settings.sweeps).sweep_once(name)
+    async def sweep_once(self, name: str, chosen: Filter | None = None, *, batch: int | None = None) -> Pass:
+        """One pass of a sweep, now; `chosen` restricts the sweeps over executions."""
+        return await self.sweeper(chosen).sweep_once(name, batch)
+
+    def sweeper(self, chosen: Filter | None = None) -> Sweeper:
+        """All sweeps, not yet running."""
+        more = admission_sweeps(self, self._unblocking, chosen)
+        return Sweeper(self, self.settings.sweeps, more, chosen)
 
     async def close(self) -> None:
         """Stop sweeping, let what is on its way arrive, and let go of the store. A second call does nothing."""

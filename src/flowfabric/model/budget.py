@@ -44,7 +44,7 @@ class BudgetDimension(msgspec.Struct, frozen=True):
     soft_limit: int = 0
     usage: int | None = None  # None until something was reported
     reserved: int = 0
-    place: int | None = None  # in the order of the definition; None for one that was only reported
+    position: int | None = None  # in the order of the definition; None for one that was only reported
 
 
 class BudgetSpend(msgspec.Struct, frozen=True):

@@ -107,7 +107,7 @@ def exhausted(dimensions: Iterable[BudgetDimension]) -> BudgetDimension | None:
 
 def in_order(dimensions: Iterable[BudgetDimension]) -> list[BudgetDimension]:
     """As defined, then what was only reported, by name."""
-    return sorted(dimensions, key=lambda row: (row.place is None, row.place or 0, row.dimension))
+    return sorted(dimensions, key=lambda row: (row.position is None, row.position or 0, row.dimension))
 
 
 def corruption(sheet: BudgetSheet) -> errors.FabricError | None:
@@ -177,7 +177,7 @@ def status(sheet: BudgetSheet) -> verdicts.BudgetStatus | errors.FabricError:
     if root is None or not root.defined:
         return errors.NotFound("budget")
     rows = in_order(sheet.dimensions.values())
-    declared = [row for row in rows if row.place is not None]
+    declared = [row for row in rows if row.position is not None]
     return verdicts.BudgetStatus(
         budget_id=root.budget_id,
         scope_type=root.scope_type,

@@ -87,13 +87,13 @@ def change_limits(sheet: BudgetSheet, limits: Limits, now: int) -> Told[verdicts
 
 def _limited(sheet: BudgetSheet, limits: Limits) -> BudgetSheet:
     dimensions = dict(sheet.dimensions)
-    following = max((row.place + 1 for row in dimensions.values() if row.place is not None), default=0)
+    following = max((row.position + 1 for row in dimensions.values() if row.position is not None), default=0)
     for name, hard, soft in limits:
         known = sheet.dimension(name)
-        place = known.place
-        if place is None:
-            place, following = following, following + 1
-        dimensions[name] = replace(known, hard_limit=hard, soft_limit=soft, place=place)
+        position = known.position
+        if position is None:
+            position, following = following, following + 1
+        dimensions[name] = replace(known, hard_limit=hard, soft_limit=soft, position=position)
     return replace(sheet, dimensions=dimensions)
 
 

@@ -55,7 +55,7 @@ create table ff_budget_usage (
     budget_id                   text collate "C" not null,
     dimension                   text collate "C" not null,
     usage                       bigint,
-    place                       bigint,
+    position                    bigint,
     primary key (budget_id, dimension)
 ) with (fillfactor = 50);
 

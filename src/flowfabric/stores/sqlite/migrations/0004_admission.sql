@@ -51,7 +51,7 @@ CREATE TABLE ff_budget_usage (
     soft_limit INTEGER NOT NULL,
     usage INTEGER,
     reserved INTEGER NOT NULL,
-    place INTEGER,
+    position INTEGER,
     PRIMARY KEY (budget_id, dimension)
 ) STRICT;
 
