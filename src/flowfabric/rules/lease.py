@@ -243,8 +243,8 @@ def attempt_ended(
 
 
 def encode_lineage(lineage: Lineage | None) -> str | None:
-    """Lineage as the text that the sheet and the attempt row keep."""
-    return None if lineage is None else msgspec.json.encode(lineage).decode()
+    """Lineage as the text that the sheet and the attempt row keep; no lineage is no text."""
+    return None if lineage in (None, Lineage()) else msgspec.json.encode(lineage).decode()
 
 
 def decode_lineage(text: str | None) -> Lineage:
