@@ -32,7 +32,7 @@ OPERATOR_OVERRIDE = "operator_override"
 INTERRUPTED_LEASE = frozenset({OwnershipState.LEASE_EXPIRED_RECLAIMABLE, OwnershipState.LEASE_REVOKED})
 
 
-class Fence(msgspec.Struct, frozen=True):
+class Fence(msgspec.Struct, frozen=True, gc=False):
     """What a caller shows to prove that it holds the lease; parts may be missing."""
 
     lease_id: str | None = None
@@ -128,7 +128,7 @@ CLAIMED: dict[str, Any] = {
 }
 
 
-class Holder(msgspec.Struct, frozen=True):
+class Holder(msgspec.Struct, frozen=True, gc=False):
     """Who acquires a lease, under which ids and for how long."""
 
     worker_id: str
