@@ -58,7 +58,8 @@ class Core:
         self._lines: dict[str, set[LineKey]] = {}
         self.planned: dict[tuple[type[msgspec.Struct], str], int] = {}  # when this process looks at an instant next
         self._untold: set[str] = set()
-        self._takeovers: set[str] = set()  # lanes where this process put work up for takeover
+        self._decided: set[str] = set()  # lanes where this process put work that is claimed by decision
+        self._takeovers: set[str] = set()  # those where some of it is up for takeover
         self._looked_at: dict[str, int] = {}  # when this process last looked around in a lane
         self.after_commit: list[Callable[[Change], None]] = []  # what this process does about a written change
 
@@ -223,13 +224,15 @@ class Core:
         self.note_line(line)
         topics.add(lane_topic(line.lane_id))
         if line.decided:
-            self._takeovers.add(line.lane_id)
+            self._decided.add(line.lane_id)
 
     def _note_sheet(
         self, execution_id: str, fields: dict[str, Any], revision: int, rows: list[list[Any]], committed_at: int
     ) -> None:
         owned = fields.get("ownership_state")
         if owned is not None and owned is not OwnershipState.LEASED:
+            if owned is not OwnershipState.UNOWNED and (line := fields.get("line")):
+                self._takeovers.add(line.lane_id)
             self._seen.pop(execution_id, None)
             return
         for found in rows:

@@ -10,6 +10,7 @@ import msgspec
 from flowfabric.engine.admission_sweeps import admission_sweeps
 from flowfabric.engine.pulling import Pulling
 from flowfabric.engine.reads import Reads
+from flowfabric.engine.retention import Retention
 from flowfabric.engine.subscriptions import Subscriptions
 from flowfabric.engine.sweeper import Pass, Sweeper
 from flowfabric.engine.unblocking import Unblocking
@@ -26,7 +27,7 @@ class Capabilities(msgspec.Struct, frozen=True):
     operations: tuple[str, ...]
 
 
-class Engine(Pulling, Reads, Subscriptions):
+class Engine(Pulling, Reads, Retention, Subscriptions):
     """A durable execution engine on one store. Use it as an async context manager, or call `close`."""
 
     def __init__(

@@ -71,7 +71,7 @@ class Executions(Core):
 
     async def _create(self, ask: CreateExecution) -> answers.Created | answers.Duplicate:
         wants, nothing = _create_wants(ask)
-        return await self.settle(wants, lambda rows, now: _create(rows, ask, now), trusting=nothing)
+        return await self.settle(wants, lambda rows, now: self._created(rows, ask, now), trusting=nothing)
 
     async def create_executions(
         self, asks: Iterable[CreateExecution]
@@ -93,7 +93,7 @@ class Executions(Core):
                 continue
             checked.append(ask)
             wants, nothing = _create_wants(ask)
-            decision = _create(nothing, ask, now)
+            decision = self._created(nothing, ask, now)
             roots = {(want.row, want.key) for want in wants}
             if decision.change is not None and taken.isdisjoint(roots):
                 taken |= roots
@@ -112,13 +112,20 @@ class Executions(Core):
                 results[place] = await self._create_carefully(asked, doubts.get(place))
         return results
 
+    def _created(
+        self, rows: list[list[Any]], ask: CreateExecution, now: int
+    ) -> Decision[answers.Created | answers.Duplicate]:
+        existing = rows[0][0] if rows[0] else None
+        remembered = rows[1][0] if len(rows) > 1 and rows[1] else None
+        return create(existing, remembered, ask, now, retention_ms=self.settings.retention_ms)
+
     async def _create_carefully(
         self, ask: CreateExecution, doubt: Doubt | None
     ) -> answers.Created | answers.Duplicate | errors.FabricError:
         wants, _ = _create_wants(ask)
         doubts = () if doubt is None else (doubt,)
         try:
-            return await self.settle(wants, lambda rows, now: _create(rows, ask, now), doubts=doubts)
+            return await self.settle(wants, lambda rows, now: self._created(rows, ask, now), doubts=doubts)
         except errors.FabricError as refused:
             return refused
 
@@ -482,9 +489,3 @@ def _create_wants(ask: CreateExecution) -> tuple[tuple[Want, ...], list[list[Any
     if ask.idempotency_key:
         wants += (Want(IdempotencyKey, (ask.partition, ask.digest)),)
     return wants, [[] for _ in wants]
-
-
-def _create(rows: list[list[Any]], ask: CreateExecution, now: int) -> Decision[answers.Created | answers.Duplicate]:
-    existing = rows[0][0] if rows[0] else None
-    remembered = rows[1][0] if len(rows) > 1 and rows[1] else None
-    return create(existing, remembered, ask, now)

@@ -98,11 +98,11 @@ class Taking(Lines):
 
     async def _claim_now(self, order: ClaimOrder, limit: int) -> list[answers.Claimed]:
         """Claim what is there, after a look around when the last one is old, and with one before finding nothing."""
-        looked = not self.has_looked(order.lane_id)
+        looked = not self.has_looked(order.lane_id) or order.lane_id in self._takeovers
         if looked:
             await self.look_around(order.lane_id)
         lines = await self.covered(order.lane_id, order.capabilities)
-        if looked or order.lane_id in self._takeovers or _take_turns(lines):
+        if looked or order.lane_id in self._decided or _take_turns(lines):
             claimed = await self._claim_by_plan(order, lines, limit)
         else:
             claimed = await self._take([line for line in lines if not line.decided], order, limit)
@@ -131,7 +131,7 @@ class Taking(Lines):
         while len(claimed) < limit:
             waiting = await self.heads(decided, limit - len(claimed), without=tried)
             if not waiting:
-                self._takeovers.discard(order.lane_id)
+                await self.forget_decided(order.lane_id)
             if not waiting and not _take_turns(uniform):
                 return claimed + await self._take(uniform, order, limit - len(claimed))
             waiting += await self.heads(uniform, limit - len(claimed))
@@ -245,31 +245,37 @@ class Taking(Lines):
 
     async def _take_portion(self, lines: tuple[LineKey, ...], order: ClaimOrder, limit: int) -> list[answers.Claimed]:
         pause = Pause()
+        doubtful: list[Take] = []
         while True:
             stamps = tuple(Stamp(self.minter.uuid(), self.minter.uuid(), self.minter.change_id()) for _ in range(limit))
             take = Take(lines, stamps, order.worker_id, order.worker_instance_id, order.lease_ttl_ms, lease.CLAIMED)
             try:
                 taken = await self.store.take(take)
             except errors.StoreUnavailable as lost:
-                if lost.in_doubt and (found := await self._find_taken(take)):
-                    return found
+                if lost.in_doubt:
+                    doubtful.append(take)
+                    if found := await self._find_taken(doubtful):
+                        return found
                 await pause.or_raise()
                 continue
             self.estimate.hear(taken.now)
+            if doubtful and not taken.rows:  # perhaps the doubtful one arrived just after we had looked for it
+                return await self._find_taken(doubtful)
             if taken.rows:
                 self.tell(frozenset({FEED}))
                 self.note_taken([row for row, _ in taken.rows])
             return [self._claimed(row, payload, order.lease_ttl_ms) for row, payload in taken.rows]
 
-    async def _find_taken(self, take: Take) -> list[answers.Claimed]:
-        """After a lost answer: the rows that carry the stamps, if the take happened."""
-        leases = tuple(stamp.lease_id for stamp in take.stamps)
+    async def _find_taken(self, takes: Sequence[Take]) -> list[answers.Claimed]:
+        """After lost answers: the rows that carry the stamps, if one of the takes happened."""
+        leases = tuple(stamp.lease_id for take in takes for stamp in take.stamps)
         where = (Where("lease_expires_at", "set"), Where("lease_id", "in", leases))
         rows = await self.scan(Scan(Execution, where, ("rank", "execution_id"), limit=len(leases)))
         if not rows:
             return []
         loaded = await self.load([Want(Payload, (row.execution_id,)) for row in rows])
-        return [self._claimed(row, found[0], take.lease_ttl_ms) for row, found in zip(rows, loaded.rows, strict=True)]
+        ttl = takes[0].lease_ttl_ms
+        return [self._claimed(row, found[0], ttl) for row, found in zip(rows, loaded.rows, strict=True)]
 
     def _claimed(self, row: Execution, payload: Payload, lease_ttl_ms: int) -> answers.Claimed:
         self.remember(row)

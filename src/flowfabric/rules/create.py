@@ -23,11 +23,11 @@ from flowfabric.model.states import (
 from flowfabric.rules import place
 from flowfabric.rules.change import Change, Decision, Guard, Insert, Put, Write, absent, at, refuse
 from flowfabric.rules.notes import write_tags
-from flowfabric.rules.policy import Terms, parse_policy
+from flowfabric.rules.policy import Terms, encode_terms, parse_policy
 from flowfabric.rules.tags import check_tags
 
 
-class CreateExecution(msgspec.Struct, frozen=True, kw_only=True):
+class CreateExecution(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """What a caller asks for. The partition is the one in the id."""
 
     execution_id: str
@@ -53,9 +53,17 @@ class CreateExecution(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def create(
-    existing: Execution | None, remembered: IdempotencyKey | None, ask: CreateExecution, now: int
+    existing: Execution | None,
+    remembered: IdempotencyKey | None,
+    ask: CreateExecution,
+    now: int,
+    *,
+    retention_ms: int | None = None,
 ) -> Decision[Created | Duplicate]:
-    """A new execution, claimable at once or after its delay; an id or key that is known changes nothing."""
+    """A new execution, claimable at once or after its delay; an id or key that is known changes nothing.
+
+    `retention_ms` is how long it is kept after its end when its policy does not say.
+    """
     if remembered is not None and remembered.expires_at > now:
         return Decision(Duplicate(remembered.execution_id))
     if existing is not None:
@@ -65,6 +73,9 @@ def create(
         return refuse(terms)
     if bad_tag := check_tags(ask.tags):
         return refuse(bad_tag)
+    if retention_ms is not None and terms.retention_ttl_ms is None:
+        terms = msgspec.structs.replace(terms, retention_ttl_ms=retention_ms)
+        terms_text = encode_terms(terms)
 
     delay_until = terms.delay_until if ask.delay_until is None else ask.delay_until
     delayed = delay_until is not None and delay_until > now
@@ -84,7 +95,7 @@ def create(
     change = Change(
         guards=guards,
         writes=writes,
-        lines=() if row.line else (place.line_for(row.lane_id, row.required_capabilities, terms),),  # lists its lane
+        lines=() if row.line else (place.line_of(row),),  # lists its lane
         not_before=max(earliest, default=None),
         not_after=delay_until - 1 if delay_until is not None and delayed else None,
     )
@@ -95,9 +106,7 @@ def _born(ask: CreateExecution, terms: Terms, terms_text: str | None, delay_unti
     waits = delay_until is not None
     priority = place.clamp_priority(ask.priority)
     required = terms.required_capabilities or None
-    line: LineKey | None = None
-    if not waits:
-        line = place.line_for(ask.lane_id, required, terms, decided=place.is_limited(terms))
+    line: LineKey | None = None if waits else place.line_for(ask.lane_id, required, terms)
     deadline: Any = ask.execution_deadline_at
     if not deadline and terms.execution_deadline_ms:
         deadline = at(terms.execution_deadline_ms)

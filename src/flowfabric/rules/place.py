@@ -48,25 +48,19 @@ def rank_offset(priority: int, terms: Terms) -> int:
 
 
 def line_for(lane_id: str, required: str | None, terms: Terms, *, decided: bool = False) -> LineKey:
-    """The line of work of this kind."""
+    """The line of work of this kind. Where budgets or quotas have a say, it is claimed by decision."""
     return LineKey(
         lane_id=lane_id,
         required=required or "",
         fairness_key=terms.fairness_key or "",
         fairness_weight=terms.fairness_weight,
-        decided=decided,
+        decided=decided or bool(terms.budget_ids or terms.quota_policy_ids),
     )
-
-
-def is_limited(terms: Terms) -> bool:
-    """Whether budgets or quotas have a say in when this work may run: it stands in a decided line then."""
-    return bool(terms.budget_ids or terms.quota_policy_ids)
 
 
 def line_of(row: Execution) -> LineKey:
     """The line where this execution waits for a worker."""
-    terms = decode_terms(row.terms)
-    return line_for(row.lane_id, row.required_capabilities, terms, decided=is_limited(terms))
+    return line_for(row.lane_id, row.required_capabilities, decode_terms(row.terms))
 
 
 def takeover_line(row: Execution) -> LineKey:
