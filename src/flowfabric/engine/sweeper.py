@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import random
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
@@ -22,6 +21,7 @@ from flowfabric import errors
 from flowfabric.engine.claims import Claims
 from flowfabric.engine.forbearance import Forbearance
 from flowfabric.engine.wakes import due_topic
+from flowfabric.ids import scan_jitter
 from flowfabric.model import answers
 from flowfabric.model.execution import Execution
 from flowfabric.model.sweep import SweepLease
@@ -116,9 +116,10 @@ class Sweeper:
 
     async def _run(self, sweep: Sweep, interval_ms: int) -> None:
         failures = 0
+        # So that the processes of a deployment do not march in step.
+        spread = scan_jitter(f"{self._holder}:{sweep.name}", 1000) / 1000
         while not self._stopping.is_set():
-            # Spread by a little, so that the processes of a deployment do not all look at the same instant.
-            pause_s = interval_ms / 1000 * (1 + self._settings.jitter * random.random())
+            pause_s = interval_ms / 1000 * (1 + self._settings.jitter * spread)
             hint = self._engine.wakes.expect(due_topic(sweep.row, sweep.column))
             try:
                 if await self._hold(sweep, interval_ms * 3):
