@@ -16,8 +16,8 @@ from flowfabric.stores.base import Scan, Want
 from flowfabric.testing import FlakyStore, Loss
 from tests.scenarios.play import GRANT_MS, WAITING, Play
 from tests.scenarios.test_ex_grants import requires
-from tests.scenarios.test_s_budgets import B, B2, budget, report
-from tests.scenarios.test_s_quotas import Q, Q2, check, policy, root
+from tests.scenarios.test_s_budgets import B2, B, budget, report
+from tests.scenarios.test_s_quotas import Q2, Q, check, policy, root
 from tests.scenarios.test_s_workers import ROUTE_BLOCKED, register
 
 BUDGET_BLOCKED = "runnable/unowned/blocked_by_budget/waiting_for_budget/none/pending_first_attempt/rate_limited"
@@ -163,9 +163,7 @@ async def write_limit(play: Play, hard: int) -> None:
 
 
 @pytest.mark.parametrize("road", ROADS)
-async def test_s_078_fail_closed_when_the_store_is_away(
-    play: Play, road: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_s_078_fail_closed_when_the_store_is_away(play: Play, road: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flowfabric.engine.core.Pause.__init__.__defaults__", (0.0,))
     await policy(play, cap=5)
     e = await play.create(policy={"quota_policy_ids": [Q]})

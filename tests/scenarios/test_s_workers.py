@@ -20,7 +20,7 @@ ROUTE_BLOCKED = "runnable/unowned/blocked_by_route/waiting_for_capable_worker/no
 
 async def register(play: Play, instance: str = "i1", worker: str = "pool", **given: Any) -> Any:
     """What a worker that registers hears."""
-    what = {"lanes": ["default"], "liveness_ttl_ms": 1000} | given
+    what: dict[str, Any] = {"lanes": ["default"], "liveness_ttl_ms": 1000} | given
     return await play.engine.register_worker(worker_instance_id=instance, worker_id=worker, **what)
 
 
@@ -100,7 +100,9 @@ async def test_s_084_mark_dead(play: Play) -> None:
     await play.engine.renew(held.handle)
 
 
-@pytest.mark.parametrize(("reason", "detail"), [("r" * 257, "reason: more than"), ("a\nb", "reason: control character")])
+@pytest.mark.parametrize(
+    ("reason", "detail"), [("r" * 257, "reason: more than"), ("a\nb", "reason: control character")]
+)
 async def test_s_084_reasons_that_are_refused(play: Play, reason: str, detail: str) -> None:
     await register(play)
     async with play.untouched():
@@ -166,9 +168,7 @@ async def test_s_087_expired_leases_listing(play: Play) -> None:
     page = await play.engine.list_expired_leases(as_of=start + 2000, limit=2, namespace="default")
     assert [entry.execution_id for entry in page.entries] == first
     assert page.cursor == (start + 1000, first[1])
-    rest = await play.engine.list_expired_leases(
-        as_of=start + 2000, limit=2, namespace="default", after=page.cursor
-    )
+    rest = await play.engine.list_expired_leases(as_of=start + 2000, limit=2, namespace="default", after=page.cursor)
     assert ([entry.execution_id for entry in rest.entries], rest.cursor) == ([held[2].execution_id], None)
     others = await play.engine.list_expired_leases(as_of=start + 2000, namespace="n2")
     assert [entry.execution_id for entry in others.entries] == [foreign.execution_id]

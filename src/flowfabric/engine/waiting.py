@@ -37,17 +37,22 @@ class Room:
         self._left: dict[str, int | None] = {}
 
     async def learn(self, rows: Sequence[Execution]) -> None:
-        """Know what these rows depend on."""
+        """Know what these rows depend on; raises when that cannot be read, so that they stay where they are."""
         terms = [decode_terms(row.terms) for row in rows]
         unknown = sorted({budget for one in terms for budget in one.budget_ids} - self._spent.keys())
         if unknown:
             _, sheets = await self._books.budget_chains.look(unknown)
             for name, sheet in sheets.items():
+                if corrupt := budgets.corruption(sheet):
+                    raise corrupt
                 self._spent[name] = budgets.exhausted(sheet.dimensions.values()) is not None
         unknown = sorted({policy for one in terms for policy in one.quota_policy_ids} - self._left.keys())
         if unknown:
             now, policies = await self._books.quota_chains.look(unknown)
             for name, policy in policies.items():
+                numbers = admission.limits_of(policy.root)
+                if isinstance(numbers, errors.FabricError):
+                    raise numbers
                 self._left[name] = admission.room(policy, now)
 
     def admits(self, row: Execution) -> bool:
@@ -126,7 +131,7 @@ class Waiting(Books, Executions):
                 if not freed:
                     return True
                 after = rows[-1].rank, rows[-1].execution_id
-        except errors.StoreUnavailable as away:
+        except errors.FabricError as away:
             logger.warning("what waits for %s %s is left to the sweep: %s", reason.value, name, away)
         return True
 
