@@ -230,7 +230,9 @@ async def test_a_claim_that_fails_gives_back_exactly_its_own_admission(play: Pla
     assert await books(play) == (1, 1), "the winner keeps its slot"
 
 
-async def test_a_call_that_lost_the_claim_leaves_a_slot_alone_that_another_call_relies_on(play: Play) -> None:
+async def test_a_call_that_lost_the_claim_leaves_a_slot_alone_that_another_call_relies_on(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await policy(play, cap=5)
     e = await play.create(policy=LIMITED)
     other = Engine(play.store.store, minter=SeededMinter(9))
@@ -243,7 +245,7 @@ async def test_a_call_that_lost_the_claim_leaves_a_slot_alone_that_another_call_
         await proceed.wait()
         return await claim_row(*given)
 
-    play.engine._claim_row = late  # type: ignore[method-assign]
+    monkeypatch.setattr(play.engine, "_claim_row", late)
     slow = asyncio.create_task(pull(play))
     await claiming.wait()  # admitted, not yet claimed
     [fast] = await other.claim_admitted("default", worker_id="wb", worker_instance_id="wb-1")
