@@ -38,7 +38,7 @@ async def test_a_flood_of_one_tenant_does_not_hold_up_another(play: Play, road: 
 
 
 async def test_one_claim_of_many_is_shared_by_weight(play: Play) -> None:
-    names = {}
+    names: dict[str, str] = {}
     for name, weight in (("gold", 3), ("silver", 1)):
         for _ in range(12):
             names[await play.create(policy=tenant(name, weight))] = name
@@ -50,7 +50,7 @@ async def test_one_claim_of_many_is_shared_by_weight(play: Play) -> None:
 
 async def test_turns_span_lines_of_other_capabilities_and_limited_work(play: Play) -> None:
     await policy(play, cap=100)
-    names = {}
+    names: dict[str, str] = {}
     for n in range(10):
         terms = tenant("a", routing_requirements={"required_capabilities": ["gpu"]} if n % 2 else None)
         names[await play.create(policy=terms)] = "a"
@@ -75,7 +75,7 @@ async def test_priority_outranks_turns(play: Play) -> None:
 
 
 async def test_two_workers_share_fairly_without_talking_to_each_other(play: Play) -> None:
-    names = {}
+    names: dict[str, str] = {}
     for name in ("flood", "late"):
         for _ in range(40 if name == "flood" else 8):
             names[await play.create(policy=tenant(name))] = name

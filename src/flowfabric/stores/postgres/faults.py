@@ -12,6 +12,9 @@ from flowfabric.stores.base import Collision, Unstorable
 
 SHOWN: dict[str, Any] = {"backend": BackendTag.POSTGRES.title}
 
+# What a connection can end with. The driver's "internal" error is what a call meets when the server has just left.
+BROKEN = (OSError, asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError, TimeoutError)
+
 # By the first letters of the server's code (appendix A of its manual).
 _CONNECTION = ("08", "57P", "58")  # connection exception, operator's intervention, system error
 _VALUES = ("22", "23", "54", "21")  # data exception, integrity, limit exceeded, cardinality
@@ -65,7 +68,7 @@ def translated(error: Any, fault: Fault, *, gone: bool) -> Any:
     if isinstance(error, TimeoutError):
         fault.lost = True
         return _unavailable(error, StoreFault.TIMEOUT, fault)
-    if isinstance(error, OSError) or (gone and isinstance(error, asyncpg.InterfaceError)):
+    if isinstance(error, OSError | asyncpg.InternalClientError) or (gone and isinstance(error, asyncpg.InterfaceError)):
         fault.lost = True
         return _unavailable(error, StoreFault.TRANSPORT, fault)
     return error

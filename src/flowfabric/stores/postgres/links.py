@@ -24,7 +24,7 @@ import asyncpg
 
 from flowfabric.errors import StoreUnavailable
 from flowfabric.stores.base import Unstorable
-from flowfabric.stores.postgres.faults import SHOWN, Fault, Undone, translated
+from flowfabric.stores.postgres.faults import BROKEN, SHOWN, Fault, Undone, translated
 
 T = TypeVar("T")
 Work = Callable[[Any], Awaitable[T]]
@@ -120,7 +120,7 @@ class Links:
             await asyncio.sleep(wait)
         try:
             connection = await self._connect()
-        except (OSError, asyncpg.PostgresError, asyncpg.InterfaceError, TimeoutError) as error:
+        except BROKEN as error:
             self._pause = min(LONGEST_PAUSE, max(SHORTEST_PAUSE, self._pause * 2))
             self._not_before = loop.time() + self._pause * random.uniform(0.5, 1)
             raise translated(error, Fault(connecting=True), gone=True) from error
@@ -198,7 +198,7 @@ class Links:
             connection.terminate()
         while self._idle:
             connection = self._idle.pop()
-            with suppress(OSError, asyncpg.PostgresError, asyncpg.InterfaceError, TimeoutError):
+            with suppress(*BROKEN):
                 await connection.close(timeout=1)
             connection.terminate()
 
