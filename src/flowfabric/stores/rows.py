@@ -124,9 +124,7 @@ TABLES: tuple[Table, ...] = (
     _table("ff_quota_policy", QuotaPolicy, "quota_policy_id"),
     _table("ff_quota_admitted", QuotaSlot, "quota_policy_id", "execution_id", root=QuotaPolicy),
     _table("ff_quota_window", QuotaRequest, "quota_policy_id", "dimension", "execution_id", root=QuotaPolicy),
-    _table(
-        "ff_worker_registry", Worker, "namespace", "worker_instance_id", indexes=(("lapses_at",),)
-    ),
+    _table("ff_worker_registry", Worker, "namespace", "worker_instance_id", indexes=(("lapses_at",),)),
     _table(
         "ff_worker_registry_event",
         WorkerEvent,
