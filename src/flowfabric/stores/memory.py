@@ -202,7 +202,7 @@ class MemoryStore:
             found = []
             for row in shelf.rows.values():
                 place = tuple(shelf.value(row, column) for column in order)
-                if (after is None or place[: len(after)] > after) and shelf.meets(row, scan.where):
+                if shelf.meets(row, scan.where) and (after is None or place[: len(after)] > after):
                     found.append((place, row))
             return [row for _, row in sorted(found, key=operator.itemgetter(0))[: scan.limit]]
 
