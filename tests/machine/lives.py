@@ -86,6 +86,8 @@ class Lives(Table):
         seat=some.seats,
     )
     def create(self, lane: str, seat: int, key: str | None, **asked: Any) -> None:
+        if self.is_crowded():
+            return
         self.do(
             "create_execution",
             seat=seat,
@@ -116,6 +118,8 @@ class Lives(Table):
 
     @move(lane=some.lanes, count=range(1, 5), keys=some.four_keys, seat=some.seats)
     def create_many(self, lane: str, count: int, keys: tuple[str | None, ...], seat: int) -> None:
+        if self.is_crowded():
+            return
         asks = [
             CreateExecution(
                 execution_id=self.new_id(lane),
