@@ -5,7 +5,10 @@ from __future__ import annotations
 import msgspec
 
 from flowfabric.model.execution import Attempt, Execution, Payload, Result
+from flowfabric.model.gate import ChildEnd, GateMemo, Mail, StepMemo
 from flowfabric.model.states import LifecyclePhase
+from flowfabric.model.stream import Frame, Stream, Summary
+from flowfabric.model.suspension import Remembered, Signal, Suspension, Waitpoint
 from flowfabric.rules.change import Change, Decision, Delete, seen
 
 OWNED: tuple[type[msgspec.Struct], ...] = (Attempt, Result, Payload)

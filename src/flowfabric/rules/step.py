@@ -15,7 +15,7 @@ from flowfabric.model.states import (
     TerminalOutcome,
     public_state,
 )
-from flowfabric.rules import lease
+from flowfabric.rules import closing, lease
 from flowfabric.rules.change import NOW, Change, FromNow, Guard, Patch, Write, live, seen
 from flowfabric.rules.policy import decode_terms
 
@@ -45,11 +45,14 @@ def ended(
     details: str | None = None,
     guard: Guard | None = None,
     also: tuple[Write, ...] = (),
+    stream: str | None = None,
+    suspension: str | None = None,
     **fields: Any,
 ) -> Change:
     """The end of a life: vector, open attempt, lease, indexes, grant and the one completion event, together.
 
-    `released` is the reason in the lease history, used only when a lease ends here.
+    `released` is the reason in the lease history, used only when a lease ends here; `stream` and `suspension` are the
+    reasons with which these close, if they are open and the outcome does not say it all.
     """
     was_active = row.lifecycle_phase is LifecyclePhase.ACTIVE
     fields.update(
@@ -64,6 +67,7 @@ def ended(
     if row.attempt_index is not None:
         fields["attempt_state"] = AttemptState.ATTEMPT_TERMINAL
     fields.update(lease.cleared(row, "blocking_text", "delay_until", "deadline_at", "granted_until", "grant"))
+    fields.update(lease.cleared(row, "current_suspension_id", "current_waitpoint_id"))
     if was_active:
         fields.update(lease.release(row))
     else:
@@ -71,6 +75,9 @@ def ended(
     writes: tuple[Write, ...] = (moved(row, fields),)
     if lease.has_open_attempt(row):
         writes += (lease.attempt_ended(row, attempt, reason=attempt_reason, category=category),)
+    writes += closing.close_stream(row, stream or closing.STREAM_REASON[outcome])
+    writes += closing.close_suspension(row, suspension or outcome.value)
+    writes += closing.tell_parent(row, outcome)
     return Change(
         guards=(guard or seen(row),),
         writes=writes + also,

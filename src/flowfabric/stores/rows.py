@@ -13,7 +13,10 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import msgspec
 
 from flowfabric.model.execution import Attempt, Execution, IdempotencyKey, LineKey, Payload, Result
+from flowfabric.model.gate import ChildEnd, GateMemo, Mail, StepMemo
 from flowfabric.model.keys import Keystore, SigningKey
+from flowfabric.model.stream import Frame, Stream, Summary
+from flowfabric.model.suspension import Remembered, Signal, Suspension, Waitpoint
 from flowfabric.model.sweep import SweepLease
 
 
@@ -97,6 +100,24 @@ TABLES: tuple[Table, ...] = (
     _table("ff_sweep", SweepLease, "sweep"),
     _table("ff_keystore", Keystore, "keystore_id"),
     _table("ff_waitpoint_hmac", SigningKey, "keystore_id", "kid", root=Keystore),
+    _table("ff_suspension", Suspension, "execution_id", indexes=(("due_at", "execution_id"),)),
+    _table(
+        "ff_waitpoint",
+        Waitpoint,
+        "waitpoint_id",
+        "partition",
+        root=Suspension,
+        indexes=(("execution_id", "waitpoint_id"), ("pending_until", "waitpoint_id")),
+    ),
+    _table("ff_signal", Signal, "execution_id", "waitpoint_id", "seq", root=Suspension),
+    _table("ff_remembered", Remembered, "execution_id", "scope", "digest", root=Suspension),
+    _table("ff_gate", GateMemo, "execution_id", "gate", root=Suspension),
+    _table("ff_mail", Mail, "execution_id", "mailbox", "seq", root=Suspension),
+    _table("ff_child_end", ChildEnd, "parent_id", "child_id", "life", root=Suspension, indexes=(("due_at",),)),
+    _table("ff_step", StepMemo, "execution_id", "name", "occurrence", root=Execution),
+    _table("ff_stream", Stream, "execution_id", "attempt_index"),
+    _table("ff_frame", Frame, "execution_id", "attempt_index", "page", "ms", "seq", root=Stream),
+    _table("ff_stream_summary", Summary, "execution_id", "attempt_index", root=Stream),
 )
 
 TABLE: dict[type[msgspec.Struct], Table] = {table.row: table for table in TABLES}
