@@ -13,7 +13,7 @@ from flowfabric.engine.subscriptions import Subscriptions
 from flowfabric.engine.sweeper import Pass, Sweeper
 from flowfabric.ids import ExecutionId, LaneId, Minter, RandomMinter, mint_solo, parse_lane_id
 from flowfabric.settings import Settings
-from flowfabric.stores.base import Store
+from flowfabric.stores.base import Schema, Store
 
 
 class Capabilities(msgspec.Struct, frozen=True):
@@ -26,9 +26,17 @@ class Capabilities(msgspec.Struct, frozen=True):
 class Engine(Pulling, Reads, Subscriptions):
     """A durable execution engine on one store. Use it as an async context manager, or call `close`."""
 
-    def __init__(self, store: Store, *, settings: Settings | None = None, minter: Minter | None = None) -> None:
-        self.settings = settings or Settings()
-        super().__init__(store, minter=minter or RandomMinter(), partitions=self.settings.partitions)
+    def __init__(
+        self,
+        store: Store,
+        *,
+        settings: Settings | None = None,
+        minter: Minter | None = None,
+        schema: Schema | None = None,
+    ) -> None:
+        """`schema` is what opening the store answered."""
+        super().__init__(store, minter=minter or RandomMinter(), settings=settings or Settings())
+        self.schema = schema or Schema(0, 0)
         self._sweeper: Sweeper | None = None
         store.on_wake(self.wakes.fire)
 

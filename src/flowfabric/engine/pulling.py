@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from flowfabric import errors
-from flowfabric.engine.claims import POLL_S, Claims
+from flowfabric.engine.claims import Claims
 from flowfabric.engine.wakes import end_topic, lane_topic, waited
 from flowfabric.ids import parse_execution_id
 from flowfabric.model import answers
@@ -75,7 +75,7 @@ class Pulling(Claims):
                 left = until - clock()
                 if claimed or left <= 0 or not go_on():
                     return claimed
-                await waited(hint, min(left, POLL_S))
+                await waited(hint, min(left, self.poll_s))
             finally:
                 hint.cancel()
 
@@ -101,7 +101,7 @@ class Pulling(Claims):
                 left = until - clock()
                 if left <= 0:
                     return None
-                await waited(hint, min(left, POLL_S))
+                await waited(hint, min(left, self.poll_s))
             finally:
                 hint.cancel()
 

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, overload
 
 from flowfabric.clock import Clock
-from flowfabric.connect import connect
+from flowfabric.connecting import connect
 from flowfabric.engine.engine import Engine
 from flowfabric.errors import InvalidInput
 from flowfabric.ids import Minter
@@ -129,6 +129,25 @@ class Fabric:
         if kids.current_kid is None:  # whoever is first; the others find it
             await engine.ensure_signing_key(secrets.token_hex(32))
         return engine
+
+    def bind(self, engine: Engine) -> asyncio.Task[Engine] | None:
+        """Use this engine in this event loop from now on; what was used before, for `unbind`."""
+        loop = asyncio.get_running_loop()
+
+        async def bound() -> Engine:
+            return engine
+
+        before = self._engines.get(loop)
+        self._engines[loop] = loop.create_task(bound())
+        return before
+
+    def unbind(self, before: asyncio.Task[Engine] | None) -> None:
+        """Use what was used before `bind`."""
+        loop = asyncio.get_running_loop()
+        if before is None:
+            self._engines.pop(loop, None)
+        else:
+            self._engines[loop] = before
 
     async def close(self) -> None:
         """Let go of the store in this event loop."""

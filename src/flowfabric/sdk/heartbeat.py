@@ -124,6 +124,7 @@ class LoopHeartbeat:
         self._ttl_ms = lease_ttl_ms
         self._lost = lost
         self._held: dict[str, Handle] = {}
+        self._holds = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -133,10 +134,13 @@ class LoopHeartbeat:
     def hold(self, handle: Handle) -> None:
         """Renew this lease from now on."""
         self._held[handle.fields.lease_id] = handle
+        self._holds.set()
 
     def let_go(self, handle: Handle) -> None:
         """Renew it no more."""
         self._held.pop(handle.fields.lease_id, None)
+        if not self._held:
+            self._holds.clear()
 
     async def stop(self) -> None:
         """End."""
@@ -146,6 +150,7 @@ class LoopHeartbeat:
 
     async def _beat(self) -> None:
         while True:
+            await self._holds.wait()
             await asyncio.sleep(self._ttl_ms / 3000)
             held = list(self._held.values())
             for handle, answer in zip(held, await self._engine.renew_many(held), strict=True):

@@ -46,9 +46,10 @@ class Run(Generic[R]):
         engine = await self._engine()
         clock = asyncio.get_running_loop().time
         until = None if timeout is None else clock() + timeout
+        longest_ms = max(LONGEST_LOOK_MS, engine.settings.poll_ms)
         while True:
-            left_ms = LONGEST_LOOK_MS if until is None else max(0, int((until - clock()) * 1000))
-            ended = await engine.await_end(self.id, max_wait_ms=min(left_ms, LONGEST_LOOK_MS))
+            left_ms = longest_ms if until is None else max(0, int((until - clock()) * 1000))
+            ended = await engine.await_end(self.id, max_wait_ms=min(left_ms, longest_ms))
             if ended is not None:
                 return self._value(ended)
             if until is not None and clock() >= until:

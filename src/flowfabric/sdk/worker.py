@@ -13,9 +13,10 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from flowfabric.connect import connect
+from flowfabric.connecting import connect
 from flowfabric.engine.engine import Engine
 from flowfabric.errors import FabricError, InvalidInput, StoreUnavailable
+from flowfabric.handles import BackendTag
 from flowfabric.model.answers import Claimed
 from flowfabric.sdk.codec import json_bytes
 from flowfabric.sdk.context import Context, entered
@@ -89,6 +90,11 @@ class Worker:
         if self._engine is not None:
             self._engine.nudge(self._lanes)
 
+    def abandon(self) -> None:
+        """Drop everything on the floor, as a killed process does; for tests."""
+        for task, _ in self._running.values():
+            task.cancel()
+
     async def work(self) -> None:
         """Work until `stop`; returns when everything was finished or handed back."""
         self._engine = engine = await self._app.engine()
@@ -104,7 +110,7 @@ class Worker:
 
     def _make_heartbeat(self, engine: Engine) -> Heartbeat | LoopHeartbeat:
         """A thread with a connection of its own; a store in memory is of one loop, so its leases are renewed there."""
-        if self._app.url.startswith("memory:"):
+        if engine.store.tag is BackendTag.MEMORY:
             return LoopHeartbeat(engine, lease_ttl_ms=self._ttl_ms, lost=self._lease_lost)
         return Heartbeat(
             lambda: connect(self._app.url, migrate=False), lease_ttl_ms=self._ttl_ms, lost=self._lease_lost
@@ -125,7 +131,7 @@ class Worker:
                     worker_instance_id=self.instance_id,
                     capabilities=self._capabilities,
                     lease_ttl_ms=self._ttl_ms,
-                    max_wait_ms=PULL_WAIT_MS,
+                    max_wait_ms=max(PULL_WAIT_MS, engine.settings.poll_ms),
                     go_on=lambda: not self._stopping.is_set(),
                 )
             except StoreUnavailable as away:

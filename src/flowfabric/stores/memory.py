@@ -26,6 +26,7 @@ from flowfabric.stores.base import (
     Held,
     Loaded,
     Scan,
+    Schema,
     Take,
     Taken,
     Unstorable,
@@ -119,8 +120,9 @@ class MemoryStore:
         self._feed: list[FeedEvent] = []
         self._history: dict[str, list[FeedEvent]] = defaultdict(list)
 
-    async def open(self, *, migrate: bool) -> None:
-        """Nothing to connect to."""
+    async def open(self, *, migrate: bool) -> Schema:
+        """Nothing to connect to, and no schema."""
+        return Schema(0, 0)
 
     async def close(self) -> None:
         """Nothing to let go of."""

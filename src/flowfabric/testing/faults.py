@@ -24,7 +24,7 @@ from flowfabric.errors import StoreFault, StoreUnavailable
 from flowfabric.model.event import FeedEvent, Topic
 from flowfabric.model.execution import LineKey
 from flowfabric.rules.change import Change
-from flowfabric.stores.base import Due, FeedPage, Held, Loaded, Scan, Store, Take, Taken, Want, Where
+from flowfabric.stores.base import Due, FeedPage, Held, Loaded, Scan, Schema, Store, Take, Taken, Want, Where
 
 T = TypeVar("T")
 
@@ -130,8 +130,8 @@ class FlakyStore:
 
     # -- the port -------------------------------------------------------------------------------------------------
 
-    async def open(self, *, migrate: bool) -> None:
-        await self.inner.open(migrate=migrate)
+    async def open(self, *, migrate: bool) -> Schema:
+        return await self.inner.open(migrate=migrate)
 
     async def close(self) -> None:
         await self.inner.close()

@@ -10,18 +10,15 @@ text that contains a separator travels as an array, and so does its column from 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import count
 from operator import ne
 from typing import Any
 
-from flowfabric.model.execution import LineKey
 from flowfabric.rules.change import FromNow
 from flowfabric.stores.base import Unstorable
-from flowfabric.stores.codec import CODES
+from flowfabric.stores.codec import LineOf, encode
 from flowfabric.stores.postgres.sql import Parameters
-
-LineOf = Callable[[LineKey], int]
 
 # The habit of a column is a sum of these; nothing at all when no row sets it.
 VALUES = 1  # some are values
@@ -34,7 +31,6 @@ NUMBERS = LISTED
 
 _WHOLE = frozenset({"smallint", "int", "integer", "bigint"})
 _SEPARATOR, _UNSET = "\x1f", "\x1e"
-_PLAIN = frozenset({int, str, bytes, bool, float, type(None)})
 _NO_VALUE = frozenset({FromNow, type(None)})
 
 
@@ -124,18 +120,8 @@ class Habits:
         return habit
 
     def _stored(self, value: Any) -> Any:
-        """One value as its column keeps it."""
-        kind = type(value)
-        if kind in _PLAIN:
-            return value
-        if kind is FromNow:
-            return value.offset
-        if kind is LineKey:
-            return self._line_of(value)
-        try:
-            return CODES[id(value)]
-        except KeyError:
-            raise Unstorable(f"no column keeps a {kind.__name__}") from None
+        """One value as its column keeps it; an offset without the clock."""
+        return value.offset if type(value) is FromNow else encode(value, self._line_of)
 
 
 _INTS = frozenset({int})

@@ -21,7 +21,7 @@ from flowfabric.handles import BackendTag
 from flowfabric.model.event import FeedEvent, Topic
 from flowfabric.model.execution import LineKey
 from flowfabric.rules.change import Change, Insert, Patch, Put
-from flowfabric.stores.base import Due, FeedPage, Held, Loaded, Scan, Stamp, Take, Taken, Want, Where
+from flowfabric.stores.base import Due, FeedPage, Held, Loaded, Scan, Schema, Stamp, Take, Taken, Want, Where
 from flowfabric.stores.codec import CODEC, LineAt
 from flowfabric.stores.postgres import read, schema
 from flowfabric.stores.postgres import take as taking
@@ -55,8 +55,8 @@ class PostgresStore:
         self._feed = Feed(self._links)
         self._wake = Wake(self._links)
 
-    async def open(self, *, migrate: bool) -> None:
-        await self._links.run(
+    async def open(self, *, migrate: bool) -> Schema:
+        return await self._links.run(
             lambda connection: in_transaction(connection, lambda inside: schema.bring_up(inside, migrate=migrate))
         )
 
@@ -103,7 +103,8 @@ class PostgresStore:
         answer = await self._links.write(
             lambda connection: taking.take(connection, take, stamps, lines, limit, self._now(), self._lines.number)
         )
-        rows = await self._decoded(lambda line_at: taking.taken(answer, line_at))
+        claim = taking.claim(tuple(take.becomes))
+        rows = await self._decoded(lambda line_at: claim.rows(answer, take, stamps, line_at))
         return Taken(answer[0]["now"], rows), answer[0]["seen"]
 
     async def renew(self, leases: Sequence[Held]) -> list[int | None]:

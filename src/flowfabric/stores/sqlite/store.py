@@ -21,7 +21,7 @@ from flowfabric.handles import BackendTag
 from flowfabric.model.event import FeedEvent, Topic
 from flowfabric.model.execution import LineKey
 from flowfabric.rules.change import Change
-from flowfabric.stores.base import Due, FeedPage, Held, Loaded, Scan, Take, Taken, Want, Where
+from flowfabric.stores.base import Due, FeedPage, Held, Loaded, Scan, Schema, Take, Taken, Want, Where
 from flowfabric.stores.sqlite import reading, schema, writing
 from flowfabric.stores.sqlite.desk import Desk, WritingDesk
 from flowfabric.stores.sqlite.files import Turn, refuse_network
@@ -63,9 +63,9 @@ class SQLiteStore:
         self._lister = Desk("ff-sqlite-lister", self._connect_reader)
         self._polls: list[asyncio.Task[None]] = []
 
-    async def open(self, *, migrate: bool) -> None:
+    async def open(self, *, migrate: bool) -> Schema:
         refuse_network(self._path)
-        await self._writer.do(lambda db: schema.prepare(db, migrate=migrate, now=self._clock()))
+        return await self._writer.do(lambda db: schema.prepare(db, migrate=migrate, now=self._clock()))
 
     async def close(self) -> None:
         for poll in self._polls:
