@@ -15,7 +15,27 @@ class Sweeps(msgspec.Struct, frozen=True):
     attempt_timeout_ms: int = 2000
     execution_deadline_ms: int = 5000
     retention_trimmer_ms: int = 60_000
+    suspension_timeout_ms: int = 2000
+    pending_wp_expiry_ms: int = 5000
+    child_ends_ms: int = 2000
+    feed_trimmer_ms: int = 60_000
     batch: int = 200
+
+
+class Secret:
+    """A text that shows itself only when asked to, so that no log or traceback gives it away."""
+
+    __slots__ = ("_text",)
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def reveal(self) -> str:
+        """The text itself."""
+        return self._text
+
+    def __repr__(self) -> str:
+        return "<Secret>"
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -24,3 +44,6 @@ class Settings(msgspec.Struct, frozen=True):
     partitions: PartitionCounts = PartitionCounts()
     poll_ms: int = 1000  # how long a waiting claim, reader or caller trusts that no hint got lost
     sweeps: Sweeps = Sweeps()
+    max_concurrent_stream_ops: int = 64
+    feed_retention_ms: int = 7 * 24 * 60 * 60 * 1000  # how long subscribable events are kept
+    secret_key: Secret | None = None  # encrypts signing keys at rest; without one they are kept as they are

@@ -20,15 +20,20 @@ from flowfabric.engine.wakes import FEED, Wakes, due_topic, end_topic, lane_topi
 from flowfabric.handles import Handle, HandleFields, open_handle
 from flowfabric.ids import Minter
 from flowfabric.model.execution import Execution, LineKey
+from flowfabric.model.gate import Mail
 from flowfabric.model.states import LifecyclePhase, OwnershipState
+from flowfabric.model.stream import Frame
+from flowfabric.model.suspension import Signal, Waitpoint
 from flowfabric.rules.change import Change, Decision, FromNow, Insert, Patch, Put
 from flowfabric.settings import Settings
 from flowfabric.stores.base import Loaded, Scan, Store, Want
+from flowfabric.stores.rows import TABLE
 
 A = TypeVar("A")
 
 SEEN_LIMIT = 20_000
 PATIENCE_S = 15.0
+MINTED = (Signal, Mail, Waitpoint, Frame)  # rows whose ids, or content and place, are one call's own
 
 
 class Doubt(msgspec.Struct, frozen=True):
@@ -57,6 +62,7 @@ class Core:
         self.planned: dict[tuple[type[msgspec.Struct], str], int] = {}  # when this process looks at an instant next
         self._takeovers: set[str] = set()  # lanes where this process put work up for takeover
         self._looked_at: dict[str, int] = {}  # when this process last looked around in a lane
+        self.after_commit: list[Callable[[Change], None]] = []  # what this process does about a written change
 
     async def patiently(self, ask: Callable[[], Awaitable[A]]) -> A:
         """Ask what may be asked again at will; a store that is away for a moment is asked again."""
@@ -97,7 +103,7 @@ class Core:
             if rows is None:
                 loaded = await self.load(wants)
                 rows, now, fresh = loaded.rows, loaded.now, True
-                if doubtful and (found := _recognised(doubtful, rows)):
+                if doubtful and (found := _recognised(doubtful, rows) or await self._overtaken(doubtful)):
                     doubt, committed_at = found
                     self.note(doubt.change, doubt.rows, committed_at or now)
                     answer: A = doubt.decision.unwrap(committed_at or now)
@@ -135,6 +141,17 @@ class Core:
             trusting=None if seen is None else [[seen]],
         )
 
+    async def _overtaken(self, doubtful: dict[int, Doubt]) -> tuple[Doubt, int | None] | None:
+        """The doubtful change that others have written over since: a row that nobody else would insert is there."""
+        for doubt in doubtful.values():
+            inserts = [write.row for write in doubt.change.writes if isinstance(write, Insert)]
+            inserts = [row for row in inserts if isinstance(row, MINTED)]
+            wants = [Want(type(row), tuple(getattr(row, name) for name in TABLE[type(row)].key)) for row in inserts]
+            for row, found in zip(inserts, (await self.load(wants)).rows, strict=True):
+                if found and is_as_meant(found[0], row):
+                    return doubt, None
+        return None
+
     async def _commit(self, change: Change) -> int | None:
         pause = Pause()
         while True:
@@ -165,6 +182,8 @@ class Core:
             topics.update(end_topic(event.execution_id) for event in change.events if event.outcome)
         if topics:
             self.tell(frozenset(topics))
+        for follow in self.after_commit:
+            follow(change)
 
     def tell(self, topics: frozenset[str]) -> None:
         """Wake whoever waits for these, here and in other processes."""
@@ -248,6 +267,14 @@ def _recognised(doubtful: dict[int, Doubt], rows: list[list[Any]]) -> tuple[Doub
             if doubt := doubtful.get(getattr(row, "revision", 0)):
                 return doubt, getattr(row, "last_mutation_at", None)
     return None
+
+
+def is_as_meant(found: msgspec.Struct, meant: msgspec.Struct) -> bool:
+    """Whether a row says what was to be inserted; instants that the store filled in, and revisions, say nothing."""
+    return all(
+        type(value) is FromNow or name == "revision" or getattr(found, name) == value
+        for name, value in msgspec.structs.asdict(meant).items()
+    )
 
 
 def applied(row: Execution, fields: dict[str, Any], revision: int, committed_at: int) -> Execution:

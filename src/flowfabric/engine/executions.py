@@ -13,13 +13,15 @@ from flowfabric.engine.core import Core, Doubt
 from flowfabric.handles import Handle, HandleFields
 from flowfabric.model import answers
 from flowfabric.model.execution import Execution, IdempotencyKey
+from flowfabric.model.suspension import Waitpoint
 from flowfabric.rules import cancel, delay, expiry, finish, lease, limits, notes, operate, replay, retention, tags
 from flowfabric.rules.change import Decision, FromNow
 from flowfabric.rules.create import CreateExecution, create
 from flowfabric.rules.lease import Fence
-from flowfabric.stores.base import Held, Want
+from flowfabric.stores.base import Held, Scan, Want, Where
 
 HANDLE = Fence()
+WAITPOINTS_PAGE = 1000
 
 
 class Executions(Core):
@@ -43,8 +45,12 @@ class Executions(Core):
         policy: str | Mapping[str, Any] | None = None,
         delay_until: int | None = None,
         execution_deadline_at: int | None = None,
+        parent_id: str | None = None,
     ) -> answers.Created | answers.Duplicate:
-        """Create an execution, or learn which earlier one stands for the same id or idempotency key."""
+        """Create an execution, or learn which earlier one stands for the same id or idempotency key.
+
+        The end of a child is told to its parent, which lives on the same partition.
+        """
         ask = intake.creation(
             CreateExecution(
                 execution_id=execution_id,
@@ -61,6 +67,7 @@ class Executions(Core):
                 policy=intake.policy_text(policy),
                 delay_until=delay_until,
                 execution_deadline_at=execution_deadline_at,
+                parent_id=parent_id,
             )
         )
         return await self._create(ask)
@@ -394,7 +401,18 @@ class Executions(Core):
     async def purge_execution(self, execution_id: str) -> bool:
         """Remove a finished execution whose retention is over, with everything it owns."""
         execution = intake.execution(execution_id)
-        return await self.settle_execution(execution, retention.purge)
+        gone = await self.settle_execution(execution, retention.purge)
+        if isinstance(gone, bool):
+            return gone
+        named: list[str] = []
+        where, order = (Where("execution_id", "=", execution),), ("execution_id", "waitpoint_id")
+        while True:
+            after = (execution, named[-1]) if named else None
+            found = await self.scan(Scan(Waitpoint, where, order, after, WAITPOINTS_PAGE))
+            named += [one.waitpoint_id for one in found]
+            if len(found) < WAITPOINTS_PAGE:
+                break
+        return await self.settle_execution(execution, lambda row, now: retention.purge(row, now, named)) is True
 
     # -- operators and schedulers -------------------------------------------------------------------------------
 

@@ -110,7 +110,18 @@ def creation(ask: object) -> CreateExecution:
         policy=policy_text(ask.policy),
         delay_until=optional_instant("delay_until", ask.delay_until),
         execution_deadline_at=optional_instant("execution_deadline_at", ask.execution_deadline_at),
+        parent_id=_parent(ask.parent_id, execution_id),
     )
+
+
+def _parent(parent_id: object, child_id: ids.ExecutionId) -> ids.ExecutionId | None:
+    """A parent is told of the end in the change that makes it, so it has to live on the same partition."""
+    if parent_id is None:
+        return None
+    parent = ids.parse_execution_id(limits.text("parent_id", parent_id))
+    if ids.partition_of(parent) != ids.partition_of(child_id):
+        raise errors.InvalidInput("parent_id: on another partition than its child")
+    return parent
 
 
 def policy_text(policy: object) -> str | None:

@@ -116,6 +116,8 @@ class Execution(msgspec.Struct, frozen=True):
     last_hmac_validation_failed_at: int | None = None
     stream_index: int | None = None  # the last attempt that has written an output stream
     parent_id: str | None = None  # the execution that waits for this one, on the same partition
+    has_waits: bool = False  # whether it ever had waitpoints, messages or a suspension
+    has_steps: bool = False  # whether it ever recorded a durable step
 
     revision: int = 0  # the id of the change that wrote this row last
 

@@ -58,7 +58,7 @@ class GateMemo(msgspec.Struct, frozen=True):
     execution_id: str
     gate: str
     kind: GateKind
-    end: GateEnd
+    ended_as: GateEnd
     opened_at: int
     closed_at: int
     votes: str | None = None  # [Vote, …] as JSON

@@ -44,6 +44,7 @@ class CreateExecution(msgspec.Struct, frozen=True, kw_only=True):
     policy: str | None = None
     delay_until: int | None = None
     execution_deadline_at: int | None = None
+    parent_id: str | None = None
 
     @property
     def digest(self) -> str:
@@ -125,6 +126,7 @@ def _born(ask: CreateExecution, terms: Terms, terms_text: str | None, delay_unti
         rank=at(place.rank_offset(priority, terms)),
         next_type=AttemptType.INITIAL,
         next_timeout_ms=terms.attempt_timeout_ms,
+        parent_id=ask.parent_id,
     )
 
 

@@ -65,7 +65,7 @@ def memo(execution_id: str, name: str, gate: Gate, end: GateEnd, mail: Mail | No
         execution_id=execution_id,
         gate=name,
         kind=gate.kind,
-        end=end,
+        ended_as=end,
         opened_at=gate.opened_at,
         closed_at=at(0),
         votes=waits.written(gate.votes),

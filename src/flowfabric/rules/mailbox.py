@@ -70,7 +70,7 @@ def send(
         writes += (Put(kept),)
     change = Change(
         guards=(seen(row), guard),
-        writes=(Put(msgspec.structs.replace(root, **fields)), *writes),
+        writes=(Put(msgspec.structs.replace(root, **fields)), *writes, *waits.marked(row)),
         events=(event(row, ask.message_id, None, ask.sender, effect),),
     )
     return Decision(Accepted(ask.message_id, effect), change)

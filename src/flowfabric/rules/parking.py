@@ -13,7 +13,7 @@ from flowfabric.model.condition import Condition
 from flowfabric.model.execution import Execution
 from flowfabric.model.gate import ChildEnd, Gate, GateEnd, GateKind, GateMemo, Mail
 from flowfabric.model.keys import SigningKey
-from flowfabric.model.suspension import NO_TIMEOUT, Suspension, TimeoutBehavior, Waitpoint
+from flowfabric.model.suspension import NO_TIMEOUT, Suspension, TimeoutBehavior
 from flowfabric.rules import conditions, gates, lease, mailbox, shelving, tokens, waits
 from flowfabric.rules.change import Change, Decision, Delete, Insert, Put, Write, at, live, refuse, seen
 from flowfabric.rules.lease import Fence
@@ -35,7 +35,7 @@ class GateArgs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OpenGate(msgspec.Struct, frozen=True):
-    """A gate that nothing has closed yet, and the keys that signed the tokens of its waitpoints."""
+    """A gate that nothing has closed yet; of one that was just opened, the keys that signed its tokens."""
 
     name: str
     gate: Gate
@@ -67,7 +67,6 @@ class Scene(msgspec.Struct, frozen=True):
     row: Execution | None
     root: Suspension | None
     memo: GateMemo | None = None
-    waitpoints: Sequence[Waitpoint] = ()  # of the gate, when it is open
     mail: Mail | None = None
     ends: Sequence[ChildEnd] = ()
     keys: Sequence[SigningKey] = ()
@@ -86,8 +85,7 @@ def open_gate(scene: Scene, ask: GateArgs, fence: Fence, now: int) -> Decision[O
     if known is not None:
         if known.kind is not ask.kind:
             return refuse(errors.InvalidInput(f"gate {ask.name}: it is a {known.kind.value} gate"))
-        kids = {one.waitpoint_id: one.token_kid for one in scene.waitpoints}
-        return Decision(OpenGate(ask.name, known, tuple(kids.get(identity, "") for identity, _ in known.waitpoints)))
+        return Decision(OpenGate(ask.name, known))
     signer: SigningKey | errors.FabricError | None = None
     if ask.waitpoints:
         signer = tokens.waitpoint_signer(scene.keys)
@@ -136,7 +134,7 @@ def _opened(
 
     change = Change(
         guards=(seen(row, live(row)), waits.guard_of(scene.root, row.execution_id)),
-        writes=(Put(msgspec.structs.replace(root, **fields)), *writes),
+        writes=(Put(msgspec.structs.replace(root, **fields)), *writes, *waits.marked(row)),
     )
     return Decision(answer, change)
 

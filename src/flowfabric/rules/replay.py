@@ -7,14 +7,16 @@ import msgspec
 from flowfabric import errors
 from flowfabric.model.answers import Replayed
 from flowfabric.model.execution import Execution, Lineage, Result
+from flowfabric.model.gate import GateMemo, StepMemo
 from flowfabric.model.states import (
     AttemptState,
     LifecyclePhase,
     PublicState,
     TerminalOutcome,
 )
+from flowfabric.model.suspension import Suspension
 from flowfabric.rules import lease, place, step
-from flowfabric.rules.change import Change, Decision, Delete, refuse, seen
+from flowfabric.rules.change import Change, Decision, Delete, Patch, Write, refuse, seen
 from flowfabric.rules.operate import operator_event
 from flowfabric.rules.policy import decode_terms
 
@@ -52,7 +54,19 @@ def replay(row: Execution | None) -> Decision[Replayed]:
     details = {"replay_count": row.replay_count + 1, "replay_type": "normal", "branch": "normal"}
     change = Change(
         guards=(seen(row),),
-        writes=(step.moved(row, fields), Delete(Result, (row.execution_id,))),
+        writes=(step.moved(row, fields), Delete(Result, (row.execution_id,)), *_forgotten(row)),
         events=(operator_event(row, "replayed", msgspec.json.encode(details).decode(), lease_name="replay_initiated"),),
     )
     return Decision(Replayed(PublicState.WAITING), change)
+
+
+def _forgotten(row: Execution) -> tuple[Write, ...]:
+    """What a function did in a life that succeeded is done anew; after a failure it goes on from what it had done."""
+    writes: tuple[Write, ...] = ()
+    if row.terminal_outcome is not TerminalOutcome.SUCCESS:
+        return writes
+    if row.has_steps:
+        writes += (Delete(StepMemo, (row.execution_id,)),)
+    if row.has_waits:
+        writes += (Delete(GateMemo, (row.execution_id,)), Patch(Suspension, (row.execution_id,), {"gates": None}))
+    return writes

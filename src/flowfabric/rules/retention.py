@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from flowfabric.model.execution import Attempt, Execution, Payload, Result
@@ -12,14 +14,29 @@ from flowfabric.model.suspension import Remembered, Signal, Suspension, Waitpoin
 from flowfabric.rules.change import Change, Decision, Delete, seen
 
 OWNED: tuple[type[msgspec.Struct], ...] = (Attempt, Result, Payload)
+STREAMS: tuple[type[msgspec.Struct], ...] = (Frame, Summary, Stream)
+WAITS: tuple[type[msgspec.Struct], ...] = (Signal, Remembered, GateMemo, Mail, ChildEnd, Suspension)
 
 
-def purge(row: Execution | None, now: int) -> Decision[bool]:
-    """Delete a finished execution that has been kept long enough; True when it went."""
+class NeedsWaitpoints(msgspec.Struct, frozen=True):
+    """The execution is due to go, and its waitpoints have to be named for that."""
+
+
+def purge(
+    row: Execution | None, now: int, waitpoint_ids: Sequence[str] | None = None
+) -> Decision[bool | NeedsWaitpoints]:
+    """Delete a finished execution that has been kept long enough, with everything that its marks tell of."""
     if row is None or row.lifecycle_phase is not LifecyclePhase.TERMINAL:
         return Decision(False)
     if row.purge_at is None or row.purge_at > now:
         return Decision(False)
+    if row.has_waits and waitpoint_ids is None:
+        return Decision(NeedsWaitpoints())
     key = (row.execution_id,)
-    writes = (*(Delete(owned, key) for owned in OWNED), Delete(Execution, key))
+    owned = OWNED
+    owned += STREAMS if row.stream_index is not None else ()
+    owned += WAITS if row.has_waits else ()
+    owned += (StepMemo,) if row.has_steps else ()
+    waitpoints = (Delete(Waitpoint, (one, row.partition)) for one in waitpoint_ids or ())
+    writes = (*(Delete(kind, key) for kind in owned), *waitpoints, Delete(Execution, key))
     return Decision(True, Change(guards=(seen(row),), writes=writes, not_before=row.purge_at))

@@ -40,6 +40,7 @@ def shelved(
         "attempt_suspension": suspension_id,
         "current_suspension_id": suspension_id,
         "current_waitpoint_id": waitpoint_id,
+        "has_waits": True,
         "next_type": None,
         "next_timeout_ms": step.remaining_ms(row, now),
     }

@@ -255,6 +255,13 @@ def _latest(scene: Scene, ask: SignalArgs) -> int | None:
     return min((end for end in ends if end is not None), default=None)
 
 
+def resumed_by(root: Suspension | None, attempt_index: int) -> list[Place]:
+    """The signals that closed the latest suspension, if it was this attempt's and signals closed it."""
+    if root is None or root.attempt_index != attempt_index or root.closer_signal_id is None:
+        return []
+    return waits.satisfiers(root)
+
+
 def event(row: Execution, signal_id: str, waitpoint_id: str | None, source_identity: str, effect: str) -> Event:
     """An entry of the signal feed."""
     details = {"signal_id": signal_id, "waitpoint_id": waitpoint_id, "source_identity": source_identity or None}

@@ -8,7 +8,7 @@ from flowfabric import errors
 from flowfabric.model.execution import Execution
 from flowfabric.model.gate import StepMemo
 from flowfabric.rules import lease
-from flowfabric.rules.change import Change, Decision, Insert, at, live, refuse, seen
+from flowfabric.rules.change import Change, Decision, Insert, Patch, at, live, refuse, seen
 from flowfabric.rules.lease import Fence
 
 
@@ -23,5 +23,6 @@ def record_step(
     if known is not None:
         return Decision(known)
     kept = Insert(msgspec.structs.replace(memo, recorded_at=at(0)))
-    change = Change(guards=(seen(row, live(row)),), writes=(kept,))
+    mark = () if row.has_steps else (Patch(Execution, (row.execution_id,), {"has_steps": True}),)
+    change = Change(guards=(seen(row, live(row)),), writes=(kept, *mark))
     return Decision(lambda now: msgspec.structs.replace(memo, recorded_at=now), change)

@@ -12,7 +12,7 @@ from flowfabric.model.keys import SigningKey
 from flowfabric.model.states import LifecyclePhase, OwnershipState
 from flowfabric.model.suspension import Suspension, Waitpoint, WaitpointState
 from flowfabric.rules import conditions, lease, shelving, tokens, waits
-from flowfabric.rules.change import Change, Decision, Insert, Patch, Put, at, live, refuse, seen
+from flowfabric.rules.change import Change, Decision, Guard, Insert, Patch, Put, Write, at, live, refuse, seen
 from flowfabric.rules.lease import Fence
 from flowfabric.rules.limits import MAX_INTEGER
 
@@ -90,10 +90,10 @@ def create_waitpoint(
         return refuse(signer)
     until = at(expires_in_ms) if expires_in_ms < MAX_INTEGER // 2 else MAX_INTEGER
     waitpoint = shelving.new_waitpoint(row, signer, waitpoint_id, waitpoint_key, expires_at=until, pending_until=until)
-    made: tuple[Insert, ...] = (Insert(waitpoint),)
-    guards = (seen(row, live(row)),)
+    made: tuple[Write, ...] = (Insert(waitpoint),)
+    guards: tuple[Guard, ...] = (seen(row, live(row)),)
     if root is None:
-        made += (Insert(Suspension(row.execution_id, row.partition)),)
+        made += (Insert(Suspension(row.execution_id, row.partition)), *waits.marked(row))
         guards += (waits.guard_of(None, row.execution_id),)
     token = tokens.WaitpointToken(tokens.mint_token(signer, row.execution_id, waitpoint_id))
     return Decision(PendingWaitpoint(waitpoint_id, token), Change(guards=guards, writes=made))

@@ -12,7 +12,7 @@ from flowfabric.model.gate import Gate
 from flowfabric.model.states import AttemptState, BlockingReason, EligibilityState, LifecyclePhase
 from flowfabric.model.suspension import Signal, Suspension, Waitpoint, WaitpointState
 from flowfabric.rules import place, step
-from flowfabric.rules.change import FromNow, Guard, Patch
+from flowfabric.rules.change import FromNow, Guard, Patch, Write
 
 RESUMED = "resumed"
 NEVER_COMMITTED = "never_committed"
@@ -45,6 +45,11 @@ def guard_of(root: Suspension | None, execution_id: str) -> Guard:
 def root_of(root: Suspension | None, row: Execution) -> Suspension:
     """The root, or the one that is yet to be."""
     return root or Suspension(row.execution_id, row.partition)
+
+
+def marked(row: Execution) -> tuple[Write, ...]:
+    """The sheet's mark that there is a root, for the change that brings it into being."""
+    return () if row.has_waits else (Patch(Execution, (row.execution_id,), {"has_waits": True}),)
 
 
 def state_of(waitpoint: Waitpoint, root: Suspension | None, now: int) -> WaitpointState:
