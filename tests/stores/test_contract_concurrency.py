@@ -110,19 +110,23 @@ async def test_a_poisoned_commit_does_not_disturb_those_beside_it(store: Store, 
     await write(store, Insert(execution("taken")))
 
     def commit(number: int) -> asyncio.Future[list[int | None]]:
-        name = "taken" if number % 3 == 0 else f"n{number}"
-        made = change(Insert(execution(name, line=LineKey(f"lane-{number}"))), events=[event(name, lease="x")])
-        return asyncio.ensure_future(store.commit([made]))
+        line = LineKey(f"lane-{number // 3}")  # first seen by one that fails, then written to by others
+        made = [change(Insert(execution(f"n{number}", line=line)), events=[event(lease="x")])]
+        if number % 3 == 0:
+            made.append(change(Insert(payload(f"n{number}")), Insert(execution("taken"))))
+        return asyncio.ensure_future(store.commit(made))
 
     answers = await asyncio.gather(*(commit(number) for number in range(30)), return_exceptions=True)
     for number, answer in enumerate(answers):
+        row = await one(store, Execution, f"n{number}")
         if number % 3 == 0:
             assert isinstance(answer, Collision)
+            assert row is None
         else:
             assert answer == [clock.now]
-            row = await one(store, Execution, f"n{number}")
-            assert row.line == LineKey(f"lane-{number}")
+            assert row.line == LineKey(f"lane-{number // 3}")
     assert len((await store.feed(Topic.LEASE, 0, 100)).events) == 20
+    assert len(await store.lines()) == 10
 
 
 async def test_a_reader_of_the_feed_misses_nothing_while_others_write(store: Store) -> None:

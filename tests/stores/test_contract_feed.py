@@ -180,6 +180,14 @@ async def test_a_line_is_remembered_when_nothing_stands_in_it_any_more(store: St
     assert await store.lines() == [LINES[0]]
 
 
+async def test_a_change_may_make_lines_known_in_which_nothing_stands_yet(store: Store) -> None:
+    known, refused = change(lines=(LINES[3], LINES[5])), change(lines=(LINES[0],), not_before=2**62)
+    assert (await store.commit([known, refused]))[1] is None
+
+    assert set(await store.lines()) >= {LINES[3], LINES[5]}
+    assert await store.lanes("mail", 10) == ["sms"]
+
+
 @pytest.mark.parametrize(
     ("after", "limit", "expected"), [(None, 10, "abcd"), (None, 2, "ab"), ("b", 9, "cd"), ("bb", 1, "c")]
 )

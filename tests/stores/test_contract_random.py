@@ -157,7 +157,7 @@ def commits(draw: st.DrawFn) -> Act:
         changes = []
         for number, (name, guard, owned, told, bounds) in enumerate(made):
             ((*found,),) = (await play.store.load([Want(Execution, (name,))])).rows
-            at = {bound: play.clock.now + offset for bound, offset in bounds.items()}
+            at: dict[str, Any] = {bound: play.clock.now + offset for bound, offset in bounds.items()}
             guards = _guards(name, guard, found[0] if found else None)
             changes.append(Change(guards, tuple(owned), tuple(told), **at, id=play.step * 100 + number))
         await play.note(play.store.commit(changes))

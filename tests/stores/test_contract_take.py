@@ -41,6 +41,14 @@ async def test_several_lines_are_merged_by_rank(store: Store) -> None:
     assert names(taken) == [f"n{number:02}" for number in range(20, 30)]
 
 
+async def test_rows_of_equal_rank_in_several_lines_are_taken_by_id(store: Store) -> None:
+    for name, line in zip("fedcba", (MAIL, OTHER, THIRD) * 2, strict=True):
+        await line_up(store, waiting(name, 5, line=line))
+
+    for expected in ("a", "bc", "def"):
+        assert names(await store.take(a_take(len(expected), MAIL, THIRD, OTHER))) == list(expected)
+
+
 async def test_many_lines_can_be_asked_at_once(store: Store) -> None:
     lines = [LineKey("mail", f"cap-{number:02}") for number in range(64)]
     await line_up(store, *(waiting(f"n{number:02}", 64 - number, line=line) for number, line in enumerate(lines)))

@@ -144,10 +144,12 @@ class Reads(Core):
     async def lease_history(self, execution_id: str) -> list[HistoryEntry]:
         """What happened to the leases of an execution, oldest first; renewals are told in the feed only."""
         execution = _id(execution_id)
-        if await self._row(execution) is None:
+        row = await self._row(execution)
+        if row is None:
             return []
-        events = await self.store.history(execution, Topic.LEASE, HISTORY_KEPT)
-        return [_entry(told) for told in events if told.event.lease != "renewed"]
+        events = await self.patiently(lambda: self.store.history(execution, Topic.LEASE, HISTORY_KEPT))
+        # Events outlive a purge; what an earlier execution of this name did is not this one's history.
+        return [_entry(told) for told in events if told.at >= row.created_at and told.event.lease != "renewed"]
 
     async def list_executions(self, partition: int, *, cursor: str | None = None, limit: int = 50) -> ExecutionPage:
         """Ids of one partition, ascending, strictly after the cursor."""

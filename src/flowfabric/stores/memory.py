@@ -263,6 +263,8 @@ class MemoryStore:
         return row.revision == guard.revision and (guard.lease is None or _has_lease(row, guard.lease, now))
 
     def _write(self, change: Change, now: int, undo: list[tuple[Shelf, Key, Any]]) -> None:
+        for line in change.lines:
+            self._line_id(line)
         for write in change.writes:
             if isinstance(write, Insert | Put):
                 shelf = self._shelves[type(write.row)]

@@ -17,6 +17,7 @@ SHOWN: dict[str, Any] = {"backend": BackendTag.POSTGRES.title}
 _CONNECTION = ("08", "57P", "58")  # connection exception, operator's intervention, system error
 _VALUES = ("22", "23", "54", "21")  # data exception, integrity, limit exceeded, cardinality
 _PASSING = ("40001", "40P01")  # serialization failure, deadlock
+_POOLED = ("26000", "42P05")  # a prepared statement is unknown, or known already: someone else's session
 _SOURCES = (
     ("57P03", StoreFault.BUSY_LOADING),
     ("28", StoreFault.AUTH),
@@ -75,8 +76,11 @@ def translated(error: Any, fault: Fault, *, gone: bool) -> Any:
 
 
 def _unavailable(error: BaseException, source: StoreFault, fault: Fault) -> StoreUnavailable:
+    detail = str(error) or type(error).__name__
+    if getattr(error, "sqlstate", None) in _POOLED:
+        detail += "; behind a pooler in transaction mode the store needs statement_cache=False"
     return StoreUnavailable(
-        str(error) or type(error).__name__,
+        detail,
         **SHOWN,
         source=source,
         in_doubt=fault.lost and fault.sent,

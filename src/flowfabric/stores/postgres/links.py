@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import asyncpg
 
 from flowfabric.errors import FabricError, StoreUnavailable
+from flowfabric.stores.base import Unstorable
 from flowfabric.stores.postgres.faults import SHOWN, Fault, is_passing, translated
 
 T = TypeVar("T")
@@ -91,6 +92,8 @@ class Links:
             raised = translated(error, fault, gone=connection.is_closed())
             if fault.lost or not isinstance(error, Exception):
                 connection.terminate()
+            elif isinstance(raised, Unstorable):
+                await self._end_exchange(connection)
             if not (fault.lost and again):
                 if raised is error:
                     raise
@@ -98,6 +101,13 @@ class Links:
         finally:
             self._release(connection)
         return await self.run(work)
+
+    async def _end_exchange(self, connection: Any) -> None:
+        """A value that the driver refuses leaves the server waiting, locks in hand, for the rest of the exchange."""
+        try:
+            await connection.execute("select 1")
+        except (OSError, asyncpg.PostgresError, asyncpg.InterfaceError, TimeoutError):
+            connection.terminate()
 
     async def connect(self) -> Any:
         """A new connection, after the pause that earlier failures ask for; the caller owns it."""

@@ -75,6 +75,7 @@ class PostgresStore:
     async def commit(self, changes: Sequence[Change]) -> list[int | None]:
         if not changes:
             return []
+        await self._lines.add({line for change in changes for line in change.lines})
         try:
             batch = Batch(changes, self._habits)
         except UnknownLine:

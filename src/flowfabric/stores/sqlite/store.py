@@ -31,6 +31,7 @@ from flowfabric.stores.sqlite.wake import Wake
 BUSY_MS = 5_000  # how long a foreign writer is waited for
 CACHE_KIB = 64 * 1024
 STATEMENTS = 400
+CHECKPOINT_PAGES = 8_000  # ids are random: a longer log lets more writes of one page become one
 
 
 class SQLiteStore:
@@ -136,6 +137,7 @@ class SQLiteStore:
         db.pragma("journal_mode", "wal")
         db.pragma("synchronous", self._synchronous)
         db.pragma("cache_size", -CACHE_KIB)
+        db.wal_autocheckpoint(CHECKPOINT_PAGES)
         db.pragma("journal_size_limit", 64 * 1024 * 1024)
         return db
 

@@ -1,0 +1,29 @@
+"""An engine on each store, under watch, with a seeded minter, a clock that the test moves, and a signing key `k1`."""
+
+from __future__ import annotations
+
+import pytest
+
+from flowfabric.clock import ManualClock
+from flowfabric.engine.engine import Engine
+from flowfabric.ids import SeededMinter
+from flowfabric.stores.base import Store
+from tests.scenarios.play import Play
+from tests.scenarios.watched import Watched
+
+
+@pytest.fixture
+async def keyless(store: Store) -> Engine:
+    """An engine whose keystore is empty."""
+    return Engine(Watched(store), minter=SeededMinter(1))
+
+
+@pytest.fixture
+async def engine(keyless: Engine) -> Engine:
+    await keyless.seed_waitpoint_hmac_secret("k1", "00112233445566778899aabbccddeeff" * 2)
+    return keyless
+
+
+@pytest.fixture
+def play(engine: Engine, clock: ManualClock) -> Play:
+    return Play(engine, clock)
