@@ -7,10 +7,17 @@ from typing import Self
 
 import msgspec
 
+from flowfabric.engine import wait_sweeps
+from flowfabric.engine.gates import Gates
 from flowfabric.engine.pulling import Pulling
 from flowfabric.engine.reads import Reads
+from flowfabric.engine.signals import Signals
+from flowfabric.engine.streams import StreamOps, Streams
 from flowfabric.engine.subscriptions import Subscriptions
+from flowfabric.engine.suspensions import Suspensions
 from flowfabric.engine.sweeper import Pass, Sweeper
+from flowfabric.engine.vault import Vault
+from flowfabric.engine.wakes import stream_topic
 from flowfabric.ids import ExecutionId, LaneId, Minter, RandomMinter, mint_solo, parse_lane_id
 from flowfabric.settings import Settings
 from flowfabric.stores.base import Schema, Store
@@ -23,7 +30,7 @@ class Capabilities(msgspec.Struct, frozen=True):
     operations: tuple[str, ...]
 
 
-class Engine(Pulling, Reads, Subscriptions):
+class Engine(Suspensions, Signals, Streams, Gates, Pulling, Reads, Subscriptions):
     """A durable execution engine on one store. Use it as an async context manager, or call `close`."""
 
     def __init__(
@@ -38,6 +45,10 @@ class Engine(Pulling, Reads, Subscriptions):
         super().__init__(store, minter=minter or RandomMinter(), settings=settings or Settings())
         self.schema = schema or Schema(0, 0)
         self._sweeper: Sweeper | None = None
+        self.vault = Vault(self.settings.secret_key)
+        self.stream_ops = StreamOps(self.settings.max_concurrent_stream_ops)
+        self.writers, self.folding, self.folds = {}, {}, set()
+        self.after_commit += [self.follow_streams, self.follow_children]
         store.on_wake(self.wakes.fire)
 
     async def ping(self) -> int:
@@ -56,7 +67,7 @@ class Engine(Pulling, Reads, Subscriptions):
     def start_sweeps(self) -> None:
         """Run the background sweeps in this process too; any number of processes may."""
         if self._sweeper is None:
-            self._sweeper = Sweeper(self, self.settings.sweeps)
+            self._sweeper = Sweeper(self, self.settings.sweeps, wait_sweeps.sweeps(self))
             self._sweeper.start()
 
     async def stop_sweeps(self) -> int:
@@ -66,11 +77,15 @@ class Engine(Pulling, Reads, Subscriptions):
 
     async def sweep_once(self, name: str) -> Pass:
         """One pass of a sweep, now."""
-        return await Sweeper(self, self.settings.sweeps).sweep_once(name)
+        return await Sweeper(self, self.settings.sweeps, wait_sweeps.sweeps(self)).sweep_once(name)
 
     async def close(self) -> None:
         """Stop sweeping, let what is on its way arrive, and let go of the store. A second call does nothing."""
         await self.stop_sweeps()
+        self.stream_ops.closing.set()
+        self.wakes.fire_all(stream_topic(""))
+        await self.frames_written()
+        await self.folds_done()
         await self.commits.drained()
         await self.store.close()
 

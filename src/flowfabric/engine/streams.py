@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from enum import StrEnum
+from typing import Any
 
 import msgspec
 
@@ -160,7 +161,7 @@ class Streams(Core):
     async def _append(self, key: tuple[str, int], asks: list[FrameArgs]) -> streams.Answers:
         return await self.settle(
             (Want(Execution, key[:1]), Want(Stream, key), Want(Summary, key)),
-            lambda rows, now: streams.append(*(found[0] if found else None for found in rows), asks, now),
+            lambda rows, now: streams.append(_first(rows[0]), _first(rows[1]), _first(rows[2]), asks, now),
         )
 
     async def frames_written(self) -> None:
@@ -278,7 +279,11 @@ def _index(attempt_index: object) -> int:
     return limits.integer("attempt_index", attempt_index, least=0)
 
 
-def _visibility(value: object) -> Visibility:
+def _first(rows: list[Any]) -> Any:
+    return rows[0] if rows else None
+
+
+def _visibility(value: str) -> Visibility:
     if value == "all":
         return Visibility.ALL
     try:

@@ -157,14 +157,18 @@ class Suspensions(Keys):
         if trigger_type not in TRIGGERS:
             raise errors.InvalidInput(f"trigger_type: none of {', '.join(TRIGGERS)}")
         delay_ms = limits.duration("resume_delay_ms", resume_delay_ms, least=0)
-        return await self._about(execution, lambda row, root, _: resuming.resume_execution(row, root, delay_ms))
+        resumed: Resumed = await self._about(
+            execution, lambda row, root, _: resuming.resume_execution(row, root, delay_ms)
+        )
+        return resumed
 
     async def expire_suspension(self, execution_id: str) -> Expiry:
         """Do what a suspension wants done when its time is over; nothing when it is not."""
         execution, signal_id = intake.execution(execution_id), self.minter.uuid()
-        return await self._about(
+        expiry: Expiry = await self._about(
             execution, lambda row, root, now: resuming.expire_suspension(row, root, signal_id, now)
         )
+        return expiry
 
     async def _about(self, execution_id: str, decide: Any) -> Any:
         return await self.settle(

@@ -160,7 +160,7 @@ def frame(
     size = memoryview(payload).nbytes
     if size > streams.MAX_FRAME_BYTES:
         raise errors.RetentionLimitExceeded(f"{size} bytes, the limit is {streams.MAX_FRAME_BYTES}")
-    kind = _member(FrameKind, "kind", kind)
+    kinds: FrameKind = _member(FrameKind, "kind", kind)
     named = limits.text("frame_type", frame_type, limit=limits.MAX_NAME_BYTES)
     if not isinstance(best_effort, BestEffort):
         raise errors.InvalidInput("best_effort: not a BestEffort")
@@ -171,7 +171,7 @@ def frame(
         raise errors.InvalidInput("ema_alpha: not a number")
     return FrameInput(
         bytes(payload),
-        named or kind.value,
+        named or kinds.value,
         _member(FrameMode, "mode", mode),
         best_effort,
         limits.optional_text("correlation_id", correlation_id) or None,

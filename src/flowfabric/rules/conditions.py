@@ -137,8 +137,8 @@ def is_met(condition: Condition, progress: Progress, path: str = "<root>") -> bo
     match condition:
         case Single():
             return path in progress
-        case Count(n=n, count_kind=kind):
-            return isinstance(kind, CountKind) and len(progress.get(path, ())) >= n
+        case Count(n=n):
+            return len(progress.get(path, ())) >= n
         case AllOf(members=members):
             return all(is_met(member, progress, _below(path, place)) for place, member in enumerate(members))
         case OperatorOnly() | TimeoutOnly() | Unknown():

@@ -86,11 +86,12 @@ def open_gate(scene: Scene, ask: GateArgs, fence: Fence, now: int) -> Decision[O
         if known.kind is not ask.kind:
             return refuse(errors.InvalidInput(f"gate {ask.name}: it is a {known.kind.value} gate"))
         return Decision(OpenGate(ask.name, known))
-    signer: SigningKey | errors.FabricError | None = None
+    signer: SigningKey | None = None
     if ask.waitpoints:
-        signer = tokens.waitpoint_signer(scene.keys)
-        if isinstance(signer, errors.FabricError):
-            return refuse(signer)
+        found = tokens.waitpoint_signer(scene.keys)
+        if isinstance(found, errors.FabricError):
+            return refuse(found)
+        signer = found
     gate = _new(ask, now)
     end: GateEnd | None = None
     mail: Mail | None = None

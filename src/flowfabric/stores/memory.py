@@ -118,6 +118,8 @@ class MemoryStore:
         self._lines: dict[LineKey, int] = {}
         self._shelves = {table.row: Shelf(CODEC[table.row], self._line_id) for table in TABLES}
         self._feed: list[FeedEvent] = []
+        self._trimmed = 0  # how many events are no longer kept
+        self._lost: dict[Topic, int] = dict.fromkeys(Topic, 0)  # the last of each topic that is no longer kept
         self._history: dict[str, list[FeedEvent]] = defaultdict(list)
 
     async def open(self, *, migrate: bool) -> Schema:
@@ -219,15 +221,28 @@ class MemoryStore:
         with self._lock:
             field = TOPIC_FIELDS[topic]
             # Positions count from 1, so the entry after a position stands at that index.
-            news = islice(self._feed, after, None)
+            news = islice(self._feed, max(0, after - self._trimmed), None)
+            lost = after < self._lost[topic]
             events = list(islice((one for one in news if getattr(one.event, field) is not None), limit))
             if len(events) < limit:
-                return FeedPage(events, max(after, len(self._feed)))
-            return FeedPage(events, events[-1].position if events else after)
+                return FeedPage(events, max(after, self._trimmed + len(self._feed)), lost)
+            return FeedPage(events, events[-1].position if events else after, lost)
 
     async def feed_end(self) -> int:
         with self._lock:
-            return len(self._feed)
+            return self._trimmed + len(self._feed)
+
+    async def trim_feed(self, before: int, limit: int) -> int:
+        with self._lock:
+            old = [*takewhile(lambda told: told.at < before, islice(self._feed, limit))]
+            del self._feed[: len(old)]
+            self._trimmed += len(old)
+            for told in old:
+                self._history[told.event.execution_id].remove(told)
+                for topic, field in TOPIC_FIELDS.items():
+                    if getattr(told.event, field) is not None:
+                        self._lost[topic] = told.position
+            return len(old)
 
     async def history(self, execution_id: str, topic: Topic, limit: int) -> list[FeedEvent]:
         with self._lock:
@@ -308,7 +323,7 @@ class MemoryStore:
 
     def _tell(self, events: Sequence[Event], now: int) -> None:
         for event in events:
-            told = FeedEvent(len(self._feed) + 1, now, event)
+            told = FeedEvent(self._trimmed + len(self._feed) + 1, now, event)
             self._feed.append(told)
             self._history[event.execution_id].append(told)
 

@@ -195,3 +195,10 @@ create table ff_stream_summary (
     patch_kind                    text collate "C" not null,
     primary key (execution_id, attempt_index)
 );
+
+-- How many batches of the feed are no longer kept, and the last place of each topic among them.
+alter table ff_feed add column trimmed bigint not null default 0;
+alter table ff_feed add column lost_lease bigint not null default 0;
+alter table ff_feed add column lost_outcome bigint not null default 0;
+alter table ff_feed add column lost_operator bigint not null default 0;
+alter table ff_feed add column lost_signal bigint not null default 0;

@@ -191,3 +191,12 @@ CREATE TABLE ff_stream_summary (
     patch_kind TEXT NOT NULL,
     PRIMARY KEY (execution_id, attempt_index)
 ) STRICT;
+
+-- The last position of each topic that is no longer kept.
+CREATE TABLE ff_feed_trim (
+    lost_lease INTEGER NOT NULL,
+    lost_outcome INTEGER NOT NULL,
+    lost_operator INTEGER NOT NULL,
+    lost_signal INTEGER NOT NULL
+) STRICT;
+INSERT INTO ff_feed_trim VALUES (0, 0, 0, 0);
