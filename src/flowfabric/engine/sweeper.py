@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
 
 import msgspec
 
@@ -40,14 +41,15 @@ class Pass(msgspec.Struct, frozen=True):
 
 
 class Sweep(msgspec.Struct, frozen=True):
-    """One kind of due work: which instant, and the verb that decides about a row whose instant has come.
+    """One kind of due work: which instant of which rows, and the verb that decides about a row whose instant has come.
 
-    `whole` is for work that is not found by an instant of an execution: it makes a pass of its own.
+    `whole` is for work that is not found by an instant: it makes a pass of its own.
     """
 
     name: str
+    row: type[msgspec.Struct] = Execution
     column: str = ""
-    act: Callable[[str], Awaitable[bool]] | None = None
+    act: Callable[[Any], Awaitable[bool]] | None = None
     where: tuple[Where, ...] = ()
     whole: Callable[[int], Awaitable[Pass]] | None = None
 
@@ -93,7 +95,7 @@ class Sweeper:
         failures = 0
         while not self._stopping.is_set():
             pause_s = interval_ms / 1000
-            hint = self._engine.wakes.expect(due_topic(Execution, sweep.column))
+            hint = self._engine.wakes.expect(due_topic(sweep.row, sweep.column))
             try:
                 if await self._hold(sweep, interval_ms * 3):
                     done = await self._pass(sweep)
@@ -112,8 +114,9 @@ class Sweeper:
 
     async def _sleep(self, sweep: Sweep, pause_s: float, hint: asyncio.Future[None]) -> None:
         """Until the pause is over, something falls due earlier, or it is time to stop."""
-        planned, key = self._engine.planned, (Execution, sweep.column)
-        planned[key] = self._engine.estimate.now() + int(pause_s * 1000)
+        planned, key = self._engine.planned, (sweep.row, sweep.column)
+        if sweep.column:
+            planned[key] = self._engine.estimate.now() + int(pause_s * 1000)
         stopping = asyncio.create_task(self._stopping.wait())
         try:
             await asyncio.wait((stopping, hint), timeout=max(0.001, pause_s), return_when=asyncio.FIRST_COMPLETED)
@@ -125,20 +128,20 @@ class Sweeper:
     async def _pass(self, sweep: Sweep) -> Pass:
         if sweep.whole is not None:
             return await sweep.whole(self._settings.batch)
-        due = await self._engine.store.due(Execution, sweep.column, limit=self._settings.batch, where=sweep.where)
+        due = await self._engine.store.due(sweep.row, sweep.column, limit=self._settings.batch, where=sweep.where)
         self._engine.estimate.hear(due.now)
-        acts = await asyncio.gather(*(self._act(sweep, row.execution_id) for row in due.rows))
+        acts = await asyncio.gather(*(self._act(sweep, row) for row in due.rows))
         return Pass(sum(act is True for act in acts), sum(act is None for act in acts), due.now, due.next_at)
 
-    async def _act(self, sweep: Sweep, execution_id: str) -> bool | None:
+    async def _act(self, sweep: Sweep, row: Any) -> bool | None:
         if self._stopping.is_set() or sweep.act is None:
             return False
         try:
-            return await sweep.act(execution_id)
+            return await sweep.act(row)
         except errors.StoreUnavailable:
             raise
         except errors.FabricError:
-            logger.exception("sweep %s: %s was left for the next pass", sweep.name, execution_id)
+            logger.exception("sweep %s: %r was left for the next pass", sweep.name, row)
             return None
 
     async def _hold(self, sweep: Sweep, ttl_ms: int) -> bool:
@@ -155,22 +158,25 @@ class Sweeper:
 
 
 def _sweeps(engine: Claims) -> tuple[Sweep, ...]:
-    async def mark(execution_id: str) -> bool:
-        return isinstance(await engine.mark_lease_expired_if_due(execution_id), answers.MarkedExpired)
+    async def mark(row: Execution) -> bool:
+        return isinstance(await engine.mark_lease_expired_if_due(row.execution_id), answers.MarkedExpired)
 
-    async def promote(execution_id: str) -> bool:
-        return await engine.promote_delayed(execution_id) is answers.Promotion.PROMOTED
+    async def promote(row: Execution) -> bool:
+        return await engine.promote_delayed(row.execution_id) is answers.Promotion.PROMOTED
 
-    def expire(reason: str) -> Callable[[str], Awaitable[bool]]:
-        async def act(execution_id: str) -> bool:
-            return isinstance(await engine.expire_if_due(execution_id, reason), answers.Expired)
+    def expire(reason: str) -> Callable[[Execution], Awaitable[bool]]:
+        async def act(row: Execution) -> bool:
+            return isinstance(await engine.expire_if_due(row.execution_id, reason), answers.Expired)
 
         return act
 
+    async def purge(row: Execution) -> bool:
+        return await engine.purge_execution(row.execution_id)
+
     return (
-        Sweep("lease_expiry", "lease_expires_at", mark, (Where("lease_expired_at", "unset"),)),
-        Sweep("delayed_promoter", "delay_until", promote),
-        Sweep("attempt_timeout", "attempt_timeout_at", expire(expiry.ATTEMPT_TIMEOUT)),
-        Sweep("execution_deadline", "deadline_at", expire(expiry.EXECUTION_DEADLINE)),
-        Sweep("retention_trimmer", "purge_at", engine.purge_execution),
+        Sweep("lease_expiry", Execution, "lease_expires_at", mark, (Where("lease_expired_at", "unset"),)),
+        Sweep("delayed_promoter", Execution, "delay_until", promote),
+        Sweep("attempt_timeout", Execution, "attempt_timeout_at", expire(expiry.ATTEMPT_TIMEOUT)),
+        Sweep("execution_deadline", Execution, "deadline_at", expire(expiry.EXECUTION_DEADLINE)),
+        Sweep("retention_trimmer", Execution, "purge_at", purge),
     )
