@@ -56,7 +56,7 @@ class PostgresStore:
         self._wake = Wake(self._links)
 
     async def open(self, *, migrate: bool) -> Schema:
-        return await self._links.run(
+        return await self._links.write(
             lambda connection: in_transaction(connection, lambda inside: schema.bring_up(inside, migrate=migrate))
         )
 
@@ -104,7 +104,7 @@ class PostgresStore:
         answer = await self._links.write(
             lambda connection: taking.take(connection, take, stamps, lines, limit, self._now(), self._lines.number)
         )
-        claim = taking.claim(tuple(take.becomes))
+        claim = taking.claim(take)
         rows = await self._decoded(lambda line_at: claim.rows(answer, take, stamps, line_at))
         return Taken(answer[0]["now"], rows), answer[0]["seen"]
 
