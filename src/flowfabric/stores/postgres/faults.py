@@ -49,7 +49,7 @@ def is_passing(error: BaseException) -> bool:
 
 
 def translated(error: Any, fault: Fault, *, gone: bool) -> Any:
-    """The error as the port knows it; errors that only a bug explains, and cancellation, stay what they are."""
+    """The error as the port knows it; what did not come from the server, and cancellation, stays what it is."""
     if isinstance(error, asyncpg.PostgresError):
         code: str = error.sqlstate or ""
         if not fault.connecting and not gone:
@@ -60,10 +60,8 @@ def translated(error: Any, fault: Fault, *, gone: bool) -> Any:
             if code.startswith(_VALUES):
                 return Unstorable(f"{error} ({code})")
         fault.lost = gone or code.startswith(_CONNECTION)
-        source = next((source for start, source in _SOURCES if code.startswith(start)), None)
-        if source is None and not gone and not fault.connecting:
-            return error
-        return _unavailable(error, source or StoreFault.OTHER, fault)
+        source = next((source for start, source in _SOURCES if code.startswith(start)), StoreFault.OTHER)
+        return _unavailable(error, source, fault)
     if isinstance(error, OverflowError | UnicodeError):
         return Unstorable(str(error))
     if isinstance(error, asyncio.TimeoutError | TimeoutError):

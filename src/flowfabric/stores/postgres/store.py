@@ -104,7 +104,7 @@ class PostgresStore:
         answer = await self._links.write(
             lambda connection: taking.take(connection, take, stamps, lines, limit, self._now(), self._lines.number)
         )
-        claim = taking.claim(tuple(take.becomes))
+        claim = taking.claim(take)
         rows = await self._decoded(lambda line_at: claim.rows(answer, take, stamps, line_at))
         return Taken(answer[0]["now"], rows), answer[0]["seen"]
 
