@@ -107,9 +107,7 @@ async def test_ss_005_multi_binding_cross_checks(
     play: Play, waits: Waits, keys: tuple[str | None, ...], condition: Condition, detail: str
 ) -> None:
     held = await play.claimed()
-    bindings: list[Binding] = [
-        UsePending(waits.id()) if key is None else Fresh(waits.id(), key) for key in keys
-    ]
+    bindings: list[Binding] = [UsePending(waits.id()) if key is None else Fresh(waits.id(), key) for key in keys]
 
     async with play.refused(errors.InvalidInput, detail):
         await play.engine.suspend(held.handle, waits.args(condition, *bindings))
