@@ -9,6 +9,7 @@ from flowfabric.engine.engine import Engine
 from flowfabric.ids import SeededMinter
 from flowfabric.stores.base import Store
 from tests.scenarios.play import Play
+from tests.scenarios.waits import Waits
 from tests.scenarios.watched import Watched
 
 
@@ -27,3 +28,8 @@ async def engine(keyless: Engine) -> Engine:
 @pytest.fixture
 def play(engine: Engine, clock: ManualClock) -> Play:
     return Play(engine, clock)
+
+
+@pytest.fixture
+def waits(play: Play) -> Waits:
+    return Waits(play)
