@@ -15,6 +15,12 @@ class Sweeps(msgspec.Struct, frozen=True):
     attempt_timeout_ms: int = 2000
     execution_deadline_ms: int = 5000
     retention_trimmer_ms: int = 60_000
+    completion_dispatch_ms: int = 1000
+    dependency_reconciler_ms: int = 15_000
+    flow_projector_ms: int = 15_000
+    cancel_reconciler_ms: int = 15_000
+    edge_cancel_dispatcher_ms: int = 1000
+    edge_cancel_reconciler_ms: int = 10_000
     batch: int = 200
 
 
@@ -23,3 +29,4 @@ class Settings(msgspec.Struct, frozen=True):
 
     partitions: PartitionCounts = PartitionCounts()
     sweeps: Sweeps = Sweeps()
+    dispatch: bool = True  # whether this process carries ends to those who wait for them, at once

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -23,8 +23,10 @@ from flowfabric.model.execution import Execution, LineKey
 from flowfabric.model.states import LifecyclePhase, OwnershipState
 from flowfabric.rules.change import Change, Decision, FromNow, Insert, Patch, Put
 from flowfabric.stores.base import Loaded, Store, Want
+from flowfabric.stores.rows import TABLE
 
 A = TypeVar("A")
+Rows = list[list[Any]]
 
 SEEN_LIMIT = 20_000
 PATIENCE_S = 15.0
@@ -44,6 +46,8 @@ class Core:
         self._seen: dict[str, Execution] = {}
         self._lines: dict[str, set[LineKey]] = {}
         self._takeovers: set[str] = set()  # lanes where this process put work up for takeover
+        self.before_commit: Callable[[Change, Rows], Awaitable[Change]] | None = None  # may make a change carry more
+        self.after_commit: list[Callable[[Change], None]] = []  # what this process does about a written change
 
     async def load(self, wants: Sequence[Want]) -> Loaded:
         """Rows and the store's time; a store that is away for a moment is asked again."""
@@ -60,13 +64,15 @@ class Core:
     async def settle(
         self,
         wants: Sequence[Want],
-        decide: Callable[[list[list[Any]], int], Decision[A]],
+        decide: Callable[[Rows, int], Decision[A]],
         *,
-        trusting: list[list[Any]] | None = None,
+        trusting: Rows | None = None,
+        further: Callable[[Rows], Awaitable[Rows]] | None = None,
     ) -> A:
         """Decide and commit until the rule has answered on rows that were still true when written.
 
         `trusting` are rows to decide on first without a look: a claimed sheet, or the absence of what is created.
+        `further` looks at more, depending on what the first look found; it is older than nothing that is guarded.
         """
         rows, now, misses = trusting, self.estimate.now(), 0
         fresh = False
@@ -74,13 +80,17 @@ class Core:
             if rows is None:
                 loaded = await self.load(wants)
                 rows, now, fresh = loaded.rows, loaded.now, True
+                if further is not None:
+                    rows = rows + await further(rows)
             decision = decide(rows, now)
             if decision.change is None:
                 if fresh:
                     return decision.unwrap(now)
             else:
                 change = msgspec.structs.replace(decision.change, id=self.minter.change_id())
-                committed_at = await self._commit(change)
+                if self.before_commit is not None and not misses:
+                    change = await self.before_commit(change, rows)
+                committed_at = await self.commit(change)
                 if committed_at is not None:
                     self.note(change, rows, committed_at)
                     return decision.unwrap(committed_at)
@@ -100,7 +110,8 @@ class Core:
             trusting=None if seen is None else [[seen]],
         )
 
-    async def _commit(self, change: Change) -> int | None:
+    async def commit(self, change: Change) -> int | None:
+        """Write a change: the commit's time, or None when it was decided on something that is no longer true."""
         pause = Pause()
         while True:
             try:
@@ -117,10 +128,10 @@ class Core:
         """After a lost answer: the time of the change if a root shows it as its last one."""
         for write in change.writes:
             match write:
-                case Patch(row=row, key=key) if "revision" in row.__struct_fields__:
+                case Patch(row=row, key=key) if TABLE[row].is_root:
                     want = Want(row, key)
-                case Insert(row=new) | Put(row=new) if isinstance(new, Execution):
-                    want = Want(Execution, (new.execution_id,))
+                case Insert(row=new) | Put(row=new) if (table := TABLE[type(new)]).is_root:
+                    want = Want(type(new), tuple(getattr(new, name) for name in table.key))
                 case _:
                     continue
             loaded = await self.load((want,))
@@ -129,7 +140,7 @@ class Core:
             return None
         return None
 
-    def note(self, change: Change, rows: list[list[Any]], committed_at: int) -> None:
+    def note(self, change: Change, rows: Rows, committed_at: int) -> None:
         """Remember and tell what a written change means to this process and to others."""
         self.estimate.hear(committed_at)
         topics: set[str] = set()
@@ -147,6 +158,8 @@ class Core:
             topics.update(end_topic(event.execution_id) for event in change.events if event.outcome)
         if topics:
             self.tell(frozenset(topics))
+        for follow in self.after_commit:
+            follow(change)
 
     def tell(self, topics: frozenset[str]) -> None:
         """Wake whoever waits for these, here and in other processes."""

@@ -7,11 +7,18 @@ from typing import Self
 
 import msgspec
 
+from flowfabric.engine.cancelling import Cancelling
 from flowfabric.engine.claims import Claims
+from flowfabric.engine.dispatch import Dispatcher
+from flowfabric.engine.flow_cancels import FlowCancels
+from flowfabric.engine.flow_reads import FlowReads
+from flowfabric.engine.flow_sweeps import FlowSweeps
+from flowfabric.engine.folding import Folding
 from flowfabric.engine.reads import Reads
 from flowfabric.engine.subscriptions import Subscriptions
 from flowfabric.engine.sweeper import Pass, Sweeper
 from flowfabric.ids import ExecutionId, LaneId, Minter, RandomMinter, mint_solo, parse_lane_id
+from flowfabric.rules.feeds import Filter
 from flowfabric.settings import Settings
 from flowfabric.stores.base import Store
 
@@ -23,13 +30,22 @@ class Capabilities(msgspec.Struct, frozen=True):
     operations: tuple[str, ...]
 
 
-class Engine(Claims, Reads, Subscriptions):
+class Engine(FlowCancels, FlowReads, Claims, Reads, Subscriptions):
     """A durable execution engine on one store. Use it as an async context manager, or call `close`."""
 
     def __init__(self, store: Store, *, settings: Settings | None = None, minter: Minter | None = None) -> None:
         self.settings = settings or Settings()
         super().__init__(store, minter=minter or RandomMinter(), partitions=self.settings.partitions)
         self._sweeper: Sweeper | None = None
+        self._turns = {}
+        self._background = set()
+        dispatch = self.settings.dispatch
+        self.folding = Folding(self, keeps_siblings=dispatch)
+        self.cancelling = Cancelling(self, self.folding)
+        self.dispatcher = Dispatcher(self, self.folding, self.cancelling.cancel_siblings, enabled=dispatch)
+        self.before_commit = self.dispatcher.carry
+        self.after_commit.append(self.dispatcher.follow)
+        self._flow_sweeps = FlowSweeps(self, self)
         store.on_wake(self.wakes.fire)
 
     async def ping(self) -> int:
@@ -48,7 +64,7 @@ class Engine(Claims, Reads, Subscriptions):
     def start_sweeps(self) -> None:
         """Run the background sweeps in this process too; any number of processes may."""
         if self._sweeper is None:
-            self._sweeper = Sweeper(self, self.settings.sweeps)
+            self._sweeper = Sweeper(self, self.settings.sweeps, self._flow_sweeps.sweeps())
             self._sweeper.start()
 
     async def stop_sweeps(self) -> int:
@@ -56,13 +72,15 @@ class Engine(Claims, Reads, Subscriptions):
         sweeper, self._sweeper = self._sweeper, None
         return 0 if sweeper is None else await sweeper.stop()
 
-    async def sweep_once(self, name: str) -> Pass:
-        """One pass of a sweep, now."""
-        return await Sweeper(self, self.settings.sweeps).sweep_once(name)
+    async def sweep_once(self, name: str, chosen: Filter | None = None) -> Pass:
+        """One pass of a sweep, now; `chosen` restricts the sweeps of flows that act on single executions."""
+        return await Sweeper(self, self.settings.sweeps, self._flow_sweeps.sweeps(chosen)).sweep_once(name)
 
     async def close(self) -> None:
         """Stop sweeping, let what is on its way arrive, and let go of the store. A second call does nothing."""
         await self.stop_sweeps()
+        await self.finish_background()
+        await self.dispatcher.close()
         await self.commits.drained()
         await self.store.close()
 

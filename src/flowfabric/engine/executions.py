@@ -8,11 +8,26 @@ from typing import Any
 import msgspec
 
 from flowfabric import errors, ids
-from flowfabric.engine.core import Core
+from flowfabric.engine import arguments
+from flowfabric.engine.core import Core, Rows
 from flowfabric.handles import Handle, HandleFields
 from flowfabric.model import answers
 from flowfabric.model.execution import Execution, IdempotencyKey
-from flowfabric.rules import cancel, delay, expiry, finish, lease, limits, notes, operate, replay, retention, tags
+from flowfabric.model.flow import Dependency, EdgeGroup
+from flowfabric.rules import (
+    cancel,
+    delay,
+    dependents,
+    expiry,
+    finish,
+    lease,
+    limits,
+    notes,
+    operate,
+    replay,
+    retention,
+    tags,
+)
 from flowfabric.rules.change import Decision
 from flowfabric.rules.create import CreateExecution, create
 from flowfabric.rules.lease import Fence
@@ -44,7 +59,7 @@ class Executions(Core):
         execution_deadline_at: int | None = None,
     ) -> answers.Created | answers.Duplicate:
         """Create an execution, or learn which earlier one stands for the same id or idempotency key."""
-        ask = _checked(
+        ask = checked_ask(
             CreateExecution(
                 execution_id=execution_id,
                 partition=0,
@@ -78,7 +93,7 @@ class Executions(Core):
             place = len(results)
             results.append(None)
             try:
-                ask = _checked(ask)
+                ask = checked_ask(ask)
             except errors.FabricError as refused:
                 checked.append(None)
                 results[place] = refused
@@ -283,11 +298,22 @@ class Executions(Core):
     ) -> answers.Moved:
         """Put the work away until its dependencies are resolved."""
         execution, fence = self._who(handle, execution_id, fence)
-        return await self.settle_execution(
-            execution,
-            lambda row, now: delay.wait_children(row, fence, source, unresolved=False, now=now),
-            trust=self._untimed(execution),
+        seen = self._seen.get(execution) if self._untimed(execution) else None
+        return await self.settle(
+            (Want(Execution, (execution,)),),
+            lambda rows, now: dependents.wait_children(
+                arguments.first(rows[0]), arguments.first(rows[1]), fence, source, now
+            ),
+            trusting=[[seen], []] if seen is not None and seen.flow_id is None else None,
+            further=self.group_of,
         )
+
+    async def group_of(self, rows: Rows) -> Rows:
+        """The join of a loaded execution, to be decided together with it."""
+        row = arguments.first(rows[0])
+        if row is None or row.flow_id is None:
+            return [[]]
+        return (await self.load((Want(EdgeGroup, (row.flow_id, row.execution_id)),))).rows
 
     def _untimed(self, execution_id: str) -> bool:
         """Whether a remembered sheet will do: the time left of an attempt is reckoned from a fresh look only."""
@@ -327,7 +353,28 @@ class Executions(Core):
     async def replay_execution(self, execution_id: str) -> answers.Replayed:
         """Give a finished execution another life."""
         execution = ids.parse_execution_id(limits.text("execution_id", execution_id))
-        return await self.settle_execution(execution, lambda row, _: replay.replay(row))
+
+        async def join(rows: Rows) -> Rows:
+            return (
+                await self._join_to_reset(rows[0][0]) if dependents.is_skipped_member(arguments.first(rows[0])) else []
+            )
+
+        def decide(rows: Rows, _: int) -> Decision[answers.Replayed]:
+            row = arguments.first(rows[0])
+            if row is None or len(rows) == 1:
+                return replay.replay(row)
+            upstreams = {each[0].execution_id: each[0] for each in rows[3:] if each}
+            return dependents.replay_member(row, arguments.first(rows[1]), rows[2], upstreams)
+
+        return await self.settle((Want(Execution, (execution,)),), decide, further=join)
+
+    async def _join_to_reset(self, row: Execution) -> Rows:
+        """The group of a skipped member, its dependencies, and each of its upstreams."""
+        wants = (Want(EdgeGroup, (row.flow_id, row.execution_id)), Want(Dependency, (row.execution_id,)))
+        group, inbound = (await self.load(wants)).rows
+        names = sorted({one.upstream_execution_id for one in inbound})
+        upstreams = (await self.load([Want(Execution, (name,)) for name in names])).rows
+        return [group, inbound, *upstreams]
 
     async def expire_execution(
         self, execution_id: str, reason: str = expiry.ATTEMPT_TIMEOUT
@@ -463,7 +510,7 @@ def _policy_text(policy: object) -> str | None:
         raise errors.InvalidPolicyJson("malformed") from fault
 
 
-def _checked(ask: CreateExecution) -> CreateExecution:
+def checked_ask(ask: CreateExecution) -> CreateExecution:
     """The request with its free texts and numbers looked at, and its partition read from the id."""
     execution_id = ids.parse_execution_id(limits.text("execution_id", ask.execution_id))
     ids.parse_lane_id(limits.text("lane_id", ask.lane_id))

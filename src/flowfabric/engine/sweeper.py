@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 
 import msgspec
 
@@ -39,24 +39,28 @@ class Pass(msgspec.Struct, frozen=True):
 
 
 class Sweep(msgspec.Struct, frozen=True):
-    """One kind of due work: which instant, and the verb that decides about a row whose instant has come."""
+    """One kind of due work: which instant, and the verb that decides about a row whose instant has come.
+
+    `whole` is for work that is not found by an instant of an execution: it makes a pass of its own.
+    """
 
     name: str
-    column: str
-    act: Callable[[str], Awaitable[bool]]
+    column: str = ""
+    act: Callable[[str], Awaitable[bool]] | None = None
     where: tuple[Where, ...] = ()
+    whole: Callable[[int], Awaitable[Pass]] | None = None
 
 
 class Sweeper:
     """The background sweeps of one process."""
 
-    def __init__(self, engine: Claims, settings: Sweeps) -> None:
+    def __init__(self, engine: Claims, settings: Sweeps, more: Iterable[Sweep] = ()) -> None:
         self._engine = engine
         self._settings = settings
         self._holder = engine.minter.uuid()
         self._stopping = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
-        self.sweeps = {sweep.name: sweep for sweep in _sweeps(engine)}
+        self.sweeps = {sweep.name: sweep for sweep in (*_sweeps(engine), *more)}
 
     def start(self) -> None:
         """Run every sweep that has an interval."""
@@ -103,13 +107,15 @@ class Sweeper:
             await self._let_go(sweep)
 
     async def _pass(self, sweep: Sweep) -> Pass:
+        if sweep.whole is not None:
+            return await sweep.whole(self._settings.batch)
         due = await self._engine.store.due(Execution, sweep.column, limit=self._settings.batch, where=sweep.where)
         self._engine.estimate.hear(due.now)
         acts = await asyncio.gather(*(self._act(sweep, row.execution_id) for row in due.rows))
         return Pass(sum(act is True for act in acts), sum(act is None for act in acts), due.now, due.next_at)
 
     async def _act(self, sweep: Sweep, execution_id: str) -> bool | None:
-        if self._stopping.is_set():
+        if self._stopping.is_set() or sweep.act is None:
             return False
         try:
             return await sweep.act(execution_id)

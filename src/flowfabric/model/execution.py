@@ -111,6 +111,8 @@ class Execution(msgspec.Struct, frozen=True):
     progress_message: str | None = None
     progress_updated_at: int | None = None
 
+    successors: str | None = None  # who waits for its end (rules.successors); None when nobody does
+
     revision: int = 0  # the id of the change that wrote this row last
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import msgspec
 
 from flowfabric.model.execution import Attempt, Execution, Payload, Result
+from flowfabric.model.flow import Dependency
 from flowfabric.model.states import LifecyclePhase
 from flowfabric.rules.change import Change, Decision, Delete, seen
 
-OWNED: tuple[type[msgspec.Struct], ...] = (Attempt, Result, Payload)  # the execution itself goes last
+OWNED: tuple[type[msgspec.Struct], ...] = (Attempt, Result, Payload, Dependency)  # the execution itself goes last
 
 
 def purge(row: Execution | None, now: int) -> Decision[bool]:

@@ -15,7 +15,7 @@ from flowfabric.model.states import (
     TerminalOutcome,
     public_state,
 )
-from flowfabric.rules import lease
+from flowfabric.rules import lease, successors
 from flowfabric.rules.change import NOW, Change, FromNow, Guard, Patch, Write, live, seen
 from flowfabric.rules.policy import decode_terms
 
@@ -45,11 +45,13 @@ def ended(
     details: str | None = None,
     guard: Guard | None = None,
     also: tuple[Write, ...] = (),
+    settles: bool = True,
     **fields: Any,
 ) -> Change:
     """The end of a life: vector, open attempt, lease, indexes, grant and the one completion event, together.
 
-    `released` is the reason in the lease history, used only when a lease ends here.
+    `released` is the reason in the lease history, used only when a lease ends here. `settles=False` leaves those who
+    wait for this end to the dependency reconciler.
     """
     was_active = row.lifecycle_phase is LifecyclePhase.ACTIVE
     fields.update(
@@ -62,7 +64,7 @@ def ended(
     if row.blocking_reason is not BlockingReason.NONE:
         fields["blocking_reason"] = BlockingReason.NONE
     if row.attempt_index is not None:
-        fields["attempt_state"] = AttemptState.ATTEMPT_TERMINAL
+        fields.setdefault("attempt_state", AttemptState.ATTEMPT_TERMINAL)
     fields.update(lease.cleared(row, "blocking_text", "delay_until", "deadline_at", "granted_until", "grant"))
     if was_active:
         fields.update(lease.release(row))
@@ -71,6 +73,8 @@ def ended(
     writes: tuple[Write, ...] = (moved(row, fields),)
     if lease.has_open_attempt(row):
         writes += (lease.attempt_ended(row, attempt, reason=attempt_reason, category=category),)
+    if settles:
+        also += successors.settled(row, outcome)
     return Change(
         guards=(guard or seen(row),),
         writes=writes + also,
