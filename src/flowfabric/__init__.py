@@ -1,26 +1,73 @@
-"""FlowFabric: durable execution on a store you already run."""
+"""FlowFabric: durable execution on a store you already run.
+
+The public names, each looked up in its page when it is first used: a command line that prints its help loads no engine.
+"""
 
 from __future__ import annotations
 
-from flowfabric.connect import connect
-from flowfabric.engine.engine import Engine
-from flowfabric.errors import FabricError, StoreUnavailable
-from flowfabric.handles import Handle, HandleKind
-from flowfabric.rules.create import CreateExecution
-from flowfabric.rules.lease import Fence
-from flowfabric.settings import Settings
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flowfabric.connecting import connect as connect
+    from flowfabric.engine.engine import Engine as Engine
+    from flowfabric.errors import FabricError as FabricError
+    from flowfabric.errors import StoreUnavailable as StoreUnavailable
+    from flowfabric.handles import Handle as Handle
+    from flowfabric.handles import HandleKind as HandleKind
+    from flowfabric.rules.create import CreateExecution as CreateExecution
+    from flowfabric.rules.lease import Fence as Fence
+    from flowfabric.sdk.context import Context as Context
+    from flowfabric.sdk.context import current as current
+    from flowfabric.sdk.fabric import Fabric as Fabric
+    from flowfabric.sdk.failing import Fatal as Fatal
+    from flowfabric.sdk.failing import Retry as Retry
+    from flowfabric.sdk.failing import RetryAfter as RetryAfter
+    from flowfabric.sdk.failing import RunCancelled as RunCancelled
+    from flowfabric.sdk.failing import RunEnded as RunEnded
+    from flowfabric.sdk.failing import RunExpired as RunExpired
+    from flowfabric.sdk.failing import RunFailed as RunFailed
+    from flowfabric.sdk.failing import RunSkipped as RunSkipped
+    from flowfabric.sdk.run import Run as Run
+    from flowfabric.sdk.task import Task as Task
+    from flowfabric.settings import Settings as Settings
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "CreateExecution",
-    "Engine",
-    "FabricError",
-    "Fence",
-    "Handle",
-    "HandleKind",
-    "Settings",
-    "StoreUnavailable",
-    "__version__",
-    "connect",
-]
+_PAGES = {
+    "Context": "flowfabric.sdk.context",
+    "CreateExecution": "flowfabric.rules.create",
+    "Engine": "flowfabric.engine.engine",
+    "Fabric": "flowfabric.sdk.fabric",
+    "FabricError": "flowfabric.errors",
+    "Fatal": "flowfabric.sdk.failing",
+    "Fence": "flowfabric.rules.lease",
+    "Handle": "flowfabric.handles",
+    "HandleKind": "flowfabric.handles",
+    "Retry": "flowfabric.sdk.failing",
+    "RetryAfter": "flowfabric.sdk.failing",
+    "Run": "flowfabric.sdk.run",
+    "RunCancelled": "flowfabric.sdk.failing",
+    "RunEnded": "flowfabric.sdk.failing",
+    "RunExpired": "flowfabric.sdk.failing",
+    "RunFailed": "flowfabric.sdk.failing",
+    "RunSkipped": "flowfabric.sdk.failing",
+    "Settings": "flowfabric.settings",
+    "StoreUnavailable": "flowfabric.errors",
+    "Task": "flowfabric.sdk.task",
+    "connect": "flowfabric.connecting",
+    "current": "flowfabric.sdk.context",
+}
+
+__all__ = ["__version__", *_PAGES]
+
+if not TYPE_CHECKING:  # a checker knows the names from above, and so still notices one that does not exist
+
+    def __getattr__(name: str) -> Any:
+        if name not in _PAGES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(_PAGES[name]), name)
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *_PAGES})

@@ -28,5 +28,6 @@ class Settings(msgspec.Struct, frozen=True):
     """What an engine can be told."""
 
     partitions: PartitionCounts = PartitionCounts()
+    poll_ms: int = 1000  # how long a waiting claim, reader or caller trusts that no hint got lost
     sweeps: Sweeps = Sweeps()
     dispatch: bool = True  # whether this process carries ends to those who wait for them, at once

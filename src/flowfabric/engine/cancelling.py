@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from flowfabric import errors
-from flowfabric.engine import arguments
-from flowfabric.engine.core import Core
+from flowfabric.engine.core import Core, first
 from flowfabric.engine.folding import Child, Folding
 from flowfabric.model.execution import Execution
 from flowfabric.model.flow import CancelBacklog, EdgeGroup, PendingCancel, PendingCancelGroup
@@ -95,7 +94,7 @@ class Cancelling:
         wants = [Want(CancelBacklog, (flow_id,)), *(Want(PendingCancel, (flow_id, name)) for name in names)]
         return await self._core.settle(
             wants,
-            lambda rows, _: flow_cancel.ack(arguments.first(rows[0]), [row for found in rows[1:] for row in found]),
+            lambda rows, _: flow_cancel.ack(first(rows[0]), [row for found in rows[1:] for row in found]),
         )
 
     # -- siblings -----------------------------------------------------------------------------------------------------
@@ -117,7 +116,7 @@ class Cancelling:
         """Clear what a fired group had flagged."""
         return await self._core.settle(
             (Want(PendingCancelGroup, child), Want(EdgeGroup, child)),
-            lambda rows, _: flow_cancel.drain(arguments.first(rows[0]), arguments.first(rows[1])),
+            lambda rows, _: flow_cancel.drain(first(rows[0]), first(rows[1])),
         )
 
 

@@ -4,22 +4,23 @@ Two roads lead to a claim. *Uniform* rows are taken by the store in one trip: th
 worker covers. *Decided* rows need a decision at the claim: an expired or revoked lease has a cap to respect and an
 attempt to end; they stand in lines of their own and are claimed by load, rule and commit. Both are merged by rank.
 
-Leases that lapsed enter their line when somebody notices. Every claim looks for them: always when it found less than
-it wanted, and about once a second when it is busy.
+Leases that lapsed enter their line when somebody notices. Every claim looks for them, and for lines that other
+processes began: always when it found nothing, and about once a second when it is busy.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import Any
 
-import msgspec
-
 from flowfabric import errors, ids
+from flowfabric.engine import intake
+from flowfabric.engine.core import Pause
 from flowfabric.engine.executions import Executions
+from flowfabric.engine.intake import ClaimOrder
 from flowfabric.engine.keys import Keys
-from flowfabric.engine.wakes import lane_topic, waited
+from flowfabric.engine.wakes import FEED, lane_topic, waited
 from flowfabric.handles import Handle, HandleFields, HandleKind
 from flowfabric.model import answers
 from flowfabric.model.execution import Execution, LineKey, Payload
@@ -31,27 +32,13 @@ from flowfabric.rules.lease import Holder
 from flowfabric.stores.base import Scan, Stamp, Take, Want, Where
 
 OPERATOR = "operator"
-POLL_S = 1.0
 HOUSEKEEPING_MS = 1000
 CANDIDATES = 10
 LAPSED_BATCH = 100
 
 
-class ClaimOrder(msgspec.Struct, frozen=True):
-    """Who wants work, from which lane, for how long at a time."""
-
-    lane_id: str
-    worker_id: str
-    worker_instance_id: str
-    capabilities: frozenset[str]
-    lease_ttl_ms: int
-
-
 class Claims(Executions, Keys):
     """What a worker does to get work."""
-
-    _lapsed_looked_at: int = 0
-    _takeovers_looked_at: int = 0
 
     # -- pull -----------------------------------------------------------------------------------------------------
 
@@ -89,7 +76,7 @@ class Claims(Executions, Keys):
         max_wait_ms: int = 0,
     ) -> list[answers.Claimed]:
         """Up to `limit` executions in claim order, as soon as there is at least one."""
-        order = _claim_order(lane_id, worker_id, worker_instance_id, capabilities, lease_ttl_ms)
+        order = intake.claim_order(lane_id, worker_id, worker_instance_id, capabilities, lease_ttl_ms)
         limits.integer("limit", limit, least=1, most=10_000)
         limits.duration("max_wait_ms", max_wait_ms, least=0)
         clock = asyncio.get_running_loop().time
@@ -101,68 +88,74 @@ class Claims(Executions, Keys):
                 left = until - clock()
                 if claimed or left <= 0:
                     return claimed
-                await waited(hint, min(left, POLL_S))
+                await waited(hint, min(left, self.poll_s))
             finally:
                 hint.cancel()
 
     async def _claim_now(self, order: ClaimOrder, limit: int) -> list[answers.Claimed]:
-        now = self.estimate.now()
-        if abs(now - self._lapsed_looked_at) >= HOUSEKEEPING_MS:
-            await self.mark_lapsed_leases()
-        stale_look = abs(now - self._takeovers_looked_at) >= HOUSEKEEPING_MS
-        if stale_look or order.lane_id in self._takeovers:
+        """Claim what is there, after a look around when the last one is old, and with one before finding nothing."""
+        looked = abs(self.estimate.now() - self._looked_at.get(order.lane_id, 0)) >= HOUSEKEEPING_MS
+        if looked:
+            await self._look_around(order.lane_id)
+        if looked or order.lane_id in self._takeovers:
             claimed = await self._claim_merged(order, limit)
         else:
             claimed = await self._take(order, limit)
-        if len(claimed) < limit and await self._look_around(order):
-            claimed += await self._claim_merged(order, limit - len(claimed))
+        if not claimed and not looked:
+            await self._look_around(order.lane_id)
+            claimed = await self._claim_merged(order, limit)
         return claimed
 
-    async def _look_around(self, order: ClaimOrder) -> bool:
-        """Look for new lines and lapsed leases; True when there is something new to claim from."""
-        marked = await self.mark_lapsed_leases()
-        news = [self.note_line(line) for line in await self.store.lines(order.lane_id)]
-        return bool(marked) or any(news)
+    async def _look_around(self, lane_id: str) -> None:
+        """Put lapsed leases into their lines, and hear of lines that other processes began."""
+        await asyncio.gather(self.mark_lapsed_leases(), self._learn_lines(lane_id))
+        self._looked_at[lane_id] = self.estimate.now()
+
+    async def _learn_lines(self, lane_id: str) -> None:
+        for line in await self.patiently(lambda: self.store.lines(lane_id)):
+            self.note_line(line)
 
     async def _claim_merged(self, order: ClaimOrder, limit: int) -> list[answers.Claimed]:
         """Claim from both kinds of lines, best rank first."""
-        decided = await self._heads(order, limit, decided=True)
-        self._takeovers_looked_at = self.estimate.now()
-        if not decided:
-            self._takeovers.discard(order.lane_id)
-            return await self._take(order, limit)
-        uniform = await self._heads(order, limit, decided=False)
         claimed: list[answers.Claimed] = []
-        for row in decided:
-            better = sum(1 for head in uniform if _before(head, row))
-            uniform = uniform[better:]
-            if better:
-                claimed += await self._take(order, min(better, limit - len(claimed)))
+        tried: set[str] = set()
+        while decided := await self._heads(order, limit - len(claimed), decided=True, without=tried):
+            uniform = await self._heads(order, limit - len(claimed), decided=False)
+            for row in decided:
+                better = sum(1 for head in uniform if _before(head, row))
+                uniform = uniform[better:]
+                if better:
+                    claimed += await self._take(order, min(better, limit - len(claimed)))
+                if len(claimed) >= limit:
+                    return claimed
+                tried.add(row.execution_id)
+                if (taken := await self._take_over(row, order)) is not None:
+                    claimed.append(taken)
             if len(claimed) >= limit:
                 return claimed
-            if (taken := await self._take_over(row, order)) is not None:
-                claimed.append(taken)
-        if len(claimed) < limit:
-            claimed += await self._take(order, limit - len(claimed))
-        return claimed
+        self._takeovers.discard(order.lane_id)
+        return claimed + await self._take(order, limit - len(claimed))
 
     async def _take(self, order: ClaimOrder, limit: int) -> list[answers.Claimed]:
         lines = await self._covered(order.lane_id, order.capabilities, decided=False)
         if not lines:
             return []
-        stamps = tuple(Stamp(self.minter.uuid(), self.minter.uuid(), self.minter.change_id()) for _ in range(limit))
-        take = Take(lines, stamps, order.worker_id, order.worker_instance_id, order.lease_ttl_ms, lease.CLAIMED)
-        try:
-            taken = await self.store.take(take)
-        except errors.StoreUnavailable as lost:
-            if not lost.in_doubt:
-                raise
-            return await self._find_taken(take)
-        self.estimate.hear(taken.now)
-        if not taken.rows:
-            return []
-        self.tell(frozenset({"feed"}))
-        return [self._claimed(row, payload, order.lease_ttl_ms) for row, payload in taken.rows]
+        pause = Pause()
+        while True:
+            stamps = tuple(Stamp(self.minter.uuid(), self.minter.uuid(), self.minter.change_id()) for _ in range(limit))
+            take = Take(lines, stamps, order.worker_id, order.worker_instance_id, order.lease_ttl_ms, lease.CLAIMED)
+            try:
+                taken = await self.store.take(take)
+            except errors.StoreUnavailable as lost:
+                if lost.in_doubt and (found := await self._find_taken(take)):
+                    return found
+                await pause.or_raise()
+                continue
+            self.estimate.hear(taken.now)
+            if taken.rows:
+                self.tell(frozenset({FEED}))
+                self.note_taken([row for row, _ in taken.rows])
+            return [self._claimed(row, payload, order.lease_ttl_ms) for row, payload in taken.rows]
 
     async def _find_taken(self, take: Take) -> list[answers.Claimed]:
         """After a lost answer: the rows that carry the stamps, if the take happened."""
@@ -197,13 +190,13 @@ class Claims(Executions, Keys):
 
     # -- takeover -------------------------------------------------------------------------------------------------
 
-    async def mark_lapsed_leases(self, limit: int = LAPSED_BATCH) -> int:
+    async def mark_lapsed_leases(self) -> int:
         """Mark leases that lapsed, so that their work stands in line again; how many were marked."""
-        due = await self.store.due(
-            Execution, "lease_expires_at", limit=limit, where=(Where("lease_expired_at", "unset"),)
+        unmarked = (Where("lease_expired_at", "unset"),)
+        due = await self.patiently(
+            lambda: self.store.due(Execution, "lease_expires_at", limit=LAPSED_BATCH, where=unmarked)
         )
         self.estimate.hear(due.now)
-        self._lapsed_looked_at = due.now
         marks = await asyncio.gather(*(self.mark_lease_expired_if_due(row.execution_id) for row in due.rows))
         return sum(isinstance(mark, answers.MarkedExpired) for mark in marks)
 
@@ -221,30 +214,35 @@ class Claims(Executions, Keys):
             return None
         return self._acquired(answer, HandleKind.RECLAIMED, payload[0] if payload else None)
 
-    async def _heads(self, order: ClaimOrder, limit: int, *, decided: bool) -> list[Execution]:
+    async def _heads(
+        self, order: ClaimOrder, limit: int, *, decided: bool, without: Set[str] = frozenset()
+    ) -> list[Execution]:
         """The first rows of the covered lines, merged by rank, without those granted to somebody."""
-        lines = await self._covered(order.lane_id, order.capabilities, decided=decided)
         heads: list[Execution] = []
-        for line in lines:
-            found = await self.scan(
-                Scan(Execution, (Where("line", "=", line),), ("rank", "execution_id"), limit=limit + CANDIDATES)
-            )
-            heads += [row for row in found if not claim.live_grant(row, self.estimate.now())]
+        for line in await self._covered(order.lane_id, order.capabilities, decided=decided):
+            heads += await self._free(line, limit, without)
         heads.sort(key=lambda row: (row.rank, row.execution_id))
         return heads[:limit]
 
+    async def _free(self, line: LineKey, limit: int, without: Set[str]) -> list[Execution]:
+        found: list[Execution] = []
+        after: tuple[int, str] | None = None
+        while True:
+            where = (Where("line", "=", line),)
+            page = await self.scan(Scan(Execution, where, ("rank", "execution_id"), after, limit + CANDIDATES))
+            now = self.estimate.now()
+            found += [row for row in page if row.execution_id not in without and not claim.live_grant(row, now)]
+            if len(found) >= limit or len(page) < limit + CANDIDATES:
+                return found
+            after = (page[-1].rank, page[-1].execution_id)
+
     async def _covered(self, lane_id: str, offered: frozenset[str], *, decided: bool) -> tuple[LineKey, ...]:
         if lane_id not in self._lines:
-            for line in await self.store.lines(lane_id):
-                self.note_line(line)
+            await self._learn_lines(lane_id)
         known = self._lines.get(lane_id, set())
         return tuple(
             sorted(line for line in known if line.decided is decided and capabilities.covers(line.required, offered))
         )
-
-    async def scan(self, scan: Scan) -> list[Any]:
-        """Rows of a list."""
-        return await self.store.scan(scan)
 
     # -- grants ---------------------------------------------------------------------------------------------------
 
@@ -262,8 +260,8 @@ class Claims(Executions, Keys):
         admission_summary: str | None = None,
     ) -> answers.Granted:
         """Offer one claimable execution to one worker."""
-        execution = ids.parse_execution_id(limits.text("execution_id", execution_id))
-        order = _grant_order(
+        execution = intake.execution(execution_id)
+        order = intake.grant_order(
             lane_id,
             worker_id,
             worker_instance_id,
@@ -285,24 +283,31 @@ class Claims(Executions, Keys):
         grant_ttl_ms: int = 5000,
     ) -> answers.ClaimGrant | answers.ReclaimGrant | None:
         """The scheduler's step: a signed grant for the best execution that this worker may run, or None."""
-        offered = _offered(capabilities)
-        order = _grant_order(lane_id, worker_id, worker_instance_id, offered, grant_ttl_ms)
+        offered = intake.offered(capabilities)
+        order = intake.grant_order(lane_id, worker_id, worker_instance_id, offered, grant_ttl_ms)
         key = await self.signing_key("claim_for_worker")
         pull = ClaimOrder(lane_id, worker_id, worker_instance_id, offered, grant_ttl_ms)
-        await self._look_around(pull)
-        candidates = await self._heads(pull, CANDIDATES, decided=False)
-        candidates += await self._heads(pull, CANDIDATES, decided=True)
-        candidates.sort(key=lambda row: (row.rank, row.execution_id))
-        for row in candidates:
-            try:
-                granted = await self._grant(row, order, key)
-            except errors.StoreUnavailable:
-                raise
-            except errors.FabricError:
-                continue  # somebody was faster, or it is not for us: the next one
-            if granted is not None:
-                return granted
+        await self._look_around(lane_id)
+        tried: set[str] = set()
+        while candidates := await self._candidates(pull, tried):
+            for row in candidates:
+                tried.add(row.execution_id)
+                try:
+                    granted = await self._grant(row, order, key)
+                except errors.StoreUnavailable:
+                    raise
+                except errors.FabricError:
+                    continue  # somebody was faster, or it is not for us: the next one
+                if granted is not None:
+                    return granted
         return None
+
+    async def _candidates(self, order: ClaimOrder, tried: Set[str]) -> list[Execution]:
+        """The next best executions that this worker may run, waiting or to be taken over."""
+        candidates = await self._heads(order, CANDIDATES, decided=False, without=tried)
+        candidates += await self._heads(order, CANDIDATES, decided=True, without=tried)
+        candidates.sort(key=lambda row: (row.rank, row.execution_id))
+        return candidates[:CANDIDATES]
 
     async def _grant(
         self, row: Execution, order: GrantOrder, key: Any
@@ -310,10 +315,10 @@ class Claims(Executions, Keys):
         execution = ids.parse_execution_id(row.execution_id)
         if reclaim.is_reclaimable(row):
             return await self._reclaim_grant(execution, order, key)
-        if row.blocking_reason is BlockingReason.WAITING_FOR_CAPABLE_WORKER:
-            await self.unblock_execution(execution, expected_reason=BlockingReason.WAITING_FOR_CAPABLE_WORKER.value)
         signer = _Signer(key, reclaim=False)
-        await self.settle_execution(execution, lambda row, now: claim.issue_claim_grant(row, order, now, signer))
+        await self.settle_execution(
+            execution, lambda row, now: claim.issue_claim_grant(row, order, now, signer, unblocking=True)
+        )
         return answers.ClaimGrant(
             execution, _partition_key(execution), signer.grant_key, signer.expires_at, order.lane_id
         )
@@ -348,8 +353,8 @@ class Claims(Executions, Keys):
         admission_summary: str | None = None,
     ) -> answers.ReclaimGrant | answers.NotReclaimable | answers.ReclaimCapExceeded:
         """Offer work whose lease is gone to one worker; a lapse that nobody noticed yet is marked first."""
-        execution = ids.parse_execution_id(limits.text("execution_id", execution_id))
-        order = _grant_order(
+        execution = intake.execution(execution_id)
+        order = intake.grant_order(
             lane_id,
             worker_id,
             worker_instance_id,
@@ -385,21 +390,15 @@ class Claims(Executions, Keys):
         execution_deadline_at: int | None = None,
     ) -> answers.Claimed:
         """Redeem a claim grant by beginning a new attempt."""
-        execution = ids.parse_execution_id(limits.text("execution_id", execution_id))
-        holder = self._named_holder(worker_id, worker_instance_id, lane_id, lease_id, attempt_id, lease_ttl_ms)
-        if attempt_timeout_ms is not None:
-            limits.duration("attempt_timeout_ms", attempt_timeout_ms, least=0)
-        if execution_deadline_at is not None:
-            limits.instant("execution_deadline_at", execution_deadline_at)
+        execution = intake.execution(execution_id)
+        holder = intake.holder(worker_id, worker_instance_id, lane_id, lease_id, attempt_id, lease_ttl_ms, self.minter)
+        timeout = intake.optional_duration("attempt_timeout_ms", attempt_timeout_ms)
+        deadline = intake.optional_instant("execution_deadline_at", execution_deadline_at)
         return await self._redeem(
             execution,
             HandleKind.FRESH,
             lambda row, now: claim.claim_execution(
-                row,
-                holder,
-                now,
-                attempt_timeout_ms=attempt_timeout_ms,
-                execution_deadline_at=execution_deadline_at,
+                row, holder, now, attempt_timeout_ms=timeout, execution_deadline_at=deadline
             ),
         )
 
@@ -415,16 +414,13 @@ class Claims(Executions, Keys):
         remaining_attempt_timeout_ms: int | None = None,
     ) -> answers.Claimed:
         """Redeem a grant by going on with the interrupted attempt."""
-        execution = ids.parse_execution_id(limits.text("execution_id", execution_id))
-        holder = self._named_holder(worker_id, worker_instance_id, lane_id, lease_id, None, lease_ttl_ms)
-        if remaining_attempt_timeout_ms is not None:
-            limits.duration("remaining_attempt_timeout_ms", remaining_attempt_timeout_ms, least=0)
+        execution = intake.execution(execution_id)
+        holder = intake.holder(worker_id, worker_instance_id, lane_id, lease_id, None, lease_ttl_ms, self.minter)
+        remaining = intake.optional_duration("remaining_attempt_timeout_ms", remaining_attempt_timeout_ms)
         return await self._redeem(
             execution,
             HandleKind.RESUMED,
-            lambda row, now: claim.claim_resumed_execution(
-                row, holder, now, remaining_attempt_timeout_ms=remaining_attempt_timeout_ms
-            ),
+            lambda row, now: claim.claim_resumed_execution(row, holder, now, remaining_attempt_timeout_ms=remaining),
         )
 
     async def claim_from_resume_grant(
@@ -436,6 +432,8 @@ class Claims(Executions, Keys):
         lease_ttl_ms: int = 15_000,
     ) -> Handle:
         """The handle-level form of the resumed claim."""
+        if not isinstance(grant, answers.ClaimGrant):
+            raise errors.InvalidInput("grant: not a claim grant")
         claimed = await self.claim_resumed_execution(
             grant.execution_id,
             worker_id=worker_id,
@@ -449,8 +447,8 @@ class Claims(Executions, Keys):
         self, execution_id: str, *, lane_id: str, lease_duration_ms: int
     ) -> answers.OperatorClaim:
         """The operator takes one execution in hand; capabilities, budgets and quotas are not asked."""
-        execution = ids.parse_execution_id(limits.text("execution_id", execution_id))
-        holder = self._named_holder(OPERATOR, OPERATOR, lane_id, None, None, lease_duration_ms)
+        execution = intake.execution(execution_id)
+        holder = intake.holder(OPERATOR, OPERATOR, lane_id, None, None, lease_duration_ms, self.minter)
         answer = await self.settle_execution(execution, lambda row, now: claim.issue_grant_and_claim(row, holder, now))
         return answers.OperatorClaim(answer.lease_id, answer.lease_epoch, answer.attempt_index)
 
@@ -467,20 +465,22 @@ class Claims(Executions, Keys):
         max_reclaim_count: int | None = None,
     ) -> answers.Claimed | answers.NotReclaimable | answers.ReclaimCapExceeded | answers.GrantNotFound:
         """Redeem a reclaim grant; at the cap the execution ends as failed."""
-        execution = ids.parse_execution_id(limits.text("execution_id", execution_id))
-        holder = self._named_holder(worker_id, worker_instance_id, lane_id, lease_id, attempt_id, lease_ttl_ms)
-        if max_reclaim_count is not None:
-            limits.integer("max_reclaim_count", max_reclaim_count, least=0)
+        execution = intake.execution(execution_id)
+        holder = intake.holder(worker_id, worker_instance_id, lane_id, lease_id, attempt_id, lease_ttl_ms, self.minter)
+        asked = None if max_reclaim_count is None else limits.integer("max_reclaim_count", max_reclaim_count, least=0)
         answer = await self.settle_execution(
-            execution, lambda row, now: reclaim.reclaim_execution(row, holder, max_reclaim_count, now)
+            execution, lambda row, now: reclaim.reclaim_execution(row, holder, asked, now)
         )
         return self._acquired(answer, HandleKind.RECLAIMED) if isinstance(answer, Acquired) else answer
 
     async def scan_eligible_executions(self, lane_id: str, partition: int, limit: int) -> list[str]:
         """The ids of claimable executions of a lane and partition in claim order; changes nothing."""
+        lane = intake.lane(lane_id)
+        limits.integer("partition", partition, least=0, most=65_535)
+        limits.integer("limit", limit, least=0, most=10_000)
         rows: list[Execution] = []
-        for line in await self.store.lines(lane_id):
-            if not line.decided:
+        for line in await self.patiently(lambda: self.store.lines(lane)):
+            if limit and not line.decided:
                 where = (
                     Where("line", "=", line),
                     Where("partition", "=", partition),
@@ -524,28 +524,6 @@ class Claims(Executions, Keys):
             self.minter.uuid(),
             self.minter.uuid(),
             order.lease_ttl_ms,
-        )
-
-    def _named_holder(
-        self,
-        worker_id: str,
-        worker_instance_id: str,
-        lane_id: str,
-        lease_id: str | None,
-        attempt_id: str | None,
-        lease_ttl_ms: int,
-    ) -> Holder:
-        ids.parse_worker_id(limits.text("worker_id", worker_id))
-        ids.parse_worker_instance_id(limits.text("worker_instance_id", worker_instance_id))
-        if lane_id:
-            ids.parse_lane_id(lane_id)
-        return Holder(
-            worker_id,
-            worker_instance_id,
-            lane_id,
-            self.minter.uuid() if lease_id is None else ids.parse_uuid(lease_id, "lease_id"),
-            self.minter.uuid() if attempt_id is None else ids.parse_uuid(attempt_id, "attempt_id"),
-            limits.duration("lease_ttl_ms", lease_ttl_ms),
         )
 
 
@@ -598,44 +576,3 @@ def _claimed(row: Execution, payload: Payload, lease_ttl_ms: int, handle: Handle
 
 def _partition_key(execution_id: ids.ExecutionId) -> str:
     return f"{{fp:{ids.partition_of(execution_id)}}}"
-
-
-def _offered(tokens_given: Iterable[str]) -> frozenset[str]:
-    offered = frozenset(tokens_given)
-    if refused := capabilities.check_offer(offered):
-        raise refused
-    return offered
-
-
-def _claim_order(
-    lane_id: str, worker_id: str, worker_instance_id: str, offered: Iterable[str], lease_ttl_ms: int
-) -> ClaimOrder:
-    return ClaimOrder(
-        ids.parse_lane_id(lane_id),
-        ids.parse_worker_id(worker_id),
-        ids.parse_worker_instance_id(worker_instance_id),
-        _offered(offered),
-        limits.duration("lease_ttl_ms", lease_ttl_ms),
-    )
-
-
-def _grant_order(
-    lane_id: str,
-    worker_id: str,
-    worker_instance_id: str,
-    offered: Iterable[str],
-    grant_ttl_ms: int,
-    capability_hash: str | None = None,
-    route_snapshot_json: str | None = None,
-    admission_summary: str | None = None,
-) -> GrantOrder:
-    return GrantOrder(
-        worker_id=ids.parse_worker_id(worker_id),
-        worker_instance_id=ids.parse_worker_instance_id(worker_instance_id),
-        lane_id=ids.parse_lane_id(lane_id),
-        capabilities=frozenset(token for token in offered if token),
-        grant_ttl_ms=limits.duration("grant_ttl_ms", grant_ttl_ms),
-        capability_hash=limits.optional_text("capability_hash", capability_hash),
-        route_snapshot_json=limits.optional_text("route_snapshot_json", route_snapshot_json),
-        admission_summary=limits.optional_text("admission_summary", admission_summary),
-    )

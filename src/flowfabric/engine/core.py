@@ -16,14 +16,14 @@ import msgspec
 from flowfabric import errors
 from flowfabric.clock import Estimate
 from flowfabric.engine.commits import Commits
-from flowfabric.engine.wakes import FEED, Wakes, end_topic, lane_topic
+from flowfabric.engine.wakes import FEED, Wakes, due_topic, end_topic, lane_topic
 from flowfabric.handles import Handle, HandleFields, open_handle
-from flowfabric.ids import Minter, PartitionCounts
+from flowfabric.ids import Minter
 from flowfabric.model.execution import Execution, LineKey
 from flowfabric.model.states import LifecyclePhase, OwnershipState
 from flowfabric.rules.change import Change, Decision, FromNow, Insert, Patch, Put
-from flowfabric.stores.base import Loaded, Store, Want
-from flowfabric.stores.rows import TABLE
+from flowfabric.settings import Settings
+from flowfabric.stores.base import Loaded, Scan, Store, Want
 
 A = TypeVar("A")
 Rows = list[list[Any]]
@@ -32,34 +32,53 @@ SEEN_LIMIT = 20_000
 PATIENCE_S = 15.0
 
 
+class Doubt(msgspec.Struct, frozen=True):
+    """A change whose answer got lost, the decision it belongs to, and the rows that was made on."""
+
+    change: Change
+    decision: Decision[Any]
+    rows: Rows
+
+
 class Core:
     """What every verb of the engine stands on."""
 
-    def __init__(self, store: Store, *, minter: Minter, partitions: PartitionCounts) -> None:
+    def __init__(self, store: Store, *, minter: Minter, settings: Settings) -> None:
         self.store = store
         self.minter = minter
-        self.partitions = partitions
+        self.settings = settings
+        self.partitions = settings.partitions
+        self.poll_s = settings.poll_ms / 1000
         self.estimate = Estimate()
         self.wakes = Wakes()
         self.commits = Commits(store)
         self.chance: Callable[[], float] = random.random
         self._seen: dict[str, Execution] = {}
         self._lines: dict[str, set[LineKey]] = {}
+        self.planned: dict[tuple[type[msgspec.Struct], str], int] = {}  # when this process looks at an instant next
         self._takeovers: set[str] = set()  # lanes where this process put work up for takeover
+        self._looked_at: dict[str, int] = {}  # when this process last looked around in a lane
         self.before_commit: Callable[[Change, Rows], Awaitable[Change]] | None = None  # may make a change carry more
         self.after_commit: list[Callable[[Change], None]] = []  # what this process does about a written change
 
-    async def load(self, wants: Sequence[Want]) -> Loaded:
-        """Rows and the store's time; a store that is away for a moment is asked again."""
+    async def patiently(self, ask: Callable[[], Awaitable[A]]) -> A:
+        """Ask what may be asked again at will; a store that is away for a moment is asked again."""
         pause = Pause()
         while True:
             try:
-                loaded = await self.store.load(wants)
+                return await ask()
             except errors.StoreUnavailable:
                 await pause.or_raise()
-                continue
-            self.estimate.hear(loaded.now)
-            return loaded
+
+    async def load(self, wants: Sequence[Want]) -> Loaded:
+        """Rows and the store's time."""
+        loaded = await self.patiently(lambda: self.store.load(wants))
+        self.estimate.hear(loaded.now)
+        return loaded
+
+    async def scan(self, scan: Scan) -> list[Any]:
+        """Rows of a list."""
+        return await self.patiently(lambda: self.store.scan(scan))
 
     async def settle(
         self,
@@ -67,19 +86,27 @@ class Core:
         decide: Callable[[Rows, int], Decision[A]],
         *,
         trusting: Rows | None = None,
+        doubts: Sequence[Doubt] = (),
         further: Callable[[Rows], Awaitable[Rows]] | None = None,
     ) -> A:
         """Decide and commit until the rule has answered on rows that were still true when written.
 
         `trusting` are rows to decide on first without a look: a claimed sheet, or the absence of what is created.
-        `further` looks at more, depending on what the first look found; it is older than nothing that is guarded.
+        `doubts` are changes for the same end whose answer got lost: a root that shows one of them tells that it holds.
+        `further` looks at more, depending on what the first look found.
         """
         rows, now, misses = trusting, self.estimate.now(), 0
-        fresh = False
+        fresh, pause = False, Pause()
+        doubtful = {doubt.change.id: doubt for doubt in doubts}
         while True:
             if rows is None:
                 loaded = await self.load(wants)
                 rows, now, fresh = loaded.rows, loaded.now, True
+                if doubtful and (found := _recognised(doubtful, rows)):
+                    doubt, committed_at = found
+                    self.note(doubt.change, doubt.rows, committed_at or now)
+                    answer: A = doubt.decision.unwrap(committed_at or now)
+                    return answer
                 if further is not None:
                     rows = rows + await further(rows)
             decision = decide(rows, now)
@@ -90,10 +117,17 @@ class Core:
                 change = msgspec.structs.replace(decision.change, id=self.minter.change_id())
                 if self.before_commit is not None and not misses:
                     change = await self.before_commit(change, rows)
-                committed_at = await self.commit(change)
-                if committed_at is not None:
-                    self.note(change, rows, committed_at)
-                    return decision.unwrap(committed_at)
+                try:
+                    committed = await self.commit(change)
+                except errors.StoreUnavailable as lost:
+                    if not lost.in_doubt:
+                        raise
+                    doubtful[change.id] = Doubt(change, decision, rows)
+                    await pause.or_raise()
+                    committed = None
+                if committed is not None:
+                    self.note(change, rows, committed)
+                    return decision.unwrap(committed)
                 misses += fresh
                 if misses > 2:  # a hot root: let the others pass
                     await asyncio.sleep(random.random() * min(0.1, 0.002 * 2**misses))
@@ -111,39 +145,22 @@ class Core:
         )
 
     async def commit(self, change: Change) -> int | None:
-        """Write a change: the commit's time, or None when it was decided on something that is no longer true."""
+        """Write a change: the commit's time, or None when it was decided on what is no longer true."""
         pause = Pause()
         while True:
             try:
                 return await self.commits.add(change)
             except errors.StoreUnavailable as lost:
                 if lost.in_doubt:
-                    applied_at = await self._applied_at(change)
-                    if applied_at is not None:
-                        return applied_at
-                    return None  # not applied, or overtaken: look again and let the rule recognise it
+                    raise
                 await pause.or_raise()
-
-    async def _applied_at(self, change: Change) -> int | None:
-        """After a lost answer: the time of the change if a root shows it as its last one."""
-        for write in change.writes:
-            match write:
-                case Patch(row=row, key=key) if TABLE[row].is_root:
-                    want = Want(row, key)
-                case Insert(row=new) | Put(row=new) if (table := TABLE[type(new)]).is_root:
-                    want = Want(type(new), tuple(getattr(new, name) for name in table.key))
-                case _:
-                    continue
-            loaded = await self.load((want,))
-            if loaded.rows[0] and loaded.rows[0][0].revision == change.id:
-                return int(getattr(loaded.rows[0][0], "last_mutation_at", loaded.now))
-            return None
-        return None
 
     def note(self, change: Change, rows: Rows, committed_at: int) -> None:
         """Remember and tell what a written change means to this process and to others."""
         self.estimate.hear(committed_at)
         topics: set[str] = set()
+        if self.planned:
+            self._note_due(change, committed_at)
         for write in change.writes:
             match write:
                 case Patch(row=row, key=(execution_id,), fields=fields) if row is Execution:
@@ -174,6 +191,32 @@ class Core:
         known.add(line)
         return True
 
+    def _note_due(self, change: Change, committed_at: int) -> None:
+        """Wake a sweep of this process that meant to look only after an instant that has just been written."""
+        for (row, column), planned_at in self.planned.items():
+            for write in change.writes:
+                match write:
+                    case Patch(row=patched, fields=fields) if patched is row:
+                        instant = fields.get(column)
+                    case Insert(row=new) | Put(row=new) if type(new) is row:
+                        instant = getattr(new, column)
+                    case _:
+                        continue
+                if isinstance(instant, FromNow):
+                    instant = committed_at + instant.offset
+                self._note_instant(row, column, instant, planned_at)
+
+    def _note_instant(self, row: type[msgspec.Struct], column: str, instant: int | None, planned_at: int) -> None:
+        if instant is not None and instant < planned_at:
+            self.wakes.fire((due_topic(row, column),))
+
+    def note_taken(self, rows: Sequence[Execution]) -> None:
+        """The same for rows that the store claimed by itself."""
+        for (row, column), planned_at in self.planned.items():
+            if row is Execution:
+                for taken in rows:
+                    self._note_instant(row, column, getattr(taken, column), planned_at)
+
     def _note_line(self, line: LineKey | None, topics: set[str]) -> None:
         if line is None:
             return
@@ -183,7 +226,7 @@ class Core:
             self._takeovers.add(line.lane_id)
 
     def _note_sheet(
-        self, execution_id: str, fields: dict[str, Any], revision: int, rows: list[list[Any]], committed_at: int
+        self, execution_id: str, fields: dict[str, Any], revision: int, rows: Rows, committed_at: int
     ) -> None:
         owned = fields.get("ownership_state")
         if owned is not None and owned is not OwnershipState.LEASED:
@@ -208,6 +251,20 @@ class Core:
         if not isinstance(handle, Handle):
             raise errors.InvalidInput("handle: not a handle")
         return open_handle(handle, self.store.tag)
+
+
+def first(rows: Sequence[Any]) -> Any:
+    """The row of a want that names one, or None."""
+    return rows[0] if rows else None
+
+
+def _recognised(doubtful: dict[int, Doubt], rows: Rows) -> tuple[Doubt, int | None] | None:
+    """The doubtful change that a root shows as its last one, and when it was written if the root tells."""
+    for found in rows:
+        for row in found:
+            if doubt := doubtful.get(getattr(row, "revision", 0)):
+                return doubt, getattr(row, "last_mutation_at", None)
+    return None
 
 
 def applied(row: Execution, fields: dict[str, Any], revision: int, committed_at: int) -> Execution:

@@ -8,19 +8,19 @@ from typing import Self
 import msgspec
 
 from flowfabric.engine.cancelling import Cancelling
-from flowfabric.engine.claims import Claims
 from flowfabric.engine.dispatch import Dispatcher
 from flowfabric.engine.flow_cancels import FlowCancels
 from flowfabric.engine.flow_reads import FlowReads
 from flowfabric.engine.flow_sweeps import FlowSweeps
 from flowfabric.engine.folding import Folding
+from flowfabric.engine.pulling import Pulling
 from flowfabric.engine.reads import Reads
 from flowfabric.engine.subscriptions import Subscriptions
 from flowfabric.engine.sweeper import Pass, Sweeper
 from flowfabric.ids import ExecutionId, LaneId, Minter, RandomMinter, mint_solo, parse_lane_id
 from flowfabric.rules.feeds import Filter
 from flowfabric.settings import Settings
-from flowfabric.stores.base import Store
+from flowfabric.stores.base import Schema, Store
 
 
 class Capabilities(msgspec.Struct, frozen=True):
@@ -30,12 +30,20 @@ class Capabilities(msgspec.Struct, frozen=True):
     operations: tuple[str, ...]
 
 
-class Engine(FlowCancels, FlowReads, Claims, Reads, Subscriptions):
+class Engine(FlowCancels, FlowReads, Pulling, Reads, Subscriptions):
     """A durable execution engine on one store. Use it as an async context manager, or call `close`."""
 
-    def __init__(self, store: Store, *, settings: Settings | None = None, minter: Minter | None = None) -> None:
-        self.settings = settings or Settings()
-        super().__init__(store, minter=minter or RandomMinter(), partitions=self.settings.partitions)
+    def __init__(
+        self,
+        store: Store,
+        *,
+        settings: Settings | None = None,
+        minter: Minter | None = None,
+        schema: Schema | None = None,
+    ) -> None:
+        """`schema` is what opening the store answered."""
+        super().__init__(store, minter=minter or RandomMinter(), settings=settings or Settings())
+        self.schema = schema or Schema(0, 0)
         self._sweeper: Sweeper | None = None
         self._turns = {}
         self._background = set()

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from flowfabric import errors
-from flowfabric.engine import arguments
-from flowfabric.engine.core import Rows
+from flowfabric.engine import intake
+from flowfabric.engine.core import Rows, first
 from flowfabric.engine.flows import FlowVerbs
 from flowfabric.engine.folding import Child
 from flowfabric.model import flow_answers
@@ -60,7 +60,7 @@ class FlowCancels(FlowVerbs):
         wait: Wait = NO_WAIT,
     ) -> FlowCancel:
         """Cancel a flow and those of its members that the policy selects; a repeated call changes nothing."""
-        wanted = arguments.parsed(flow_cancel.parse_policy(policy))
+        wanted = intake.parsed(flow_cancel.parse_policy(policy))
         longest_ms = _longest_ms(wait)
         answer = await self.cancel_flow_header(flow_id, reason=reason, policy=wanted)
         if isinstance(answer, flow_answers.HeaderAlreadyTerminal):
@@ -69,7 +69,7 @@ class FlowCancels(FlowVerbs):
         everyone, chosen = answer.member_execution_ids, answer.selected_execution_ids
         if not chosen:
             return flow_answers.Cancelled(wanted, everyone)
-        flow = arguments.flow_id(flow_id)
+        flow = intake.flow(flow_id)
         work = self.cancelling.cancel_members(flow, chosen, reason or flow_cancel.FALLBACK_REASON)
         if longest_ms is None:
             self._in_background(work)
@@ -91,8 +91,8 @@ class FlowCancels(FlowVerbs):
         grace_ms: Any = flow_cancel.GRACE_MS,
     ) -> flow_answers.HeaderCancelled | flow_answers.HeaderAlreadyTerminal:
         """Mark a flow as cancelled and list the members to cancel; a reconciler sees to them after the grace."""
-        flow = arguments.flow_id(flow_id)
-        wanted = arguments.parsed(flow_cancel.parse_policy(policy))
+        flow = intake.flow(flow_id)
+        wanted = intake.parsed(flow_cancel.parse_policy(policy))
         limits.text("reason", reason)
         if refused := flow_cancel.check_grace(grace_ms):
             raise refused
@@ -104,7 +104,7 @@ class FlowCancels(FlowVerbs):
         return await self.settle(
             (Want(Flow, (flow,)), Want(FlowMember, (flow,))),
             lambda rows, _: flow_cancel.header(
-                arguments.first(rows[0]),
+                first(rows[0]),
                 rows[1],
                 {row.execution_id: row for row in rows[2]},
                 reason=reason,
@@ -116,8 +116,8 @@ class FlowCancels(FlowVerbs):
 
     async def ack_cancel_member(self, flow_id: str, execution_id: str) -> None:
         """One member of a cancelled flow is done with; one that is not listed is done with already."""
-        execution = arguments.execution_id(execution_id)
-        await self.cancelling.acknowledge(arguments.flow_id(flow_id), [execution])
+        execution = intake.execution(execution_id)
+        await self.cancelling.acknowledge(intake.flow(flow_id), [execution])
 
     async def drain_sibling_cancel_group(self, flow_id: str, downstream: str) -> flow_answers.SiblingDrain:
         """Clear what a fired join had flagged for cancelling."""
@@ -134,8 +134,8 @@ class FlowCancels(FlowVerbs):
         return await self.settle(
             (Want(PendingCancelGroup, child), Want(EdgeGroup, child)),
             lambda rows, _: flow_cancel.reconcile(
-                arguments.first(rows[0]),
-                arguments.first(rows[1]),
+                first(rows[0]),
+                first(rows[1]),
                 {row.execution_id: row for row in rows[2]},
             ),
             further=listed,
@@ -184,4 +184,4 @@ def _longest_ms(wait: Wait) -> int | None:
 
 
 def _child(flow_id: str, downstream: str) -> Child:
-    return Child(arguments.flow_id(flow_id), arguments.execution_id(downstream, "downstream"))
+    return Child(intake.flow(flow_id), intake.member("downstream", downstream))

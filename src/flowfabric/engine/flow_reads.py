@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from flowfabric import errors, ids
-from flowfabric.engine import arguments
+from flowfabric.engine import intake
 from flowfabric.engine.core import Core, Rows
 from flowfabric.model.execution import Execution
 from flowfabric.model.flow import Edge, EdgeGroup, Flow, FlowMember, FlowSummary, Outgoing
@@ -32,7 +32,7 @@ class FlowReads(Core):
 
     async def describe_flow(self, flow_id: str) -> FlowSnapshot | None:
         """The flow with its joins; None when there is none."""
-        flow = arguments.flow_id(flow_id)
+        flow = intake.flow(flow_id)
         found, groups = (await self.load((Want(Flow, (flow,)), Want(EdgeGroup, (flow,))))).rows
         return flow_views.snapshot(found[0], groups) if found else None
 
@@ -40,7 +40,7 @@ class FlowReads(Core):
         """Flows of one partition (its number or its key) by id, strictly after the cursor."""
         index = _partition(partition)
         wanted = min(limits.integer("limit", limit, least=0), MAX_PAGE)
-        after = None if cursor is None else (index, arguments.flow_id(cursor))
+        after = None if cursor is None else (index, intake.flow(cursor))
         if not wanted:
             return FlowPage([])
         where = (Where("partition", "=", index),)
@@ -50,12 +50,12 @@ class FlowReads(Core):
 
     async def list_flow_members(self, flow_id: str) -> list[str]:
         """Every member that was ever added, ascending."""
-        found = (await self.load((Want(FlowMember, (arguments.flow_id(flow_id),)),))).rows[0]
+        found = (await self.load((Want(FlowMember, (intake.flow(flow_id),)),))).rows[0]
         return [row.execution_id for row in found]
 
     async def list_outgoing_edges(self, flow_id: str, execution_id: str) -> list[EdgeSnapshot]:
         """The edges that lead away from an execution, by id."""
-        flow, upstream = arguments.flow_id(flow_id), arguments.execution_id(execution_id)
+        flow, upstream = intake.flow(flow_id), intake.execution(execution_id)
         outgoing = (await self.load((Want(Outgoing, (upstream,)),))).rows[0]
         found = (await self.load([Want(Edge, (flow, one.edge_id)) for one in outgoing])).rows if outgoing else []
         edges = [each[0] for each in found if each]
@@ -66,7 +66,7 @@ class FlowReads(Core):
 
     async def list_incoming_edges(self, flow_id: str, execution_id: str) -> list[EdgeSnapshot]:
         """The edges that lead to an execution, by id."""
-        flow, downstream = arguments.flow_id(flow_id), arguments.execution_id(execution_id)
+        flow, downstream = intake.flow(flow_id), intake.execution(execution_id)
         where = (Where("downstream_execution_id", "=", downstream), Where("flow_id", "=", flow))
         found: list[Any] = []
         after: tuple[str, str] | None = None
@@ -90,30 +90,30 @@ class FlowReads(Core):
 
     async def describe_edge(self, flow_id: str, edge_id: str) -> EdgeSnapshot | None:
         """One edge; None when this flow has no such edge."""
-        key = (arguments.flow_id(flow_id), arguments.edge_id(edge_id))
+        key = (intake.flow(flow_id), intake.edge(edge_id))
         found = (await self.load((Want(Edge, key),))).rows[0]
         return edge_snapshot(found[0]) if found else None
 
     async def resolve_execution_flow_id(self, execution_id: str) -> str | None:
         """The flow of an execution; None when it has none or does not exist."""
-        found = (await self.load((Want(Execution, (arguments.execution_id(execution_id),)),))).rows[0]
+        found = (await self.load((Want(Execution, (intake.execution(execution_id),)),))).rows[0]
         return found[0].flow_id if found else None
 
     async def get_flow_tag(self, flow_id: str, key: str) -> str | None:
         """One tag; None when the flow or the tag is missing."""
         if refused := tags.check_tag_key(limits.text("key", key)):
             raise refused
-        found = (await self.load((Want(Flow, (arguments.flow_id(flow_id),)),))).rows[0]
+        found = (await self.load((Want(Flow, (intake.flow(flow_id),)),))).rows[0]
         return flow_views.tags_of(found[0]).get(key) if found else None
 
     async def get_flow_summary(self, flow_id: str) -> FlowSummary | None:
         """What the projector last counted; None before it did."""
-        found = (await self.load((Want(FlowSummary, (arguments.flow_id(flow_id),)),))).rows[0]
+        found = (await self.load((Want(FlowSummary, (intake.flow(flow_id),)),))).rows[0]
         return found[0] if found else None
 
     async def project_flow_summary(self, flow_id: str) -> bool:
         """Count the members of a flow and write its summary; False when there is nothing to count."""
-        flow = arguments.flow_id(flow_id)
+        flow = intake.flow(flow_id)
 
         async def members(rows: Rows) -> Rows:
             names = [member.execution_id for member in rows[1]]

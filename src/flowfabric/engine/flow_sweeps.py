@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from flowfabric import errors, ids
-from flowfabric.engine import arguments
+from flowfabric.engine.core import first
 from flowfabric.engine.flow_cancels import FlowCancels
 from flowfabric.engine.flow_reads import FlowReads
 from flowfabric.engine.folding import Child, Settled
@@ -132,7 +132,7 @@ class FlowSweeps:
         if chosen == Filter():
             return settled
         rows = await self._load([Want(Execution, (one.child.execution_id,)) for one in settled])
-        return [one for one, row in zip(settled, rows, strict=True) if accepts(chosen, arguments.first(row))]
+        return [one for one, row in zip(settled, rows, strict=True) if accepts(chosen, first(row))]
 
     async def _fold(self, settled: list[Settled]) -> int:
         folds = await self._engine.folding.fold(settled)
@@ -176,8 +176,8 @@ class FlowSweeps:
         names = [name for name in names if name not in broken]
         if chosen != Filter():
             rows = await self._load([Want(Execution, (name,)) for name in names])
-            names = [name for name, row in zip(names, rows, strict=True) if accepts(chosen, arguments.first(row))]
-        done = await self._engine.cancelling.cancel_many(names, flow_cancel.member_reason(arguments.first(flows)))
+            names = [name for name, row in zip(names, rows, strict=True) if accepts(chosen, first(row))]
+        done = await self._engine.cancelling.cancel_many(names, flow_cancel.member_reason(first(flows)))
         gone = list(broken)
         faults = len(broken)
         for name, one in done.items():
@@ -194,7 +194,7 @@ class FlowSweeps:
 
     async def _drop(self, flow_id: str) -> bool:
         return await self._engine.settle(
-            (Want(CancelBacklog, (flow_id,)),), lambda rows, _: flow_cancel.drop_backlog(arguments.first(rows[0]))
+            (Want(CancelBacklog, (flow_id,)),), lambda rows, _: flow_cancel.drop_backlog(first(rows[0]))
         )
 
     async def dispatch_sibling_cancels(self, batch: int) -> Pass:

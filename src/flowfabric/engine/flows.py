@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 
 from flowfabric import errors, ids
-from flowfabric.engine import arguments
+from flowfabric.engine import intake
 from flowfabric.engine.cancelling import Cancelling
-from flowfabric.engine.core import Rows
+from flowfabric.engine.core import Rows, first
 from flowfabric.engine.dispatch import Dispatcher
-from flowfabric.engine.executions import Executions, checked_ask
+from flowfabric.engine.executions import Executions
 from flowfabric.engine.folding import Child, Folding, Settled
 from flowfabric.model import flow_answers
 from flowfabric.model.answers import Moved
@@ -57,12 +57,12 @@ class FlowVerbs(Executions):
         self, flow_id: str, *, flow_kind: str = "dag", namespace: str = "default"
     ) -> flow_answers.Created | flow_answers.AlreadySatisfied:
         """Create a flow; one that exists stays as it is."""
-        flow = arguments.flow_id(flow_id)
+        flow = intake.flow(flow_id)
         kind, namespace = _labels(flow_kind, namespace)
         partition = ids.flow_partition(flow, self.partitions)
         return await self.settle(
             (Want(Flow, (flow,)),),
-            lambda rows, _: flows.create(arguments.first(rows[0]), flow, partition, kind, namespace),
+            lambda rows, _: flows.create(first(rows[0]), flow, partition, kind, namespace),
             trusting=[[]],
         )
 
@@ -77,14 +77,14 @@ class FlowVerbs(Executions):
         namespace: str = "default",
     ) -> flow_answers.GraphCreated | flow_answers.AlreadySatisfied:
         """Create a flow with all its members, edges and joins, all of it or nothing; repeating the call is harmless."""
-        flow = arguments.flow_id(flow_id)
+        flow = intake.flow(flow_id)
         kind, namespace = _labels(flow_kind, namespace)
         ask = CreateGraph(
             flow,
             ids.flow_partition(flow, self.partitions),
             kind,
             namespace,
-            [self._here(flow, checked_ask(node)) for node in nodes],
+            [self._here(flow, intake.creation(node)) for node in nodes],
             [self._staged(flow, edge) for edge in edges],
             {self._member_id(flow, name): _policy(policy) for name, policy in (policies or {}).items()},
         )
@@ -94,7 +94,7 @@ class FlowVerbs(Executions):
 
         def decide(rows: Rows, now: int) -> Any:
             existing = {each[0].execution_id: each[0] for each in rows[1:] if each}
-            return graph.create_graph(arguments.first(rows[0]), existing, ask, now)
+            return graph.create_graph(first(rows[0]), existing, ask, now)
 
         answer: flow_answers.GraphCreated | flow_answers.AlreadySatisfied
         answer = await self.settle(wants, decide, trusting=[[] for _ in wants])
@@ -104,15 +104,13 @@ class FlowVerbs(Executions):
         self, flow_id: str, execution_id: str
     ) -> flow_answers.Added | flow_answers.AlreadyMember:
         """Make an execution a member of a flow on its partition."""
-        flow = arguments.flow_id(flow_id)
+        flow = intake.flow(flow_id)
         member = self._member_id(flow, execution_id)
         wants = (Want(Flow, (flow,)), Want(Execution, (member,)), Want(FlowMember, (flow, member)))
         async with self._turn(flow):
             return await self.settle(
                 wants,
-                lambda rows, _: flows.add_member(
-                    arguments.first(rows[0]), arguments.first(rows[1]), arguments.first(rows[2]), member
-                ),
+                lambda rows, _: flows.add_member(first(rows[0]), first(rows[1]), first(rows[2]), member),
             )
 
     async def stage_dependency_edge(
@@ -127,18 +125,18 @@ class FlowVerbs(Executions):
         expected_graph_revision: int | None = None,
     ) -> flow_answers.Staged:
         """Add an edge to the graph; without an expected revision none is asked for."""
-        flow = arguments.flow_id(flow_id)
+        flow = intake.flow(flow_id)
         if expected_graph_revision is not None:
             limits.integer("expected_graph_revision", expected_graph_revision, least=0)
         edge = GraphEdge(
-            arguments.execution_id(upstream, "upstream"),
-            arguments.execution_id(downstream, "downstream"),
+            intake.member("upstream", upstream),
+            intake.member("downstream", downstream),
             dependency_kind,
             data_passing_ref,
         )
         ask = msgspec.structs.replace(
             self._staged(flow, edge),
-            edge_id=arguments.edge_id(edge_id),
+            edge_id=intake.edge(edge_id),
             expected_graph_revision=expected_graph_revision,
         )
         wants = (
@@ -160,10 +158,10 @@ class FlowVerbs(Executions):
             return await self.settle(
                 wants,
                 lambda rows, _: flows.stage(
-                    arguments.first(rows[0]),
-                    arguments.first(rows[1]),
-                    (arguments.first(rows[2]), arguments.first(rows[3])),
-                    arguments.first(rows[4]),
+                    first(rows[0]),
+                    first(rows[1]),
+                    (first(rows[2]), first(rows[3])),
+                    first(rows[4]),
                     ask,
                     closes_circle=circle,
                 ),
@@ -199,11 +197,11 @@ class FlowVerbs(Executions):
         if graph_revision is not None:
             limits.integer("graph_revision", graph_revision, least=0)
         ask = ApplyDependency(
-            arguments.flow_id(flow_id),
-            arguments.edge_id(edge_id),
-            arguments.execution_id(upstream, "upstream"),
-            arguments.execution_id(downstream, "downstream"),
-            None if dependency_kind is None else arguments.parsed(flows.parse_kind(dependency_kind)),
+            intake.flow(flow_id),
+            intake.edge(edge_id),
+            intake.member("upstream", upstream),
+            intake.member("downstream", downstream),
+            None if dependency_kind is None else intake.parsed(flows.parse_kind(dependency_kind)),
             limits.optional_text("data_passing_ref", data_passing_ref),
             graph_revision,
         )
@@ -216,7 +214,7 @@ class FlowVerbs(Executions):
         )
 
         def decide(rows: Rows, _: int) -> Decision[flow_answers.Applied | flow_answers.AlreadyApplied]:
-            child, above, edge, existing, group = map(arguments.first, rows)
+            child, above, edge, existing, group = map(first, rows)
             return dependents.apply(child, above, edge, existing, group, ask)
 
         return await self.settle(wants, decide)
@@ -226,20 +224,20 @@ class FlowVerbs(Executions):
     ) -> flow_answers.PolicySet:
         """Say how an execution joins its upstreams, before any edge into it is staged."""
         given = _policy(policy)
-        flow = arguments.flow_id(flow_id)
+        flow = intake.flow(flow_id)
         child = self._member_id(flow, downstream)
         return await self.settle(
             (Want(Flow, (flow,)), Want(EdgeGroup, (flow, child))),
-            lambda rows, _: flows.set_policy(arguments.first(rows[0]), arguments.first(rows[1]), flow, child, given),
+            lambda rows, _: flows.set_policy(first(rows[0]), first(rows[1]), flow, child, given),
         )
 
     async def set_flow_tag(self, flow_id: str, key: str, value: str) -> None:
         """Set one tag of a flow."""
         if refused := tags.check_tag_key(limits.text("key", key)):
             raise refused
-        flow = arguments.flow_id(flow_id)
+        flow = intake.flow(flow_id)
         limits.text("value", value)
-        await self.settle((Want(Flow, (flow,)),), lambda rows, _: flows.set_tag(arguments.first(rows[0]), key, value))
+        await self.settle((Want(Flow, (flow,)),), lambda rows, _: flows.set_tag(first(rows[0]), key, value))
 
     # -- ends -----------------------------------------------------------------------------------------------------
 
@@ -248,8 +246,8 @@ class FlowVerbs(Executions):
     ) -> flow_answers.Resolution:
         """Count the end of an edge's upstream on its downstream; counting it again changes nothing."""
         ended = _outcome(outcome)
-        child = Child(arguments.flow_id(flow_id), arguments.execution_id(downstream, "downstream"))
-        edge = arguments.edge_id(edge_id)
+        child = Child(intake.flow(flow_id), intake.member("downstream", downstream))
+        edge = intake.edge(edge_id)
         [fold] = await self.folding.fold([Settled(child, edge, ended)])
         if edge not in fold.verdicts:
             raise errors.InvalidDependency(f"edge {edge} was never applied to {downstream}")
@@ -257,22 +255,22 @@ class FlowVerbs(Executions):
 
     async def cascade_completion(self, execution_id: str) -> flow_answers.CascadeOutcome:
         """Resolve every edge of an execution that has ended, and of those that this skips, before it answers."""
-        resolved, descended = await self.dispatcher.cascade([arguments.execution_id(execution_id)])
+        resolved, descended = await self.dispatcher.cascade([intake.execution(execution_id)])
         return flow_answers.CascadeOutcome(resolved, descended)
 
     async def promote_blocked_to_eligible(self, execution_id: str) -> Moved:
         """Make an execution claimable that waits although its dependencies are met."""
-        execution = arguments.execution_id(execution_id)
+        execution = intake.execution(execution_id)
         return await self.settle(
             (Want(Execution, (execution,)),),
-            lambda rows, _: dependents.promote_blocked(arguments.first(rows[0]), arguments.first(rows[1])),
+            lambda rows, _: dependents.promote_blocked(first(rows[0]), first(rows[1])),
             further=self.group_of,
         )
 
     async def evaluate_flow_eligibility(self, execution_id: str) -> flow_answers.Eligibility:
         """Whether dependencies let an execution run."""
-        rows = (await self.load((Want(Execution, (arguments.execution_id(execution_id),)),))).rows
-        return dependents.eligibility(arguments.first(rows[0]), arguments.first((await self.group_of(rows))[0]))
+        rows = (await self.load((Want(Execution, (intake.execution(execution_id),)),))).rows
+        return dependents.eligibility(first(rows[0]), first((await self.group_of(rows))[0]))
 
     async def dispatched(self) -> None:
         """Wait until this process has carried every end it knows of to those who waited for it."""
@@ -292,7 +290,7 @@ class FlowVerbs(Executions):
                 self._turns.pop(flow_id, None)
 
     def _member_id(self, flow_id: ids.FlowId, execution_id: str) -> str:
-        execution = arguments.execution_id(execution_id)
+        execution = intake.execution(execution_id)
         mine, others = ids.flow_partition(flow_id, self.partitions), ids.partition_of(execution)
         if mine != others:
             raise errors.InvalidInput(f"partition mismatch: {execution} is on {others}, its flow on {mine}")
@@ -305,10 +303,10 @@ class FlowVerbs(Executions):
     def _staged(self, flow_id: ids.FlowId, edge: GraphEdge) -> StageEdge:
         return StageEdge(
             flow_id,
-            self.minter.uuid() if edge.edge_id is None else arguments.edge_id(edge.edge_id),
+            self.minter.uuid() if edge.edge_id is None else intake.edge(edge.edge_id),
             edge.upstream,
             edge.downstream,
-            arguments.parsed(flows.parse_kind(edge.dependency_kind)),
+            intake.parsed(flows.parse_kind(edge.dependency_kind)),
             limits.optional_text("data_passing_ref", edge.data_passing_ref),
             None,
         )
@@ -331,7 +329,7 @@ def _labels(flow_kind: str, namespace: str) -> tuple[str, str]:
 
 
 def _policy(policy: object) -> flows.Policy:
-    return arguments.parsed(flows.parse_policy(dict(policy) if isinstance(policy, Mapping) else policy))
+    return intake.parsed(flows.parse_policy(dict(policy) if isinstance(policy, Mapping) else policy))
 
 
 def _outcome(outcome: str) -> TerminalOutcome:

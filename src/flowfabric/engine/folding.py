@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from flowfabric.engine import arguments
-from flowfabric.engine.core import Core
+from flowfabric.engine.core import Core, first
 from flowfabric.model.execution import Execution, Payload, Result
 from flowfabric.model.flow import Dependency, EdgeGroup, Flow, GroupState, PendingCancel
 from flowfabric.model.states import TerminalOutcome
@@ -136,10 +135,10 @@ class Folding:
         found = iter((await self._core.load(wants)).rows)
         cases = []
         for child, settled in batch.items():
-            group, row = arguments.first(next(found)), arguments.first(next(found))
+            group, row = first(next(found)), first(next(found))
             settlements = []
             for one in settled:
-                dependency = arguments.first(next(found))
+                dependency = first(next(found))
                 if (settlement := _settlement(dependency, one)) is not None:
                     settlements.append(settlement)
             if group is None:
@@ -160,7 +159,7 @@ class Folding:
             found = (await self._core.load(wants)).rows
             inbound, flows = found[: len(flagging)], iter(found[len(flagging) :])
             for case in skipping:
-                flow, pending = arguments.first(next(flows)), bool(next(flows))
+                flow, pending = first(next(flows)), bool(next(flows))
                 case.around = msgspec.structs.replace(case.around, flow=flow, cancel_pending=pending)
             if flagging:
                 await self._look_at_siblings(flagging, inbound)
@@ -170,7 +169,7 @@ class Folding:
         names = [sorted({one.upstream_execution_id for one in edges}) for edges in inbound]
         found = iter((await self._core.load([Want(Execution, (name,)) for each in names for name in each])).rows)
         for case, each in zip(flagging, names, strict=True):
-            rows = [row for _ in each if (row := arguments.first(next(found))) is not None]
+            rows = [row for _ in each if (row := first(next(found))) is not None]
             case.around = msgspec.structs.replace(case.around, upstreams=rows)
 
     async def _look_for_results(self, cases: Sequence[_Case]) -> None:
@@ -190,7 +189,7 @@ class Folding:
             found = iter((await self._core.load(wants)).rows)
             left = []
             for case, carriers in open_cases:
-                payload, result = arguments.first(next(found)), arguments.first(next(found))
+                payload, result = first(next(found)), first(next(found))
                 if payload is not None and result is not None:
                     case.around = msgspec.structs.replace(case.around, carried=(payload, result))
                 elif carriers:

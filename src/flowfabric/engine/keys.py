@@ -52,6 +52,13 @@ class Keys(Core):
             result = conflict
         return [PartitionRotation(0, result)]
 
+    async def ensure_signing_key(self, secret_hex: str) -> tokens.Seeded | tokens.AlreadySeeded:
+        """Put this secret into an empty keystore as its first key; an existing key stays."""
+        answer: Any = await self.settle(
+            KEYSTORE, lambda rows, _: _decided(rows, tokens.install(tuple(rows[1]), secret_hex))
+        )
+        return answer  # type: ignore[no-any-return]
+
     async def list_waitpoint_hmac_kids(self) -> tokens.Kids:
         """Which keys sign and which still verify."""
         loaded = await self.load(KEYSTORE)

@@ -14,6 +14,7 @@ from flowfabric.model.event import FeedEvent, Topic
 from flowfabric.model.execution import Attempt, Execution, Payload, Result
 from flowfabric.model.states import PublicState
 from flowfabric.rules import limits, notes, tags, views
+from flowfabric.rules.views import ExecutionSnapshot as ExecutionSnapshot  # part of the engine's own vocabulary
 from flowfabric.stores.base import Scan, Want, Where
 
 MAX_PAGE = 1000
@@ -105,6 +106,11 @@ class Reads(Core):
     async def read_total_attempt_count(self, execution_id: str) -> int:
         """The index that the next fresh attempt will take."""
         return (await self._known(execution_id)).total_attempt_count
+
+    async def read_progress(self, execution_id: str) -> tuple[int | None, str | None]:
+        """What the holder last said of its progress: percentage and message."""
+        row = await self._known(execution_id)
+        return row.progress_pct, row.progress_message
 
     async def get_execution_namespace(self, execution_id: str) -> str | None:
         """The namespace; None when there is no such execution."""

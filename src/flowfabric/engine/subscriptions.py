@@ -15,7 +15,6 @@ from flowfabric.rules.feeds import Completion, Filter, LeaseNews, OperatorNews
 N = TypeVar("N")
 
 PAGE = 256
-POLL_S = 1.0
 
 
 class Subscription(AsyncIterator[N]):
@@ -55,7 +54,7 @@ class Subscription(AsyncIterator[N]):
                     continue
                 if timeout_s <= 0:
                     return None
-                pause = min(timeout_s, POLL_S)
+                pause = min(timeout_s, self._core.poll_s)
                 if not await waited(hint, pause):
                     timeout_s -= pause
             finally:

@@ -16,6 +16,7 @@ import msgspec
 
 from flowfabric import errors
 from flowfabric.engine.claims import Claims
+from flowfabric.engine.wakes import due_topic
 from flowfabric.model import answers
 from flowfabric.model.execution import Execution
 from flowfabric.model.sweep import SweepLease
@@ -89,6 +90,7 @@ class Sweeper:
         failures = 0
         while not self._stopping.is_set():
             pause_s = interval_ms / 1000
+            hint = self._engine.wakes.expect(due_topic(Execution, sweep.column))
             try:
                 if await self._hold(sweep, interval_ms * 3):
                     done = await self._pass(sweep)
@@ -101,10 +103,22 @@ class Sweeper:
                 failures += 1
                 pause_s = min(LONGEST_PAUSE_S, pause_s * 2**failures)
                 logger.warning("sweep %s: the store is away (%s); next try in %.1f s", sweep.name, away, pause_s)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), max(0.001, pause_s))
+            await self._sleep(sweep, pause_s, hint)
         with contextlib.suppress(errors.FabricError):
             await self._let_go(sweep)
+
+    async def _sleep(self, sweep: Sweep, pause_s: float, hint: asyncio.Future[None]) -> None:
+        """Until the pause is over, something falls due earlier, or it is time to stop."""
+        planned, key = self._engine.planned, (Execution, sweep.column)
+        if sweep.column:
+            planned[key] = self._engine.estimate.now() + int(pause_s * 1000)
+        stopping = asyncio.create_task(self._stopping.wait())
+        try:
+            await asyncio.wait((stopping, hint), timeout=max(0.001, pause_s), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            planned.pop(key, None)
+            stopping.cancel()
+            hint.cancel()
 
     async def _pass(self, sweep: Sweep) -> Pass:
         if sweep.whole is not None:

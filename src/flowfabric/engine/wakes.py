@@ -55,4 +55,9 @@ def end_topic(execution_id: str) -> str:
     return f"end:{execution_id}"
 
 
+def due_topic(row: type, column: str) -> str:
+    """Something falls due earlier than the sweep of this process expected."""
+    return f"due:{row.__name__}.{column}"
+
+
 FEED = "feed"

@@ -19,7 +19,7 @@ import msgspec
 
 from flowfabric.errors import FabricError
 from flowfabric.model.event import Event
-from flowfabric.model.execution import Execution
+from flowfabric.model.execution import Execution, LineKey
 
 A = TypeVar("A", covariant=True)
 
@@ -97,6 +97,7 @@ class Change(msgspec.Struct, frozen=True):
     guards: tuple[Guard, ...]
     writes: tuple[Write, ...] = ()
     events: tuple[Event, ...] = ()
+    lines: tuple[LineKey, ...] = ()  # to be known from now on, though nothing stands there yet
     not_before: int | None = None
     not_after: int | None = None
     id: int = 0  # minted by the engine; becomes the revision of every root that the change writes

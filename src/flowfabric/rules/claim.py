@@ -23,7 +23,7 @@ from flowfabric.model.states import (
     OwnershipState,
     TerminalOutcome,
 )
-from flowfabric.rules import capabilities, lease, operate, place
+from flowfabric.rules import capabilities, lease, operate, place, step
 from flowfabric.rules.change import NOW, Change, Decision, Patch, refuse, seen
 from flowfabric.rules.lease import Holder
 from flowfabric.rules.policy import decode_terms
@@ -61,12 +61,20 @@ KeyMaker = Callable[[Execution, GrantOrder, int], str]  # signs a grant key for 
 
 
 def issue_claim_grant(
-    row: Execution | None, order: GrantOrder, now: int, sign: KeyMaker | None = None
+    row: Execution | None,
+    order: GrantOrder,
+    now: int,
+    sign: KeyMaker | None = None,
+    *,
+    unblocking: bool = False,
 ) -> Decision[Granted]:
-    """Offer a claimable execution to a worker; it stays claimable and in its place until the grant is used."""
+    """Offer a claimable execution to a worker; it stays claimable and in its place until the grant is used.
+
+    `unblocking` also offers what is blocked by route, and unblocks it in the same step: here is a capable worker.
+    """
     if row is None:
         return refuse(errors.NotFound("execution"))
-    if not operate.is_eligible(row):
+    if not operate.is_eligible(row) and not (unblocking and _is_route_blocked(row)):
         return refuse(errors.ExecutionNotEligible(execution_id=row.execution_id))
     if live_grant(row, now):
         return refuse(errors.GrantAlreadyExists(execution_id=row.execution_id))
@@ -105,7 +113,10 @@ def granted(row: Execution, order: GrantOrder, kind: str, now: int, sign: KeyMak
         "granted_until": expires_at,
         "last_mutation_at": NOW,
     }
-    return Change(guards=(seen(row),), writes=(Patch(Execution, (row.execution_id,), fields),))
+    patch = Patch(Execution, (row.execution_id,), fields)
+    if _is_route_blocked(row):
+        patch = step.moved(row, operate.unblocked(row) | fields)
+    return Change(guards=(seen(row),), writes=(patch,))
 
 
 def claim_execution(
@@ -144,7 +155,8 @@ def claim_resumed_execution(
         return refuse(refused)
     if refused := _check_grant(row, holder, now):
         if isinstance(refused, errors.ClaimGrantExpired):
-            patch = Patch(Execution, (row.execution_id,), {"grant": None, "granted_until": None})
+            fields = {"grant": None, "granted_until": None, "last_mutation_at": NOW}
+            patch = Patch(Execution, (row.execution_id,), fields)
             return Decision(refused, Change(guards=(seen(row),), writes=(patch,)))
         return refuse(refused)
     return continue_attempt(row, holder, "claim_resumed", remaining_attempt_timeout_ms)
@@ -257,6 +269,10 @@ def live_grant(row: Execution, now: int) -> bool:
 def stored_grant(row: Execution) -> Grant | None:
     """The grant in the slot, in force or lapsed."""
     return None if row.grant is None else msgspec.json.decode(row.grant, type=Grant)
+
+
+def _is_route_blocked(row: Execution) -> bool:
+    return row.eligibility_state is EligibilityState.BLOCKED_BY_ROUTE
 
 
 def _leaseable(row: Execution) -> errors.FabricError | None:

@@ -71,17 +71,20 @@ def create(
     row = _born(ask, terms, terms_text, delay_until if delayed else None)
     guards: tuple[Guard, ...] = (absent(Execution, ask.execution_id),)
     writes: tuple[Write, ...] = (Insert(row), Insert(_payload(ask)))
-    if ask.idempotency_key and terms.dedup_window_ms > 0:
-        key = IdempotencyKey(ask.partition, ask.digest, ask.execution_id, at(terms.dedup_window_ms))
+    if ask.idempotency_key:
+        # Guarded even when it will not be remembered: somebody may have used the key since nobody was looking.
         revision = None if remembered is None else remembered.revision
         guards += (Guard(IdempotencyKey, (ask.partition, ask.digest), revision),)
-        writes += (Insert(key) if remembered is None else Put(key),)
+        if terms.dedup_window_ms > 0:
+            key = IdempotencyKey(ask.partition, ask.digest, ask.execution_id, at(terms.dedup_window_ms))
+            writes += (Insert(key) if remembered is None else Put(key),)
     earliest = [remembered.expires_at] if remembered is not None else []
     if delay_until is not None and not delayed:
         earliest.append(delay_until)
     change = Change(
         guards=guards,
         writes=writes,
+        lines=() if row.line else (place.line_for(row.lane_id, row.required_capabilities, terms),),  # lists its lane
         not_before=max(earliest, default=None),
         not_after=delay_until - 1 if delay_until is not None and delayed else None,
     )

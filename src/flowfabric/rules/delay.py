@@ -7,11 +7,13 @@ from flowfabric.model.answers import Delayed, Moved, Promotion
 from flowfabric.model.execution import Execution
 from flowfabric.model.states import AttemptState, BlockingReason, EligibilityState, LifecyclePhase, PublicState
 from flowfabric.rules import lease, place, step
-from flowfabric.rules.change import Change, Decision, refuse, seen
+from flowfabric.rules.change import Change, Decision, FromNow, refuse, seen
 from flowfabric.rules.lease import Fence
 
 
-def delay(row: Execution | None, fence: Fence, source: str | None, until: int, now: int) -> Decision[Delayed]:
+def delay(
+    row: Execution | None, fence: Fence, source: str | None, until: int | FromNow, now: int
+) -> Decision[Delayed]:
     """Put active work away until an instant, past ones included; the same attempt goes on afterwards."""
     if row is None:
         return refuse(errors.NotFound("execution"))

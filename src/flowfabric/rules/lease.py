@@ -253,10 +253,15 @@ def decode_lineage(text: str | None) -> Lineage:
 
 
 def renewable(row: Execution | None, attempt_index: int, fence: Fence, now: int) -> Decision[None]:
-    """Why a lease cannot be renewed; answers when it can. The store renews by itself when everything matches."""
+    """Why a lease cannot be renewed; answers when it can. The store renews by itself when everything matches.
+
+    An operator's override does not count here: whoever renews has to hold the lease.
+    """
     if row is None:
         return refuse(errors.NotFound("execution"))
-    if row.lifecycle_phase is LifecyclePhase.ACTIVE and not has_lapsed(row, now):
-        if row.ownership_state is OwnershipState.LEASED and attempt_index != row.attempt_index:
-            return refuse(stale(row))
-    return check_lease(row, fence, now) or Decision(None)
+    held = resolve_fence(row, fence, None)
+    if isinstance(held, errors.FabricError):
+        return refuse(held)
+    if refused := check_lease(row, held, now):
+        return refused
+    return Decision(None) if attempt_index == row.attempt_index else refuse(stale(row))

@@ -28,7 +28,7 @@ def text(name: str, value: object, *, limit: int = MAX_TEXT_BYTES) -> str:
         raise errors.InvalidInput(f"{name}: not valid Unicode") from None
     if size > limit:
         raise errors.InvalidInput(f"{name}: {size} bytes, the limit is {limit}")
-    return value
+    return value if type(value) is str else str.__str__(value)  # a member of an enum is kept as the text it is
 
 
 def optional_text(name: str, value: object, *, limit: int = MAX_TEXT_BYTES) -> str | None:
@@ -52,7 +52,7 @@ def integer(name: str, value: object, *, least: int = -MAX_INTEGER, most: int = 
         raise errors.InvalidInput(f"{name}: not a whole number")
     if not least <= value <= most:
         raise errors.InvalidInput(f"{name}: {value} is not within {least}..{most}")
-    return value
+    return int(value)
 
 
 def duration(name: str, value: object, *, least: int = 1) -> int:

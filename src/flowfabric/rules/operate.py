@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from flowfabric import errors
@@ -141,10 +143,13 @@ def unblock(row: Execution | None, expected_reason: str | None) -> Decision[Unbl
         return refuse(errors.ExecutionNotEligible(execution_id=row.execution_id))
     if expected_reason and row.blocking_reason != expected_reason:
         return refuse(errors.ExecutionNotEligible(execution_id=row.execution_id))
-    fields = place.entrance(row, row.attempt_state)
-    fields["next_timeout_ms"] = row.next_timeout_ms
-    change = Change(guards=(seen(row),), writes=(step.moved(row, fields),))
+    change = Change(guards=(seen(row),), writes=(step.moved(row, unblocked(row)),))
     return Decision(Unblocked(row.execution_id), change)
+
+
+def unblocked(row: Execution) -> dict[str, Any]:
+    """The fields of a blocked row that becomes claimable again, with the time that its attempt had left."""
+    return place.entrance(row, row.attempt_state) | {"next_timeout_ms": row.next_timeout_ms}
 
 
 def is_eligible(row: Execution) -> bool:

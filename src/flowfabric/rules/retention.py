@@ -9,7 +9,7 @@ from flowfabric.model.flow import Dependency
 from flowfabric.model.states import LifecyclePhase
 from flowfabric.rules.change import Change, Decision, Delete, seen
 
-OWNED: tuple[type[msgspec.Struct], ...] = (Attempt, Result, Payload, Dependency)  # the execution itself goes last
+OWNED: tuple[type[msgspec.Struct], ...] = (Attempt, Result, Payload, Dependency)
 
 
 def purge(row: Execution | None, now: int) -> Decision[bool]:
@@ -19,5 +19,5 @@ def purge(row: Execution | None, now: int) -> Decision[bool]:
     if row.purge_at is None or row.purge_at > now:
         return Decision(False)
     key = (row.execution_id,)
-    writes = tuple(Delete(owned, key) for owned in OWNED) + (Delete(Execution, key),)
+    writes = (*(Delete(owned, key) for owned in OWNED), Delete(Execution, key))
     return Decision(True, Change(guards=(seen(row),), writes=writes, not_before=row.purge_at))

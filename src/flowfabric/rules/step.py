@@ -124,7 +124,7 @@ def parked(
     now: int,
     **fields: Any,
 ) -> Change:
-    """Active work put back on the shelf: the lease ends, the attempt waits to be continued with the time it had left."""
+    """Active work put back on the shelf: the lease ends; the attempt waits to go on with the time it had left."""
     fields.update(
         lifecycle_phase=LifecyclePhase.RUNNABLE,
         eligibility_state=eligibility,

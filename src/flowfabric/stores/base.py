@@ -34,6 +34,13 @@ class Collision(Unstorable):
     """A row that a change wanted to insert appeared meanwhile; nothing of this batch was written."""
 
 
+class Schema(msgspec.Struct, frozen=True):
+    """The version of the schema that an opened store was found with, and the one that it has now; 0 is none."""
+
+    found: int
+    known: int
+
+
 class Want(msgspec.Struct, frozen=True):
     """Rows to load: those whose key begins like this, in key order."""
 
@@ -190,7 +197,7 @@ class Store(Protocol):
     commit_lanes: int  # how many commits are worth having under way at once
     batch_limit: int  # how many changes are worth putting into one commit
 
-    async def open(self, *, migrate: bool) -> None:
+    async def open(self, *, migrate: bool) -> Schema:
         """Connect; apply the missing migrations when asked to; refuse a schema newer than this code."""
         ...
 

@@ -27,7 +27,7 @@ INT_MIN, INT_MAX = -(2**63), 2**63 - 1
 EVENT_COLUMNS: tuple[str, ...] = Event.__struct_fields__
 
 
-def members(kind: type[Any]) -> tuple[Enum, ...]:
+def members(kind: type[Enum]) -> tuple[Enum, ...]:
     """The members of an enum by their stored code."""
     return tuple(kind)
 
@@ -90,6 +90,8 @@ def encode_column(values: Sequence[Any], line_of: LineOf, now: int) -> Sequence[
         return values
     if FromNow in kinds:
         values = [value.offset + now if type(value) is FromNow else value for value in values]
+    elif all(issubclass(kind, Enum) for kind in kinds):
+        return [*map(CODES.__getitem__, map(id, values))]
     return [value if type(value) in _PLAIN else encode(value, line_of) for value in values]
 
 

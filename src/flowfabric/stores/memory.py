@@ -26,6 +26,7 @@ from flowfabric.stores.base import (
     Held,
     Loaded,
     Scan,
+    Schema,
     Take,
     Taken,
     Unstorable,
@@ -119,8 +120,9 @@ class MemoryStore:
         self._feed: list[FeedEvent] = []
         self._history: dict[str, list[FeedEvent]] = defaultdict(list)
 
-    async def open(self, *, migrate: bool) -> None:
-        """Nothing to connect to."""
+    async def open(self, *, migrate: bool) -> Schema:
+        """Nothing to connect to, and no schema."""
+        return Schema(0, 0)
 
     async def close(self) -> None:
         """Nothing to let go of."""
@@ -261,6 +263,8 @@ class MemoryStore:
         return row.revision == guard.revision and (guard.lease is None or _has_lease(row, guard.lease, now))
 
     def _write(self, change: Change, now: int, undo: list[tuple[Shelf, Key, Any]]) -> None:
+        for line in change.lines:
+            self._line_id(line)
         for write in change.writes:
             if isinstance(write, Insert | Put):
                 shelf = self._shelves[type(write.row)]

@@ -1,4 +1,4 @@
-"""A batch of changes as pieces of a statement, and the arrays that fill them.
+"""A batch of changes as pieces of a statement, and the values that fill them.
 
 Rows are gathered by shape and turned into columns. Within a piece the guards stand in key order, which is the order
 in which they are locked.
@@ -16,48 +16,49 @@ Most batches are written by one statement. Two kinds are not:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import msgspec
 from msgspec.structs import astuple
 
 from flowfabric.model.event import Event
-from flowfabric.model.execution import LineKey
-from flowfabric.rules.change import Change, Delete, FromNow, Guard, Insert, Patch, Put, Write
+from flowfabric.rules.change import Change, Delete, Guard, LeaseCheck, Patch, Put, Write
 from flowfabric.stores.base import Unstorable
-from flowfabric.stores.codec import CODEC, CODES
+from flowfabric.stores.codec import CODEC
+from flowfabric.stores.postgres.habits import Habits
 from flowfabric.stores.postgres.pieces import (
-    Cell,
+    BOUND_TYPES,
+    COLUMN_TYPES,
+    EVENT_TYPES,
+    KEY_TYPES,
+    LEASE_TYPES,
     Deleted,
     Guards,
     Inserted,
     Judged,
     Lock,
     Patched,
-    Row,
     Timed,
     Told,
     Writes,
 )
-from flowfabric.stores.rows import TABLE, Column
+from flowfabric.stores.postgres.sql import Row
+from flowfabric.stores.rows import TABLE
 
-LineOf = Callable[[LineKey], int]
-Arrays = list[Sequence[Any]]
+Values = list[Any]
 
 MOST_EVENTS = 65536  # of a batch: its place in the feed leaves this much room
-_NONE = type(None)
-_EVENT_FIELDS = Event.__struct_fields__
 
 
 class Batch:
     """What to judge, what to write in which order, and what to tell."""
 
-    def __init__(self, changes: Sequence[Change], line_of: LineOf) -> None:
-        self.guards: list[tuple[Guards, Arrays]] = _judged(changes)
+    def __init__(self, changes: Sequence[Change], habits: Habits) -> None:
+        self.guards = _judged(changes, habits)
         rounds = _rounds(changes)
-        self.rounds = [_written(writes, line_of) for writes in rounds]
-        self.told = _told(changes)
+        self.rounds = [_written(writes, habits) for writes in rounds]
+        self.told = _told(changes, habits)
         self.in_steps = len(rounds) > 1 or any(_needs_new_snapshot(piece) for piece, _ in self.rounds[0])
 
 
@@ -68,48 +69,70 @@ def _needs_new_snapshot(piece: Writes) -> bool:
     return type(piece) is Patched and not table.is_root
 
 
-def _judged(changes: Sequence[Change]) -> list[tuple[Guards, Arrays]]:
+def _judged(changes: Sequence[Change], habits: Habits) -> list[tuple[Guards, Values]]:
     kinds: dict[tuple[Row, Lock], list[tuple[Any, int, Guard]]] = {}
     bounds: list[tuple[int, int | None, int | None]] = []
     for no, change in enumerate(changes, start=1):
         guards = change.guards
         if not guards or change.not_before is not None or change.not_after is not None:
             bounds.append((no, change.not_before, change.not_after))
-        written = {_target(write) for write in change.writes} if guards else ()
         for guard in guards:
-            lock: Lock = (
-                "none" if guard.revision is None else "update" if (guard.row, guard.key) in written else "share"
-            )
+            lock: Lock = "none" if guard.revision is None else "update" if _writes(change, guard) else "share"
             kinds.setdefault((guard.row, lock), []).append((guard.key, no, guard))
-    found: list[tuple[Guards, Arrays]] = []
+    found: list[tuple[Guards, Values]] = []
     # Tables in one order, and what will be written before what is only looked at: two batches meet in the same order.
     for row, lock in sorted(kinds, key=lambda kind: (TABLE[kind[0]].name, kind[1] != "update", kind[1])):
         rows = kinds[row, lock]
         rows.sort(key=itemgetter(0))
-        keys = zip(*[key for key, _, _ in rows], strict=True)
-        arrays: Arrays = [[no for _, no, _ in rows], *keys]
-        leases = [guard.lease for _, _, guard in rows]
-        leased = lock != "none" and any(leases)
+        keys, numbers, guarded = zip(*rows, strict=True)
+        columns = list(zip(*keys, strict=True))
+        types: tuple[str, ...] = KEY_TYPES[row]
+        leased = False
         if lock != "none":
-            arrays.append([guard.revision for _, _, guard in rows])
-        if leased:
-            arrays += [
-                [lease and lease.want.value for lease in leases],
-                [lease and lease.lease_id for lease in leases],
-                [lease and lease.lease_epoch for lease in leases],
-            ]
-        found.append((Judged(row, lock, leased), arrays))
+            columns.append(tuple(guard.revision for guard in guarded))
+            types += ("bigint",)
+            leases = [guard.lease for guard in guarded]
+            leased = any(leases)
+            if leased:
+                columns += zip(*map(_asked, leases), strict=True)
+                types += tuple(LEASE_TYPES.values())
+        counted, habit, values = habits.learn((row, lock, leased), types, numbers, columns)
+        found.append((Judged(row, lock, leased, counted, habit), values))
     if bounds:
-        found.append((Timed(), list(zip(*bounds, strict=True))))
+        numbers, *columns = zip(*bounds, strict=True)
+        counted, habit, values = habits.learn(Timed, tuple(BOUND_TYPES.values()), numbers, columns)
+        found.append((Timed(counted, habit), values))
     return found
+
+
+def _asked(lease: LeaseCheck | None) -> tuple[int | None, str | None, int | None]:
+    return (None, None, None) if lease is None else (lease.want.value, lease.lease_id, lease.lease_epoch)
+
+
+def _writes(change: Change, guard: Guard) -> bool:
+    """Whether the change writes what it guards."""
+    for write in change.writes:
+        row, key = _target(write)
+        if row is guard.row and key == guard.key:
+            return True
+    return False
 
 
 def _target(write: Write) -> tuple[Row, tuple[Any, ...]]:
     """The row that is written, as a guard would name it."""
-    if isinstance(write, Patch | Delete):
+    if isinstance(write, _NAMED):
         return write.row, write.key
     row = type(write.row)
-    return row, CODEC[row].key(write.row)
+    return row, _KEY[row](write.row)
+
+
+def _key_of(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
+    get = attrgetter(*names)
+    return get if len(names) > 1 else lambda row: (get(row),)
+
+
+_NAMED = (Patch, Delete)
+_KEY = {table.row: _key_of(table.key) for table in TABLE.values()}
 
 
 def _rounds(changes: Sequence[Change]) -> list[list[tuple[int, int, Write]]]:
@@ -118,12 +141,11 @@ def _rounds(changes: Sequence[Change]) -> list[list[tuple[int, int, Write]]]:
     first = rounds[0]
     for no, change in enumerate(changes, start=1):
         writes = change.writes
-        tables = {write.row if isinstance(write, Patch | Delete) else type(write.row) for write in writes}
-        if len(tables) == len(writes):
+        if len(writes) == 1 or len({_row_of(write) for write in writes}) == len(writes):
             first += [(no, change.id, write) for write in writes]
             continue
         levels: dict[tuple[Row, tuple[Any, ...]], int] = {}
-        deleting = any(isinstance(write, Delete) for write in writes)
+        deleting = any(type(write) is Delete for write in writes)
         for write in writes:
             target = _target(write)
             meets = (other for other in levels if _meet(target, other)) if deleting else (target,)
@@ -134,31 +156,39 @@ def _rounds(changes: Sequence[Change]) -> list[list[tuple[int, int, Write]]]:
     return rounds
 
 
+def _row_of(write: Write) -> Row:
+    return write.row if isinstance(write, _NAMED) else type(write.row)
+
+
 def _meet(one: tuple[Row, tuple[Any, ...]], other: tuple[Row, tuple[Any, ...]]) -> bool:
     """Whether two keys, of which a deleted one may be the beginning of many, can name the same row."""
     (row, key), (other_row, other_key) = one, other
     return row is other_row and key[: len(other_key)] == other_key[: len(key)]
 
 
-def _written(writes: list[tuple[int, int, Write]], line_of: LineOf) -> list[tuple[Writes, Arrays]]:
+def _written(writes: list[tuple[int, int, Write]], habits: Habits) -> list[tuple[Writes, Values]]:
     patches: dict[tuple[Row, tuple[str, ...], str | None], list[tuple[Any, ...]]] = {}
     rows: dict[tuple[Row, bool], list[tuple[int, int, msgspec.Struct]]] = {}
     deletes: dict[tuple[Row, int], list[tuple[Any, ...]]] = {}
     for no, change_id, write in writes:
         if isinstance(write, Patch):
-            shape = (write.row, tuple(write.fields), write.unless)
-            patches.setdefault(shape, []).append((no, *write.key, *write.fields.values(), change_id))
-        elif isinstance(write, Insert | Put):
-            rows.setdefault((type(write.row), isinstance(write, Put)), []).append((no, change_id, write.row))
-        else:
+            fields = write.fields
+            shape = (write.row, tuple(fields), write.unless)
+            patches.setdefault(shape, []).append((no, write.key, tuple(fields.values()), change_id))
+        elif isinstance(write, Delete):
             deletes.setdefault((write.row, len(write.key)), []).append((no, *write.key))
-    found: list[tuple[Writes, Arrays]] = []
+        else:
+            rows.setdefault((type(write.row), isinstance(write, Put)), []).append((no, change_id, write.row))
+    found: list[tuple[Writes, Values]] = []
     for (row, width), starts in sorted(deletes.items(), key=_by_name):
-        found.append((Deleted(row, width), list(zip(*starts, strict=True))))
-    for (row, fields, unless), given in sorted(patches.items(), key=_by_name):
-        found.append(_patched(row, fields, unless, given, line_of))
+        numbers, *columns = zip(*starts, strict=True)
+        types = KEY_TYPES[row][:width]
+        known = habits.learn((row, width), types, numbers, columns, listed=0 if width else None)
+        found.append((Deleted(row, width, *known[:2]), known[2]))
+    for (row, names, unless), given in sorted(patches.items(), key=_by_name):
+        found.append(_patched(row, names, unless, given, habits))
     for (row, put), new in sorted(rows.items(), key=_by_name):
-        found.append(_inserted(row, put, new, line_of))
+        found.append(_inserted(row, put, new, habits))
     return found
 
 
@@ -168,78 +198,39 @@ def _by_name(item: tuple[tuple[Any, ...], Any]) -> tuple[Any, ...]:
 
 
 def _patched(
-    row: Row, fields: tuple[str, ...], unless: str | None, given: list[tuple[Any, ...]], line_of: LineOf
-) -> tuple[Writes, Arrays]:
+    row: Row, names: tuple[str, ...], unless: str | None, given: list[tuple[Any, ...]], habits: Habits
+) -> tuple[Writes, Values]:
+    kinds = COLUMN_TYPES[row]
+    if unknown := set(names) - kinds.keys():
+        raise Unstorable(f"{TABLE[row].name} has no column {sorted(unknown)}")
+    numbers, keys, fields, ids = zip(*given, strict=True)
+    columns = dict(zip(names, zip(*fields, strict=True), strict=True))
+    if CODEC[row].revision_place is not None:
+        columns["revision"] = ids
+    types = KEY_TYPES[row] + tuple(kinds[name] for name in columns)
+    cells = [*zip(*keys, strict=True), *columns.values()]
+    counted, habit, values = habits.learn((row, names, unless), types, numbers, cells)
+    return Patched(row, tuple(columns), unless, counted, habit), values
+
+
+def _inserted(row: Row, put: bool, new: list[tuple[int, int, Any]], habits: Habits) -> tuple[Writes, Values]:
+    numbers, ids, rows = zip(*new, strict=True)
+    columns = list(zip(*map(astuple, rows), strict=True))
     codec = CODEC[row]
-    if unknown := set(fields) - codec.column.keys():
-        raise Unstorable(f"{codec.table.name} has no column {sorted(unknown)}")
-    no, *columns = zip(*given, strict=True)
-    width = len(codec.table.key)
-    keys, values, ids = columns[:width], columns[width:-1], columns[-1]
-    arrays: Arrays = [no, *keys]
-    names, cells = list(fields), list[Cell]()
-    for name, column in zip(fields, values, strict=True):
-        if name == "revision" and codec.revision_place is not None:
-            column = ids
-        cells.append(_encoded(codec.column[name], column, arrays, line_of))
-    if codec.revision_place is not None and "revision" not in fields:
-        names.append("revision")
-        cells.append("value")
-        arrays.append(ids)
-    return Patched(row, tuple(names), tuple(cells), unless), arrays
+    if codec.revision_place is not None:
+        columns[codec.revision_place] = ids
+    types = tuple(COLUMN_TYPES[row].values())
+    counted, habit, values = habits.learn((row, put, None), types, numbers, columns, listed=codec.key_places[0])
+    return Inserted(row, put, counted, habit), values
 
 
-def _inserted(
-    row: Row, put: bool, new: list[tuple[int, int, msgspec.Struct]], line_of: LineOf
-) -> tuple[Writes, Arrays]:
-    codec = CODEC[row]
-    arrays: Arrays = [[no for no, _, _ in new]]
-    names, cells = [], list[Cell]()
-    columns = zip(*[astuple(one) for _, _, one in new], strict=True)
-    for place, (column, values) in enumerate(zip(codec.table.columns, columns, strict=True)):
-        if place == codec.revision_place:
-            values = tuple(change_id for _, change_id, _ in new)
-        elif column.optional and values.count(None) == len(values):
-            continue
-        names.append(column.name)
-        cells.append(_encoded(column, values, arrays, line_of))
-    return Inserted(row, tuple(names), tuple(cells), put), arrays
-
-
-def _encoded(column: Column, values: Sequence[Any], arrays: Arrays, line_of: LineOf) -> Cell:
-    """Append the column as the server gets it."""
-    if column.is_enum:
-        try:
-            arrays.append([None if value is None else CODES[id(value)] for value in values])
-        except KeyError as error:
-            raise Unstorable(f"{column.name} keeps members of {column.kind.__name__} only") from error
-        return "value"
-    if column.kind is LineKey:
-        arrays.append([None if value is None else line_of(value) for value in values])
-        return "value"
-    kinds = set(map(type, values))
-    if FromNow not in kinds:
-        arrays.append(values)
-        return "value"
-    if kinds <= {FromNow, _NONE}:
-        arrays.append([None if value is None else value.offset for value in values])
-        return "offset"
-    arrays.append([value.offset if type(value) is FromNow else value for value in values])
-    arrays.append([type(value) is FromNow for value in values])
-    return "either"
-
-
-def _told(changes: Sequence[Change]) -> tuple[Told, Arrays] | None:
+def _told(changes: Sequence[Change], habits: Habits) -> tuple[Told, Values] | None:
     events = [(no, event) for no, change in enumerate(changes, start=1) for event in change.events]
     if not events:
         return None
     if len(events) > MOST_EVENTS:
         raise Unstorable(f"{len(events)} events are more than one batch may have")
-    arrays: Arrays = [[no for no, _ in events], range(len(events))]
-    names = []
-    columns = zip(*[astuple(event) for _, event in events], strict=True)
-    for name, values in zip(_EVENT_FIELDS, columns, strict=True):
-        if values.count(None) < len(values):
-            names.append(name)
-            arrays.append(values)
-    return Told(tuple(names)), arrays
+    numbers, told = zip(*events, strict=True)
+    columns = zip(*map(astuple, told), strict=True)
+    counted, habit, values = habits.learn(Event, tuple(EVENT_TYPES.values()), numbers, columns)
+    return Told(counted, habit), values

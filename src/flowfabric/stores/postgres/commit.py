@@ -30,7 +30,8 @@ from typing import Any
 
 from flowfabric.stores.postgres.batch import Batch
 from flowfabric.stores.postgres.links import in_transaction
-from flowfabric.stores.postgres.pieces import Guards, Parameters, Told, Writes
+from flowfabric.stores.postgres.pieces import Guards, Told, Writes
+from flowfabric.stores.postgres.sql import Parameters
 
 CLOCK = "coalesce({given}, floor(extract(epoch from clock_timestamp()) * 1000)::bigint)"
 MOST_WORDINGS = 1000

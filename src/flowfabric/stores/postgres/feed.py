@@ -42,7 +42,7 @@ class Feed:
 
     async def read(self, topic: Topic, after: int, limit: int) -> FeedPage:
         """Events of a topic strictly after a place; how far was read."""
-        words = _words("read", topic)
+        words = statement("read", topic)
         while True:
             first, ord_ = divmod(after, MOST_EVENTS)
             last = first + _WINDOW
@@ -69,7 +69,7 @@ class Feed:
 
     async def history(self, execution_id: str, topic: Topic, limit: int) -> list[FeedEvent]:
         """The newest events of one execution, oldest first."""
-        words = _words("history", topic)
+        words = statement("history", topic)
         while True:
             found = await self._links.read(lambda connection: connection.fetch(words, execution_id, limit))
             if all(record[0] is not None for record in found):
@@ -84,7 +84,8 @@ class Feed:
 
 
 @cache
-def _words(name: str, topic: Topic) -> str:
+def statement(name: str, topic: Topic) -> str:
+    """The words to read one topic."""
     words = _STATEMENTS[name].format(events=quoted(Event.__struct_fields__, "e."), topic=TOPIC_FIELDS[topic])
     parameters = {"read": ("first", "ord", "last", "limit"), "history": ("execution_id", "limit")}
     return numbered(words, parameters[name])

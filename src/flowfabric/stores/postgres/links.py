@@ -38,6 +38,7 @@ PLAN_SECONDS = 30
 
 # Statements know their rows by key or walk an index; a plan made on an almost empty table shall not read all of it.
 TUNING = {"enable_seqscan": "off", "enable_hashjoin": "off", "enable_mergejoin": "off", "jit": "off"}
+TUNING["plan_cache_mode"] = "force_generic_plan"
 
 
 class Links:

@@ -1,50 +1,76 @@
 """The pieces that a commit statement is made of: each knows its shape, and the words for it.
 
-A piece holds a fixed set of columns; the cells come as one array a column, so that the same words serve any number of
-rows. Pieces are compared by shape: two batches with equal pieces share one prepared statement. The order in which a
-piece asks for its parameters is the order in which `batch.py` hands over the arrays.
+A piece serves any number of rows. A column in which all of them agree comes as one value, the others as one list
+each; a column that is unset in all of them does not come at all. What comes how is the piece's `habit`, part of its
+shape: two batches with equal pieces share one prepared statement. `habits.py` hands the values over in the order in
+which the words ask for them: first the single ones, then the lists.
+
+Each row belongs to a change, whose number picks its verdict. When every change of the batch has exactly one row, in
+order, the rows are `counted` and the numbers need not be sent.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
-
-import msgspec
 
 from flowfabric.model.event import Event
 from flowfabric.rules.change import LeaseWant
-from flowfabric.stores.postgres.sql import column_type, matched, quoted
+from flowfabric.stores.postgres.habits import DIFFER, LISTED, NUMBERS, OFFSETS, VALUES, words_of_list
+from flowfabric.stores.postgres.sql import Parameters, Row, column_type, quoted
 from flowfabric.stores.rows import TABLE
 
-Row = type[msgspec.Struct]
-
-# What a column of a written row holds: a value, an offset to add to the clock, or some of each.
-Cell = Literal["value", "offset", "either"]
 Lock = Literal["update", "share", "none"]
 
+COLUMN_TYPES: dict[Row, dict[str, str]] = {
+    table.row: {column.name: column_type(column) for column in table.columns} for table in TABLE.values()
+}
+KEY_TYPES: dict[Row, tuple[str, ...]] = {
+    table.row: tuple(COLUMN_TYPES[table.row][name] for name in table.key) for table in TABLE.values()
+}
 EVENT_TYPES = {
     name: "bigint" if name in ("lease_epoch", "attempt_index") else "text" for name in Event.__struct_fields__
 }
+LEASE_TYPES = {"want": "smallint", "lease_id": "text", "lease_epoch": "bigint"}
+BOUND_TYPES = {"not_before": "bigint", "not_after": "bigint"}
+
+NOW = "(select now from verdict)"
 
 
-_TYPES = {table.row: {column.name: column_type(column) for column in table.columns} for table in TABLE.values()}
+class Given:
+    """Rows that come as parameters, under the name `x`; `x.place` counts them from 1."""
 
+    def __init__(self, parameters: Parameters, counted: bool, columns: Sequence[tuple[str, str, int]]) -> None:
+        """`columns` has name, type and habit of each."""
+        self._parameters = parameters
+        self._lists: list[tuple[str, str, int]] = [] if counted else [("no", "int", NUMBERS)]
+        self._words = {name: self._column(name, kind, habit) for name, kind, habit in columns}
+        self.no = "x.place::int" if counted else "x.no"
+        self.yes = f"(select yes from verdict)[{self.no}]"
 
-class Parameters:
-    """Numbers the parameters of a statement in the order in which they are asked for."""
+    def __getitem__(self, name: str) -> str:
+        """The value of a column."""
+        return self._words[name]
 
-    def __init__(self) -> None:
-        self._count = 0
+    def rows(self) -> str:
+        """The table of rows; to be asked for once, after everything else."""
+        lists = ", ".join(words_of_list(self._parameters, kind, habit) for _, kind, habit in self._lists)
+        return f"unnest({lists}) with ordinality as x ({quoted(name for name, _, _ in self._lists)}, place)"
 
-    def one(self, kind: str) -> str:
-        """The next parameter."""
-        self._count += 1
-        return f"${self._count}::{kind}"
-
-    def rows(self, name: str, columns: list[tuple[str, str]]) -> str:
-        """The next parameters, an array each, as a table with these columns and types."""
-        arrays = ", ".join(self.one(f"{kind}[]") for _, kind in columns)
-        return f"unnest({arrays}) as {name} ({quoted(column for column, _ in columns)})"
+    def _column(self, name: str, kind: str, habit: int) -> str:
+        if not habit:
+            return "null"
+        if habit & DIFFER:
+            self._lists.append((name, kind, habit))
+            value = f'x."{name}"'
+        else:
+            value = self._parameters.one(kind)
+        if not habit & OFFSETS:
+            return value
+        if not habit & VALUES:
+            return f"{NOW} + {value}"
+        self._lists.append((f"{name} is an offset", "boolean", LISTED))
+        return f'case when x."{name} is an offset" then {NOW} + {value} else {value} end'
 
 
 class Judged(NamedTuple):
@@ -53,33 +79,41 @@ class Judged(NamedTuple):
     row: Row
     lock: Lock  # "none" is for rows that must be absent: one that is there refuses the change, locked or not
     leased: bool
+    counted: bool
+    habit: tuple[int, ...]  # of the key, of the revision unless absent, and if leased of what is asked of the lease
 
     def words(self, name: str, before: str | None, parameters: Parameters) -> str:
         """A table expression with `no` and `holds` a guard; of a lease's end only what the clock has still to judge."""
-        table, kind = TABLE[self.row], _TYPES[self.row]
-        key = [(column, kind[column]) for column in table.key]
-        if self.lock == "none":
-            given = parameters.rows("g", [("no", "int"), *key])
-            found = f"select 1 from {table.name} t where {matched(table.key, 't', 'g')}"
-            return f"{name} as materialized (select g.no, not exists ({found}) as holds from {given})"
-        columns = [("no", "int"), *key, ("revision", "bigint")]
-        seen, holds, ends = ["revision"], "g.revision = t.revision", ""
+        table = TABLE[self.row]
+        kinds = {f"key {key}": kind for key, kind in zip(table.key, KEY_TYPES[self.row], strict=True)}
+        if self.lock != "none":
+            kinds["revision"] = "bigint"
         if self.leased:
-            columns += [("want", "smallint"), ("lease_id", "text"), ("lease_epoch", "bigint")]
+            kinds |= LEASE_TYPES
+        given = Given(parameters, self.counted, _columns(kinds, self.habit))
+        found = f"from {table.name} r where " + " and ".join(f'r."{key}" = {given[f"key {key}"]}' for key in table.key)
+        if before:
+            found += f" and (select count(*) from {before}) >= 0"
+        if self.lock == "none":
+            return (
+                f"{name} as materialized (select {given.no} as no, t.found is null as holds from {given.rows()}"
+                f" left join lateral (select true as found {found} limit 1) t on true)"
+            )
+        seen, holds, ends = ["revision"], f"{given['revision']} = t.revision", ""
+        if self.leased:
             seen += ["lease_id", "lease_epoch", "lease_expires_at"]
-            holds += " and (g.want is null or (g.lease_id = t.lease_id and g.lease_epoch = t.lease_epoch))"
-            ends = ", g.want, t.lease_expires_at as ends_at"
-        given = parameters.rows("g", columns)
-        after = f" and (select count(*) from {before}) >= 0" if before else ""
+            same = f"{given['lease_id']} = t.lease_id and {given['lease_epoch']} = t.lease_epoch"
+            holds += f" and ({given['want']} is null or ({same}))"
+            ends = f", {given['want']} as want, t.lease_expires_at as ends_at"
         return (
-            f"{name} as materialized (select g.no, coalesce({holds}, false) as holds{ends} from {given}"
-            f" left join lateral (select {quoted(seen)} from {table.name} r"
-            f" where {matched(table.key, 'r', 'g')}{after} for {self.lock}) t on true)"
+            f"{name} as materialized (select {given.no} as no, coalesce({holds}, false) as holds{ends}"
+            f" from {given.rows()}"
+            f" left join lateral (select {quoted(seen, 'r.')} {found} for {self.lock}) t on true)"
         )
 
     def verdict(self, name: str) -> str:
         """`no` and `ok` a guard, once the clock has been read."""
-        if not self.leased or self.lock == "none":
+        if not self.leased:
             return f"select no, holds as ok from {name}"
         live = f"g.want = {LeaseWant.LIVE.value}"
         return (
@@ -91,10 +125,14 @@ class Judged(NamedTuple):
 class Timed(NamedTuple):
     """Changes with a time before or after which they do not hold, and those without any guard."""
 
+    counted: bool
+    habit: tuple[int, ...]
+
     def words(self, name: str, before: str | None, parameters: Parameters) -> str:
         """A table expression with the two bounds of each change."""
-        given = parameters.rows("g", [("no", "int"), ("not_before", "bigint"), ("not_after", "bigint")])
-        return f"{name} as materialized (select * from {given})"
+        given = Given(parameters, self.counted, _columns(BOUND_TYPES, self.habit))
+        bounds = f"{given['not_before']}::bigint as not_before, {given['not_after']}::bigint as not_after"
+        return f"{name} as materialized (select {given.no} as no, {bounds} from {given.rows()})"
 
     def verdict(self, name: str) -> str:
         """`no` and `ok` a change."""
@@ -104,55 +142,42 @@ class Timed(NamedTuple):
         )
 
 
-YES = "(select yes from verdict)[x.no]"
-NOW = "(select now from verdict)"
-
-
 class Patched(NamedTuple):
     """Rows that get new values in the same columns."""
 
     row: Row
     columns: tuple[str, ...]
-    cells: tuple[Cell, ...]
     unless: str | None
+    counted: bool
+    habit: tuple[int, ...]  # of the key, and of the columns
 
     def words(self, parameters: Parameters) -> str:
-        table, kind = TABLE[self.row], _TYPES[self.row]
-        # Columns of the given rows are numbered, since a patch may set a column that is also part of the key.
-        given = [("no", "int"), *((f"k{i}", kind[name]) for i, name in enumerate(table.key))]
-        sets = []
-        for i, (name, cell) in enumerate(zip(self.columns, self.cells, strict=True)):
-            given.append((f"c{i}", kind[name]))
-            if cell == "either":
-                given.append((f"o{i}", "boolean"))
-            sets.append(f'"{name}" = {_cell(cell, f"x.c{i}", f"x.o{i}")}')
-        rows = parameters.rows("x", given)
-        keys = " and ".join(f't."{name}" = x.k{i}' for i, name in enumerate(table.key))
+        table = TABLE[self.row]
+        # The key has names of its own, since a patch may set one of its columns.
+        kinds = {f"key {key}": kind for key, kind in zip(table.key, KEY_TYPES[self.row], strict=True)}
+        kinds |= {name: COLUMN_TYPES[self.row][name] for name in self.columns}
+        given = Given(parameters, self.counted, _columns(kinds, self.habit))
+        sets = ", ".join(f'"{name}" = {given[name]}' for name in self.columns)
+        keys = " and ".join(f't."{key}" = {given[f"key {key}"]}' for key in table.key)
         unless = f' and t."{self.unless}" is null' if self.unless else ""
-        return f"update {table.name} t set {', '.join(sets)} from {rows} where {keys}{unless} and {YES}"
+        return f"update {table.name} t set {sets} from {given.rows()} where {keys}{unless} and {given.yes}"
 
 
 class Inserted(NamedTuple):
-    """New rows, or (`put`) rows that replace what is there; columns that are unset in all of them are left out."""
+    """New rows, or (`put`) rows that replace what is there."""
 
     row: Row
-    columns: tuple[str, ...]
-    cells: tuple[Cell, ...]
     put: bool
+    counted: bool
+    habit: tuple[int, ...]  # of all columns
 
     def words(self, parameters: Parameters) -> str:
-        table, kind = TABLE[self.row], _TYPES[self.row]
-        given = [("no", "int")]
-        for name, cell in zip(self.columns, self.cells, strict=True):
-            given.append((name, kind[name]))
-            if cell == "either":
-                given.append((f"{name} is an offset", "boolean"))
-        rows = parameters.rows("x", given)
-        values = ", ".join(
-            _cell(cell, f'x."{name}"', f'x."{name} is an offset"')
-            for name, cell in zip(self.columns, self.cells, strict=True)
-        )
-        into = f"insert into {table.name} ({quoted(self.columns)}) select {values} from {rows} where {YES}"
+        table = TABLE[self.row]
+        columns = [column for column in _columns(COLUMN_TYPES[self.row], self.habit) if column[2]]
+        given = Given(parameters, self.counted, columns)
+        values = ", ".join(given[name] for name, _, _ in columns)
+        names = quoted(name for name, _, _ in columns)
+        into = f"insert into {table.name} ({names}) select {values} from {given.rows()} where {given.yes}"
         if not self.put:
             return into
         others = [name for name in table.column_names if name not in table.key]
@@ -166,37 +191,38 @@ class Deleted(NamedTuple):
 
     row: Row
     width: int
+    counted: bool
+    habit: tuple[int, ...]
 
     def words(self, parameters: Parameters) -> str:
-        table, kind = TABLE[self.row], _TYPES[self.row]
-        start = table.key[: self.width]
-        rows = parameters.rows("x", [("no", "int"), *((name, kind[name]) for name in start)])
-        return f"delete from {table.name} t using {rows} where {matched(start, 't', 'x')} and {YES}"
+        table = TABLE[self.row]
+        start = dict(zip(table.key[: self.width], KEY_TYPES[self.row], strict=False))
+        given = Given(parameters, self.counted, _columns(start, self.habit))
+        keys = "".join(f't."{key}" = {given[key]} and ' for key in start)
+        return f"delete from {table.name} t using {given.rows()} where {keys}{given.yes}"
 
 
 class Told(NamedTuple):
-    """Events, with the columns that any of them uses."""
+    """Events."""
 
-    columns: tuple[str, ...]
+    counted: bool
+    habit: tuple[int, ...]
 
     def words(self, parameters: Parameters) -> str:
         """Two table expressions: the batch, numbered only when all locks are held, and its events."""
-        given = [("no", "int"), ("ord", "int"), *((name, EVENT_TYPES[name]) for name in self.columns)]
-        rows = parameters.rows("x", given)
+        columns = [column for column in _columns(EVENT_TYPES, self.habit) if column[2]]
+        given = Given(parameters, self.counted, columns)
+        values = ", ".join(given[name] for name, _, _ in columns)
+        names = quoted(name for name, _, _ in columns)
         return (
-            f"told as materialized (select x.* from {rows} where {YES}),"
-            f" batch as (insert into ff_batch (at) select {NOW} where exists (select 1 from told) returning batch_id),"
-            f" events as (insert into ff_event (batch_id, ord, {quoted(self.columns)})"
-            f" select b.batch_id, x.ord, {quoted(self.columns, 'x.')} from batch b, told x)"
+            f"batch as (insert into ff_batch (at) select now from verdict where true = any (yes) returning batch_id),\n"
+            f"events as (insert into ff_event (batch_id, ord, {names})"
+            f" select b.batch_id, x.place - 1, {values} from batch b, {given.rows()} where {given.yes})"
         )
 
 
-def _cell(cell: Cell, value: str, is_offset: str) -> str:
-    if cell == "value":
-        return value
-    if cell == "offset":
-        return f"{NOW} + {value}"
-    return f"case when {is_offset} then {NOW} + {value} else {value} end"
+def _columns(kinds: dict[str, str], habits: tuple[int, ...]) -> list[tuple[str, str, int]]:
+    return [(name, kind, habit) for (name, kind), habit in zip(kinds.items(), habits, strict=True)]
 
 
 Guards = Judged | Timed

@@ -10,17 +10,12 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-import msgspec
-
 from flowfabric.model.execution import LineKey
 from flowfabric.stores.base import Due, Loaded, Scan, Want, Where
 from flowfabric.stores.codec import CODEC, LineAt, LineOf, encode
 from flowfabric.stores.postgres.commit import CLOCK
-from flowfabric.stores.postgres.pieces import Parameters
-from flowfabric.stores.postgres.sql import column_type, columns_of, matched, quoted
+from flowfabric.stores.postgres.sql import Parameters, Row, column_type, columns_of, matched, quoted
 from flowfabric.stores.rows import TABLE
-
-Row = type[msgspec.Struct]
 
 
 async def load(connection: Any, wants: Sequence[Want], clock: int | None) -> Any:
@@ -51,9 +46,13 @@ def _load_words(kinds: tuple[tuple[Row, int], ...]) -> str:
         table = TABLE[row]
         kind = {column.name: column_type(column) for column in table.columns}
         start = table.key[:width]
-        given = parameters.rows("w", [("number", "int"), *((name, kind[name]) for name in start)])
-        found = f"select * from {table.name} t where {matched(start, 't', 'w') or 'true'} order by {quoted(table.key)}"
-        answers.append(f"array(select row(w.number, {columns_of(table, 't.')}) from {given}, lateral ({found}) t)")
+        given = ["number", *start]
+        arrays = ", ".join(parameters.one(f"{kind.get(name, 'int')}[]") for name in given)
+        found = f"select * from {table.name} t where {matched(start, 't', 'x') or 'true'} order by {quoted(table.key)}"
+        answers.append(
+            f"array(select row(x.number, {columns_of(table, 't.')})"
+            f" from unnest({arrays}) as x ({quoted(given)}), lateral ({found}) t)"
+        )
     return ", ".join(answers)
 
 

@@ -7,6 +7,7 @@ from importlib import resources
 from typing import Any, NamedTuple
 
 from flowfabric import errors
+from flowfabric.stores.base import Schema
 
 # Whoever migrates holds this lock until its transaction ends, so that two processes that start together do not.
 _LOCK = 0x666C6F7766616272
@@ -39,13 +40,13 @@ def migrations() -> tuple[Migration, ...]:
     return tuple(sorted(found))
 
 
-async def bring_up(connection: Any, *, migrate: bool) -> None:
+async def bring_up(connection: Any, *, migrate: bool) -> Schema:
     """Make the schema the one this code knows, or refuse: a newer one always, an older one unless `migrate`.
 
     The caller wraps this in a transaction, so that a schema is changed whole or not at all.
     """
     known = migrations()[-1].version
-    found = await _version(connection)
+    found = first = await _version(connection)
     if found < known and migrate:
         await connection.execute(f"select pg_advisory_xact_lock({_LOCK})")
         await connection.execute(_VERSIONS)
@@ -62,6 +63,7 @@ async def bring_up(connection: Any, *, migrate: bool) -> None:
     if found < known:
         detail = "the database has no FlowFabric schema" if found == 0 else f"the schema is at version {found}"
         raise errors.Unavailable("open", f"{detail}, this release needs version {known}: migrate first")
+    return Schema(first, known)
 
 
 async def _version(connection: Any) -> int:

@@ -8,8 +8,12 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
+import msgspec
+
 from flowfabric.model.execution import LineKey
 from flowfabric.stores.rows import Column, Table
+
+Row = type[msgspec.Struct]
 
 _TYPES: dict[type[Any], str] = {
     int: "bigint",
@@ -55,3 +59,15 @@ def numbered(statement: str, parameters: Iterable[str]) -> str:
     """The statement with its `:words` as numbers, in the order in which the caller will give them."""
     place = {name: f"${number}" for number, name in enumerate(parameters, start=1)}
     return _PARAMETER.sub(lambda found: place[found[1]], statement)
+
+
+class Parameters:
+    """Numbers the parameters of a statement in the order in which they are asked for."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def one(self, kind: str) -> str:
+        """The next parameter."""
+        self._count += 1
+        return f"${self._count}::{kind}"

@@ -21,13 +21,14 @@ from flowfabric.handles import BackendTag
 from flowfabric.model.event import FeedEvent, Topic
 from flowfabric.model.execution import LineKey
 from flowfabric.rules.change import Change, Insert, Patch, Put
-from flowfabric.stores.base import Due, FeedPage, Held, Loaded, Scan, Stamp, Take, Taken, Want, Where
+from flowfabric.stores.base import Due, FeedPage, Held, Loaded, Scan, Schema, Stamp, Take, Taken, Want, Where
 from flowfabric.stores.codec import CODEC, LineAt
 from flowfabric.stores.postgres import read, schema
 from flowfabric.stores.postgres import take as taking
 from flowfabric.stores.postgres.batch import Batch
 from flowfabric.stores.postgres.commit import CLOCK, commit
 from flowfabric.stores.postgres.feed import Feed
+from flowfabric.stores.postgres.habits import Habits
 from flowfabric.stores.postgres.lines import Lines, UnknownLine
 from flowfabric.stores.postgres.links import Links, in_transaction
 from flowfabric.stores.postgres.wake import Wake
@@ -50,11 +51,12 @@ class PostgresStore:
         self._clock = clock
         self._links = Links(dsn, size=pool_size, statement_cache=statement_cache)
         self._lines = Lines(self._links)
+        self._habits = Habits(self._lines.number)
         self._feed = Feed(self._links)
         self._wake = Wake(self._links)
 
-    async def open(self, *, migrate: bool) -> None:
-        await self._links.run(
+    async def open(self, *, migrate: bool) -> Schema:
+        return await self._links.run(
             lambda connection: in_transaction(connection, lambda inside: schema.bring_up(inside, migrate=migrate))
         )
 
@@ -74,10 +76,10 @@ class PostgresStore:
         if not changes:
             return []
         try:
-            batch = Batch(changes, self._lines.number)
+            batch = Batch(changes, self._habits)
         except UnknownLine:
             await self._lines.add(_lines_of(changes))
-            batch = Batch(changes, self._lines.number)
+            batch = Batch(changes, self._habits)
         now, yes = await self._links.write(lambda connection: commit(connection, batch, self._now()))
         return [now if accepted else None for accepted in yes]
 
@@ -101,7 +103,8 @@ class PostgresStore:
         answer = await self._links.write(
             lambda connection: taking.take(connection, take, stamps, lines, limit, self._now(), self._lines.number)
         )
-        rows = await self._decoded(lambda line_at: taking.taken(answer, line_at))
+        claim = taking.claim(tuple(take.becomes))
+        rows = await self._decoded(lambda line_at: claim.rows(answer, take, stamps, line_at))
         return Taken(answer[0]["now"], rows), answer[0]["seen"]
 
     async def renew(self, leases: Sequence[Held]) -> list[int | None]:

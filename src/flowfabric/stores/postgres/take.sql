@@ -5,8 +5,8 @@
 -- in rank order, one by one, passing over what someone else holds, until enough are locked; a locked row is asked
 -- again whether it still stands there. `becomes` is what every taken row gets; no state is named here.
 --
--- Answers with the time, the number of heads that were seen, and the rows as they are now with their payloads; with
--- one row of nothing when nothing was taken.
+-- Answers with the time, the number of heads that were seen, and the rows as they are now with their payloads, in no
+-- order; with one row of nothing when nothing was taken. Columns that the caller has just given it does not hear back.
 with clock as materialized (select {clock} as now),
 heads as materialized (
     select head.line, head.rank, head.execution_id
@@ -40,8 +40,8 @@ stamped as materialized (
 taken as (
     update ff_exec_core e
        set {becomes}lease_id = (:lease_ids::text[])[s.place],
-           worker_id = :worker_id,
-           worker_instance_id = :worker_instance_id,
+           worker_id = :worker_id::text,
+           worker_instance_id = :worker_instance_id::text,
            lease_epoch = e.lease_epoch + 1,
            lease_acquired_at = c.now,
            lease_renewed_at = c.now,
@@ -60,7 +60,7 @@ taken as (
            revision = (:revisions)[s.place]
       from stamped s, clock c
      where e.execution_id = s.execution_id
- returning s.place, {rows}
+ returning s.place, {columns}
 ),
 batch as (
     insert into ff_batch (at) select now from clock where exists (select 1 from stamped) returning batch_id
@@ -68,17 +68,16 @@ batch as (
 events as (
     insert into ff_event (batch_id, ord, execution_id, namespace, tags, flow_id, lease, lease_id, lease_epoch,
                           attempt_id, attempt_index, worker_id, worker_instance_id, reason)
-    select b.batch_id, t.place - 1, t.execution_id, t.namespace, t.tags, t.flow_id, 'acquired', t.lease_id,
-           t.lease_epoch, t.attempt_id, t.attempt_index, t.worker_id, t.worker_instance_id,
+    select b.batch_id, t.place - 1, t.execution_id, t.namespace, t.tags, t.flow_id, 'acquired',
+           (:lease_ids)[t.place], t.lease_epoch, t.attempt_id, t.attempt_index, :worker_id, :worker_instance_id,
            case when t.attempt_resumed_at is not null then 'claim_resumed' end
       from batch b, taken t
 )
-select c.now, (select count(*) from heads) as seen, t.*, p.*
+select c.now, (select count(*) from heads) as seen, t.*, {payload}
   from clock c
   left join taken t on true
   left join lateral (
-       select {payloads} from ff_payload p where p.execution_id = t.execution_id offset 0) p on true
- order by t.place;
+       select * from ff_payload p where p.execution_id = t.execution_id offset 0) p on true;
 
 -- name: renew
 -- Move the end of leases that are in force and match in everything; per lease, by its place, the new end.

@@ -9,6 +9,7 @@ import apsw
 
 from flowfabric import errors
 from flowfabric.model.execution import LineKey
+from flowfabric.stores.base import Schema
 from flowfabric.stores.rows import Column, Table
 
 _VERSION = "SELECT max(version) FROM ff_schema_version"
@@ -28,7 +29,7 @@ def version(db: apsw.Connection) -> int:
     return int(next(iter(db.execute(_VERSION)))[0]) if exists else 0
 
 
-def prepare(db: apsw.Connection, *, migrate: bool, now: int) -> None:
+def prepare(db: apsw.Connection, *, migrate: bool, now: int) -> Schema:
     """Bring the schema up to this code, within a writing transaction; or refuse what does not fit."""
     steps = migrations()
     found, known = version(db), max(steps)
@@ -42,6 +43,7 @@ def prepare(db: apsw.Connection, *, migrate: bool, now: int) -> None:
         for _ in db.execute(steps[number]):  # a text of several statements runs on only while it is read from
             pass
         db.execute("INSERT INTO ff_schema_version (version, applied_at) VALUES (?, ?)", (number, now))
+    return Schema(found, known)
 
 
 def definition(table: Table) -> str:

@@ -21,7 +21,7 @@ from flowfabric.handles import BackendTag
 from flowfabric.model.event import FeedEvent, Topic
 from flowfabric.model.execution import LineKey
 from flowfabric.rules.change import Change
-from flowfabric.stores.base import Due, FeedPage, Held, Loaded, Scan, Take, Taken, Want, Where
+from flowfabric.stores.base import Due, FeedPage, Held, Loaded, Scan, Schema, Take, Taken, Want, Where
 from flowfabric.stores.sqlite import reading, schema, writing
 from flowfabric.stores.sqlite.desk import Desk, WritingDesk
 from flowfabric.stores.sqlite.files import Turn, refuse_network
@@ -31,6 +31,7 @@ from flowfabric.stores.sqlite.wake import Wake
 BUSY_MS = 5_000  # how long a foreign writer is waited for
 CACHE_KIB = 64 * 1024
 STATEMENTS = 400
+CHECKPOINT_PAGES = 8_000  # ids are random: a longer log lets more writes of one page become one
 
 
 class SQLiteStore:
@@ -63,9 +64,9 @@ class SQLiteStore:
         self._lister = Desk("ff-sqlite-lister", self._connect_reader)
         self._polls: list[asyncio.Task[None]] = []
 
-    async def open(self, *, migrate: bool) -> None:
+    async def open(self, *, migrate: bool) -> Schema:
         refuse_network(self._path)
-        await self._writer.do(lambda db: schema.prepare(db, migrate=migrate, now=self._clock()))
+        return await self._writer.do(lambda db: schema.prepare(db, migrate=migrate, now=self._clock()))
 
     async def close(self) -> None:
         for poll in self._polls:
@@ -136,6 +137,7 @@ class SQLiteStore:
         db.pragma("journal_mode", "wal")
         db.pragma("synchronous", self._synchronous)
         db.pragma("cache_size", -CACHE_KIB)
+        db.wal_autocheckpoint(CHECKPOINT_PAGES)
         db.pragma("journal_size_limit", 64 * 1024 * 1024)
         return db
 

@@ -38,6 +38,8 @@ def commit(db: apsw.Connection, lines: LinesOfWriter, changes: Sequence[Change],
     accepted = [change for number, change in enumerate(changes) if number not in refused]
     for gathered in _rounds(accepted):
         _write(db, lines, gathered, now)
+    for line in {line for change in accepted for line in change.lines}:
+        lines.number_to_write(db, line)
     _tell(db, lines, [event for change in accepted for event in change.events], now)
     return [None if number in refused else now for number in range(len(changes))]
 

@@ -1,7 +1,8 @@
 -- The first schema: the tables of the catalogue (stores/rows.py), the lines, and the feed.
 --
--- Columns of fixed width that are always set stand first, texts and rare values last: rows stay narrow and cheap to
--- take apart. Texts compare byte by byte, so that every store has the same order. An enum is its member's place.
+-- Columns of fixed width that are always set stand first, then what is indexed, texts and rare values last: rows stay
+-- narrow and cheap to take apart. Texts compare byte by byte, so that every store has the same order. An enum is kept
+-- as its member's place.
 
 create table ff_exec_core (
     partition                   bigint not null,
@@ -24,6 +25,12 @@ create table ff_exec_core (
     attempt_state               smallint not null,
     public_state                smallint not null,
     execution_id                text collate "C" not null,
+    line                        integer,
+    lease_expires_at            bigint,
+    delay_until                 bigint,
+    attempt_timeout_at          bigint,
+    deadline_at                 bigint,
+    purge_at                    bigint,
     namespace                   text collate "C" not null,
     lane_id                     text collate "C" not null,
     started_at                  bigint,
@@ -34,19 +41,13 @@ create table ff_exec_core (
     attempt_resumed_at          bigint,
     lease_acquired_at           bigint,
     lease_renewed_at            bigint,
-    lease_expires_at            bigint,
     lease_expired_at            bigint,
     lease_revoked_at            bigint,
-    delay_until                 bigint,
-    attempt_timeout_at          bigint,
-    deadline_at                 bigint,
-    purge_at                    bigint,
     next_timeout_ms             bigint,
     granted_until               bigint,
     last_capability_mismatch_at bigint,
     progress_pct                bigint,
     progress_updated_at         bigint,
-    line                        integer,
     attempt_type                smallint,
     next_type                   smallint,
     flow_id                     text collate "C",
@@ -68,7 +69,11 @@ create table ff_exec_core (
     cancelled_by                text collate "C",
     progress_message            text collate "C",
     primary key (execution_id)
-) with (fillfactor = 70);
+) with (
+    fillfactor = 50,                       -- a claimed row finds room on its page
+    autovacuum_vacuum_scale_factor = 0.02, -- claims step over what earlier claims left in the index of lines
+    autovacuum_vacuum_threshold = 5000
+);
 create index ff_exec_core_line on ff_exec_core (line, rank, execution_id)
     where line is not null;
 create index ff_exec_core_lease_expires_at on ff_exec_core (lease_expires_at, execution_id)
@@ -130,6 +135,14 @@ create table ff_idempotency (
 );
 create index ff_idempotency_expires_at on ff_idempotency (expires_at)
     where expires_at is not null;
+
+create table ff_sweep (
+    lease_until                 bigint not null,
+    revision                    bigint not null,
+    sweep                       text collate "C" not null,
+    holder                      text collate "C" not null,
+    primary key (sweep)
+);
 
 create table ff_keystore (
     keystore_id                 bigint not null,

@@ -25,8 +25,8 @@ async def connect(
     `clock` replaces the store's own clock, for tests.
     """
     store = open_store(url, clock=clock)
-    await store.open(migrate=migrate)
-    return Engine(store, settings=settings, minter=minter)
+    schema = await store.open(migrate=migrate)
+    return Engine(store, settings=settings, minter=minter, schema=schema)
 
 
 def open_store(url: str, *, clock: Clock | None = None) -> Store:

@@ -1,0 +1,72 @@
+"""The ground that is measured on: a scratch store, and a bare table beside it to compare with."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import urlsplit
+
+import msgspec
+
+BATCH = 100  # rows that the control claims and finishes at a time
+INSERT_BATCH = 500  # rows that it inserts at a time
+
+
+class Control(Protocol):
+    """A bare table through the same driver: no fence, no history, no events; what the server can do at best."""
+
+    async def insert(self, payloads: Sequence[bytes]) -> None:
+        """Insert these, `INSERT_BATCH` at a time, each batch durable before the next."""
+        ...
+
+    async def drain(self) -> int:
+        """Claim `BATCH` rows, finish them with a result, until none is left; how many there were."""
+        ...
+
+
+class Ground(msgspec.Struct, frozen=True):
+    """Where to measure."""
+
+    url: str
+    durability: str
+    versions: dict[str, str]
+    control: Control | None = None
+    shared: bool = True  # whether a second engine on this address sees the same rows
+
+
+def ground(url: str) -> AbstractAsyncContextManager[Ground]:
+    """An empty store of the named kind, on the same server or disk; removed at the end."""
+    match url.partition("://")[0]:
+        case "sqlite":
+            return _sqlite(url)
+        case "postgresql" | "postgres":
+            from flowfabric.bench.postgres import postgres_ground
+
+            return postgres_ground(url)
+        case _:
+            return _as_named(url)
+
+
+@asynccontextmanager
+async def _as_named(url: str) -> AsyncIterator[Ground]:
+    yield Ground(url, "none: rows live and die with the process", {}, shared=False)
+
+
+@asynccontextmanager
+async def _sqlite(url: str) -> AsyncIterator[Ground]:
+    from flowfabric.bench.sqlite import SQLiteControl, sqlite_versions
+
+    parts = urlsplit(url)
+    with tempfile.TemporaryDirectory(prefix="ff-bench-", dir=Path(parts.path[1:]).parent) as folder:
+        control = SQLiteControl(Path(folder) / "control.db")
+        own = f"sqlite:///{folder}/scratch.db" + (f"?{parts.query}" if parts.query else "")
+        level = "NORMAL" if "synchronous=normal" in parts.query.lower() else "FULL"
+        try:
+            yield Ground(
+                own, f"WAL, synchronous={level}; acknowledged after the shared commit", sqlite_versions(), control
+            )
+        finally:
+            control.close()

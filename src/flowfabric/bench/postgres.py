@@ -1,0 +1,97 @@
+"""The ground on Postgres: a scratch database on the named server, and a bare table in it through the same driver."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from secrets import token_hex
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+import asyncpg
+
+from flowfabric.bench.ground import BATCH, INSERT_BATCH, Ground
+from flowfabric.errors import InvalidInput, StoreUnavailable
+
+_TABLE = """
+create table job (
+    id bigint generated always as identity primary key, status smallint not null default 0, payload bytea not null,
+    result bytea, worker text, attempt integer not null default 0, lease_until timestamptz
+) with (fillfactor = 50);
+create index job_ready on job (id) where status = 0;
+"""
+_INSERT = "insert into job (payload) select unnest($1::bytea[])"
+_CLAIM = """
+update job set status = 1, worker = 'w', attempt = attempt + 1, lease_until = now() + interval '30 s'
+ where id = any(array(select id from job where status = 0 order by id limit $1 for update skip locked))
+returning id, payload
+"""
+_FINISH = """
+update job set status = 2, result = x.result, lease_until = null
+  from unnest($1::bigint[], $2::bytea[]) as x (id, result)
+ where job.id = x.id and job.status = 1
+"""
+
+
+class PostgresControl:
+    """A bare table, on one connection."""
+
+    def __init__(self, connection: Any) -> None:
+        self._connection = connection
+
+    async def insert(self, payloads: Sequence[bytes]) -> None:
+        statement = await self._connection.prepare(_INSERT)
+        for begin in range(0, len(payloads), INSERT_BATCH):
+            await statement.fetch(payloads[begin : begin + INSERT_BATCH])
+
+    async def drain(self) -> int:
+        claim, finish = await self._connection.prepare(_CLAIM), await self._connection.prepare(_FINISH)
+        done = 0
+        while claimed := await claim.fetch(BATCH):
+            await finish.fetch([row[0] for row in claimed], [b"done"] * len(claimed))
+            done += len(claimed)
+        return done
+
+
+@asynccontextmanager
+async def postgres_ground(url: str) -> AsyncIterator[Ground]:
+    """A database of our own on the named server, dropped at the end."""
+    name = f"ff_bench_{token_hex(4)}"
+    server = await _connect(url)
+    try:
+        try:
+            await server.execute(f'create database "{name}"')
+        except asyncpg.InsufficientPrivilegeError as refused:
+            raise InvalidInput(
+                "store: the bench works in a database of its own and may not create one here"
+            ) from refused
+        try:
+            own = urlunsplit(urlsplit(url)._replace(path=f"/{name}"))
+            connection = await _connect(own)
+            await connection.execute(_TABLE)
+            try:
+                yield Ground(own, await _durability(connection), _versions(connection), PostgresControl(connection))
+            finally:
+                await connection.close()
+        finally:
+            await server.execute(f'drop database "{name}" with (force)')
+    finally:
+        await server.close()
+
+
+async def _connect(url: str) -> Any:
+    try:
+        return await asyncpg.connect(url)
+    except (OSError, asyncpg.PostgresError, asyncpg.InterfaceError, TimeoutError, ValueError) as error:
+        raise StoreUnavailable(str(error), backend="postgres", in_doubt=False) from error
+
+
+async def _durability(connection: Any) -> str:
+    names = ("fsync", "synchronous_commit", "full_page_writes")
+    settings = [f"{name}={await connection.fetchval('select current_setting($1)', name)}" for name in names]
+    return f"{', '.join(settings)}; acknowledged after the shared commit"
+
+
+def _versions(connection: Any) -> dict[str, str]:
+    server = connection.get_server_version()
+    return {"postgres": f"{server.major}.{server.minor}", "asyncpg": asyncpg.__version__}

@@ -1,0 +1,63 @@
+"""The control on SQLite: one connection, WAL and FULL like the store, whole batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import apsw
+
+from flowfabric.bench.ground import BATCH, INSERT_BATCH
+
+_TABLE = """
+create table job (
+    id integer primary key, status integer not null default 0, payload blob not null,
+    result blob, worker text, attempt integer not null default 0, lease_until integer
+) strict;
+create index job_ready on job (id) where status = 0;
+"""
+_INSERT = "insert into job (payload) values (?)"
+_CLAIM = """
+update job set status = 1, worker = 'w', attempt = attempt + 1, lease_until = 30000
+ where id in (select id from job where status = 0 order by id limit ?)
+returning id, payload
+"""
+_FINISH = "update job set status = 2, result = ?, lease_until = null where id = ? and status = 1"
+
+
+class SQLiteControl:
+    """A bare table in a file of its own."""
+
+    def __init__(self, path: Path) -> None:
+        self._db = apsw.Connection(str(path))
+        self._db.pragma("journal_mode", "wal")
+        self._db.pragma("synchronous", "FULL")
+        for _ in self._db.execute(_TABLE):
+            pass
+
+    async def insert(self, payloads: Sequence[bytes]) -> None:
+        for begin in range(0, len(payloads), INSERT_BATCH):
+            self._db.execute("begin immediate")
+            self._db.executemany(_INSERT, [(payload,) for payload in payloads[begin : begin + INSERT_BATCH]])
+            self._db.execute("commit")
+
+    async def drain(self) -> int:
+        done = 0
+        while True:
+            self._db.execute("begin immediate")
+            claimed = list(self._db.execute(_CLAIM, (BATCH,)))
+            self._db.execute("commit")
+            if not claimed:
+                return done
+            self._db.execute("begin immediate")
+            self._db.executemany(_FINISH, [(b"done", row[0]) for row in claimed])
+            self._db.execute("commit")
+            done += len(claimed)
+
+    def close(self) -> None:
+        self._db.close()
+
+
+def sqlite_versions() -> dict[str, str]:
+    """Of library and driver."""
+    return {"sqlite": apsw.sqlite_lib_version(), "apsw": apsw.apsw_version()}

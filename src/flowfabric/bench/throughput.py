@@ -1,0 +1,197 @@
+"""`ff bench throughput`: rates and latency through the engine, beside the control, in one run."""
+
+from __future__ import annotations
+
+import gc
+import os
+import platform
+import random
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from statistics import median, quantiles
+from time import perf_counter
+from typing import Protocol
+
+import msgspec
+
+from flowfabric import Engine, __version__, connect
+from flowfabric.bench import drive
+from flowfabric.bench.ground import Control, Ground, ground
+
+PER_SECOND = 50  # submits while latency is measured
+LATENCY_COUNT = 200
+
+
+class Report(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What was measured; rates are medians over the rounds."""
+
+    store: str
+    durability: str
+    versions: dict[str, str]
+    cores: int
+    jobs: int
+    payload_bytes: int
+    rounds: int
+    drain_per_s: float
+    bulk_submit_per_s: float
+    single_submit_per_s: float
+    latency_p50_ms: float
+    latency_p99_ms: float
+    control_drain_per_s: float | None = None
+    drain_ratio: float | None = None
+    control_insert_per_s: float | None = None
+    submit_ratio: float | None = None
+    depth: int | None = None
+    claim_ms: float | None = None  # of 100 rows, in an almost empty store
+    claim_at_depth_ms: float | None = None
+    claim_cost_ratio: float | None = None
+
+
+class Progress(Protocol):
+    """Hears what is being done."""
+
+    def __call__(self, what: str, done: int, steps: int) -> None: ...
+
+
+async def throughput(
+    url: str, *, jobs: int, payload_bytes: int, rounds: int = 3, depth: int = 0, progress: Progress | None = None
+) -> Report:
+    """Measure on a scratch store beside the named one."""
+    tell = _Steps(progress, 5 * rounds + 1 + (2 if depth else 0))
+    chance = random.Random(0)
+    payloads = [chance.randbytes(payload_bytes) for _ in range(jobs)]
+    async with AsyncExitStack() as stack:
+        place = await stack.enter_async_context(ground(url))
+        engine = await stack.enter_async_context(await connect(place.url))
+        rates = [await _round(engine, place.control, number, payloads, tell) for number in range(rounds)]
+        tell("latency at 50 submits a second")
+        claimer = await stack.enter_async_context(await connect(place.url)) if place.shared else engine
+        times = await drive.latencies(
+            engine, claimer, "bench-latency", payloads[0], count=LATENCY_COUNT, per_second=PER_SECOND
+        )
+        costs = await _claim_costs(engine, depth, payloads[0], tell) if depth else None
+        tell.finish()
+        return _report(place, rates, times, costs, jobs=jobs, payload_bytes=payload_bytes, depth=depth)
+
+
+class Round(msgspec.Struct, frozen=True):
+    """The rates of one round."""
+
+    bulk: float
+    insert: float | None
+    drain: float
+    control_drain: float | None
+    single: float
+
+
+class _Steps:
+    def __init__(self, progress: Progress | None, steps: int) -> None:
+        self._progress = progress
+        self._done = 0
+        self._steps = steps
+
+    def __call__(self, what: str) -> None:
+        if self._progress is not None:
+            self._progress(what, self._done, self._steps)
+        self._done += 1
+
+    def finish(self) -> None:
+        if self._progress is not None:
+            self._progress("done", self._steps, self._steps)
+
+
+async def _round(
+    engine: Engine, control: Control | None, number: int, payloads: Sequence[bytes], tell: Callable[[str], None]
+) -> Round:
+    """Engine and control in turns, so that a slow moment of the machine meets both."""
+    lane, name, insert, control_drain = f"bench-{number}", f"round {number + 1}: ", None, None
+    gc.collect()
+    tell(name + "bulk submit")
+    bulk = await drive.bulk_submit(engine, lane, payloads)
+    tell(name + "bare insert")
+    if control is not None:
+        began = perf_counter()
+        await control.insert(payloads)
+        insert = len(payloads) / (perf_counter() - began)
+    tell(name + "drain")
+    drained = await drive.drain(engine, lane, len(payloads))
+    tell(name + "bare drain")
+    if control is not None:
+        began = perf_counter()
+        control_drain = await control.drain() / (perf_counter() - began)
+    tell(name + f"{drive.CALLERS} concurrent submits")
+    some = payloads[: max(1, len(payloads) // 4)]
+    single = await drive.single_submits(engine, lane, some)
+    await drive.drain(engine, lane, len(some))
+    return Round(bulk, insert, drained, control_drain, single)
+
+
+async def _claim_costs(engine: Engine, depth: int, payload: bytes, tell: Callable[[str], None]) -> tuple[float, float]:
+    """Milliseconds that a claim of 100 takes: in a lane of its own, and with so many finished and waiting rows."""
+    shallow = "bench-shallow"
+    tell("claims from a short line")
+    first = await _claim_ms(engine, shallow, payload)
+    tell(f"claims beside {depth} finished and {depth} waiting rows")
+    deep = "bench-deep"
+    for begin in range(0, depth, 20_000):
+        some = [payload] * min(20_000, depth - begin)
+        await drive.bulk_submit(engine, deep, some)
+        await drive.drain(engine, deep, len(some))
+    for begin in range(0, depth, 20_000):
+        await drive.bulk_submit(engine, deep, [payload] * min(20_000, depth - begin))
+    return first, await _claim_ms(engine, deep, payload)
+
+
+async def _claim_ms(engine: Engine, lane: str, payload: bytes, claims: int = 30) -> float:
+    await drive.bulk_submit(engine, lane, [payload] * (drive.CLAIM * (claims + 1)))
+    times = []
+    for _ in range(claims + 1):
+        began = perf_counter()
+        await engine.claim_many(
+            lane, drive.CLAIM, worker_id=drive.WORKER, worker_instance_id=drive.WORKER, lease_ttl_ms=3_600_000
+        )
+        times.append((perf_counter() - began) * 1000)
+    return median(times[1:])
+
+
+def _report(
+    place: Ground,
+    rates: list[Round],
+    times: list[float],
+    costs: tuple[float, float] | None,
+    *,
+    jobs: int,
+    payload_bytes: int,
+    depth: int,
+) -> Report:
+    drained, bulk = median(one.drain for one in rates), median(one.bulk for one in rates)
+    control_drain = _median([one.control_drain for one in rates])
+    insert = _median([one.insert for one in rates])
+    percentiles = quantiles(times, n=100)
+    return Report(
+        store=place.url.partition("://")[0],
+        durability=place.durability,
+        versions={"flowfabric": __version__, "python": platform.python_version(), **place.versions},
+        cores=os.cpu_count() or 1,
+        jobs=jobs,
+        payload_bytes=payload_bytes,
+        rounds=len(rates),
+        drain_per_s=round(drained),
+        bulk_submit_per_s=round(bulk),
+        single_submit_per_s=round(median(one.single for one in rates)),
+        latency_p50_ms=round(percentiles[49], 2),
+        latency_p99_ms=round(percentiles[98], 2),
+        control_drain_per_s=None if control_drain is None else round(control_drain),
+        drain_ratio=None if control_drain is None else round(drained / control_drain, 3),
+        control_insert_per_s=None if insert is None else round(insert),
+        submit_ratio=None if insert is None else round(bulk / insert, 3),
+        depth=depth or None,
+        claim_ms=None if costs is None else round(costs[0], 2),
+        claim_at_depth_ms=None if costs is None else round(costs[1], 2),
+        claim_cost_ratio=None if costs is None else round(costs[1] / costs[0], 2),
+    )
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) if known else None

@@ -1,0 +1,17 @@
+"""`ff demo`: the main job, end to end."""
+
+from __future__ import annotations
+
+import typer
+
+
+def add_to(app: typer.Typer) -> None:
+    """Hang the command up."""
+    app.command()(demo)
+
+
+def demo() -> None:
+    """Watch it work: a retry, a killed worker, its work finished by another; in a folder of its own."""
+    from flowfabric.demo import play
+
+    raise typer.Exit(play())

@@ -1,0 +1,263 @@
+"""`ff ls`, `show`, `submit`, `cancel`, `replay`: looking at executions and acting on them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flowfabric.cli.stores import StoreOption, on_store
+from flowfabric.cli.telling import JsonOption, console, document, instant, table
+
+if TYPE_CHECKING:
+    from flowfabric import Engine
+
+STATES = "waiting delayed rate_limited waiting_children active suspended completed failed cancelled expired skipped"
+
+IdArgument = Annotated[
+    str, typer.Argument(metavar="ID", help="The execution, as `ff ls` shows it.", show_default=False)
+]
+
+
+def add_to(app: typer.Typer) -> None:
+    """Hang the commands up."""
+    for command in (ls, show, submit, cancel, replay):
+        app.command()(command)
+
+
+def _states(incomplete: str) -> list[str]:
+    return [state for state in STATES.split() if state.startswith(incomplete)]
+
+
+def ls(
+    state: Annotated[
+        str | None, typer.Option(help="Only those in this public state.", autocompletion=_states, show_default=False)
+    ] = None,
+    lane: Annotated[str | None, typer.Option(help="Only those of this lane.", show_default=False)] = None,
+    namespace: Annotated[str | None, typer.Option(help="Only those of this namespace.", show_default=False)] = None,
+    tag: Annotated[
+        str | None, typer.Option(metavar="KEY=VALUE", help="Only those so tagged.", show_default=False)
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="How many at a time.")] = 50,
+    cursor: Annotated[str | None, typer.Option(help="Go on after this id.", show_default=False)] = None,
+    store: StoreOption = None,
+    json: JsonOption = False,
+) -> None:
+    """List executions, by id."""
+    wanted = None if tag is None else _pair(tag, "--tag")
+
+    async def found(engine: Engine) -> Any:
+        return await engine.search_executions(
+            public_state=state, lane_id=lane, namespace=namespace, tag=wanted, limit=limit, cursor=cursor
+        )
+
+    page = on_store(store, found)
+    if json:
+        document(page)
+        return
+    if not page.executions:
+        typer.echo("No executions." if cursor is None else "No more executions.")
+        return
+    table(
+        "",
+        ("execution", "state", "lane", "attempts", "created", "why it waits"),
+        [
+            (
+                one.execution_id,
+                one.public_state.value,
+                one.lane_id,
+                one.total_attempt_count,
+                instant(one.created_at),
+                one.blocking_detail or (one.blocking_reason and one.blocking_reason.value),
+            )
+            for one in page.executions
+        ],
+    )
+    if page.next_cursor:
+        typer.echo(f"More: ff ls --cursor '{page.next_cursor}'")
+
+
+def show(execution_id: IdArgument, store: StoreOption = None, json: JsonOption = False) -> None:
+    """Show one execution: where it stands, its attempts, and what happened to its leases."""
+
+    async def looked_up(engine: Engine) -> dict[str, Any]:
+        from flowfabric.errors import NotFound
+
+        snapshot = await engine.describe_execution(execution_id)
+        if snapshot is None:
+            raise NotFound("execution", execution_id=execution_id)
+        return {
+            "execution": snapshot,
+            "state_vector": await engine.read_state_vector(execution_id),
+            "attempts": await engine.attempt_history(execution_id),
+            "lease_history": await engine.lease_history(execution_id),
+            "result": _readable(await engine.get_execution_result(execution_id)),
+        }
+
+    found = on_store(store, looked_up)
+    if json:
+        document(found)
+        return
+    _show_snapshot(found["execution"], found["result"])
+    table(
+        "Attempts",
+        ("#", "type", "state", "worker", "epoch", "started", "ended", "failure"),
+        [
+            (
+                one.attempt_index,
+                one.attempt_type.value,
+                one.attempt_state.value,
+                one.worker_instance_id,
+                one.lease_epoch,
+                instant(one.started_at),
+                instant(one.ended_at),
+                one.failure_reason,
+            )
+            for one in found["attempts"]
+        ],
+    )
+    table(
+        "Lease history",
+        ("when", "event", "epoch", "worker", "reason"),
+        [
+            (
+                instant(entry.ts),
+                entry.event,
+                entry.fields.get("lease_epoch", entry.fields.get("new_lease_epoch")),
+                entry.fields.get("worker_instance_id", entry.fields.get("worker_id")),
+                entry.fields.get("reason"),
+            )
+            for entry in found["lease_history"]
+        ],
+    )
+
+
+def _show_snapshot(snapshot: Any, result: dict[str, Any] | None) -> None:
+    facts = {
+        "state": snapshot.public_state.value,
+        "lane": snapshot.lane_id,
+        "namespace": snapshot.namespace,
+        "created": instant(snapshot.created_at),
+        "changed": instant(snapshot.last_mutation_at),
+        "waits for": snapshot.blocking_detail or (snapshot.blocking_reason and snapshot.blocking_reason.value),
+        "held by": snapshot.current_lease
+        and f"{snapshot.current_lease.worker_instance_id} until {instant(snapshot.current_lease.expires_at)}",
+        "tags": ", ".join(f"{key}={value}" for key, value in snapshot.tags.items()),
+        "result": result and (result.get("text") or f"{result['bytes']} bytes"),
+    }
+    out = console()
+    out.print(snapshot.execution_id, style="bold", markup=False)
+    for name, value in facts.items():
+        if value:
+            out.print(f"  {name:<10}{value}", markup=False)
+    out.print()
+
+
+def submit(
+    lane: Annotated[str, typer.Option(help="The lane whose workers take it.")] = "default",
+    kind: Annotated[str, typer.Option(help="What handlers know it by.")] = "task",
+    payload: Annotated[str | None, typer.Option(help="The input, as text.", show_default=False)] = None,
+    payload_file: Annotated[
+        Path | None, typer.Option(help="The input, byte for byte from a file; - is stdin.", show_default=False)
+    ] = None,
+    key: Annotated[
+        str | None, typer.Option(help="Idempotency key: the same key is the same execution.", show_default=False)
+    ] = None,
+    priority: Annotated[int, typer.Option(help="0 to 9000, higher first.")] = 0,
+    delay: Annotated[
+        str | None, typer.Option(help='Not before this has passed: "30s", "5m".', show_default=False)
+    ] = None,
+    policy: Annotated[str | None, typer.Option(help="The policy, as JSON.", show_default=False)] = None,
+    namespace: Annotated[str, typer.Option(help="Whose it is.")] = "default",
+    tag: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="May be repeated.", show_default=False)
+    ] = None,
+    store: StoreOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Create an execution and print its id."""
+    if payload is not None and payload_file is not None:
+        raise typer.BadParameter("give --payload or --payload-file, not both")
+    given = _payload(payload, payload_file)
+    tags = dict(_pair(one, "--tag") for one in tag or ())
+
+    async def created(engine: Engine) -> Any:
+        from flowfabric.sdk.durations import to_ms
+
+        return await engine.create_execution(
+            execution_id=engine.new_execution_id(lane),
+            namespace=namespace,
+            lane_id=lane,
+            execution_kind=kind,
+            input_payload=given,
+            priority=priority,
+            creator_identity="ff submit",
+            idempotency_key=key,
+            tags=tags,
+            policy=policy,
+            delay_until=None if delay is None else await engine.ping() + to_ms(delay, "delay"),
+        )
+
+    answer = on_store(store, created)
+    is_new = hasattr(answer, "public_state")
+    if json:
+        document({"execution_id": answer.execution_id, "created": is_new})
+        return
+    typer.echo(answer.execution_id)
+    if not is_new:
+        typer.echo("(it was there already, under the same key)", err=True)
+
+
+def cancel(
+    execution_id: IdArgument,
+    reason: Annotated[str, typer.Option(help="Kept with the execution.")] = "cancelled by operator",
+    store: StoreOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Cancel an execution, whatever it is doing; again is fine."""
+    answer = on_store(store, lambda engine: engine.cancel_execution(execution_id, reason=reason))
+    _told(answer.public_state.value, execution_id, json=json)
+
+
+def replay(execution_id: IdArgument, store: StoreOption = None, json: JsonOption = False) -> None:
+    """Give an execution that has ended another life."""
+    answer = on_store(store, lambda engine: engine.replay_execution(execution_id))
+    _told(answer.public_state.value, execution_id, json=json)
+
+
+def _told(state: str, execution_id: str, *, json: bool) -> None:
+    if json:
+        document({"execution_id": execution_id, "public_state": state})
+    else:
+        typer.echo(f"✓ {execution_id} is {state}")
+
+
+def _payload(text: str | None, file: Path | None) -> bytes:
+    if file is None:
+        return (text or "").encode()
+    if str(file) == "-":
+        return typer.get_binary_stream("stdin").read()
+    try:
+        return file.read_bytes()
+    except OSError as fault:
+        raise typer.BadParameter(f"{file}: {fault.strerror}", param_hint="--payload-file") from None
+
+
+def _pair(text: str, option: str) -> tuple[str, str]:
+    key, found, value = text.partition("=")
+    if not found:
+        raise typer.BadParameter(f"{text!r} is not KEY=VALUE", param_hint=option)
+    return key, value
+
+
+def _readable(result: bytes | None) -> dict[str, Any] | None:
+    """A result for a document: as text where it is text, else in base64."""
+    if result is None:
+        return None
+    try:
+        return {"bytes": len(result), "text": result.decode()}
+    except UnicodeDecodeError:
+        from base64 import b64encode
+
+        return {"bytes": len(result), "base64": b64encode(result).decode()}

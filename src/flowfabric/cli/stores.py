@@ -1,0 +1,80 @@
+"""Which store a command works on, and how it gets there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar
+from urllib.parse import urlsplit
+
+import typer
+
+from flowfabric.cli.telling import telling_errors
+
+if TYPE_CHECKING:
+    from flowfabric import Engine
+
+T = TypeVar("T")
+
+DEFAULT = "sqlite:///flowfabric.db"
+
+StoreOption = Annotated[
+    str | None,
+    typer.Option("--store", metavar="URL", help="sqlite:///path, postgresql://… or memory://", show_default=False),
+]
+
+
+def chosen_store(named: str | None, environ: Mapping[str, str] = os.environ) -> str:
+    """The store's address: as named, else FLOWFABRIC_URL, else by FF_BACKEND, else a file in this folder."""
+    return named or environ.get("FLOWFABRIC_URL") or _by_backend(environ) or DEFAULT
+
+
+def _by_backend(environ: Mapping[str, str]) -> str | None:
+    from flowfabric.errors import InvalidInput
+
+    match environ.get("FF_BACKEND", "").lower():
+        case "":
+            return None
+        case "sqlite":
+            path = environ.get("FF_SQLITE_PATH") or ":memory:"
+            return "memory://" if path == ":memory:" or "mode=memory" in path else f"sqlite:///{path}"
+        case "postgres":
+            if url := environ.get("FF_POSTGRES_URL"):
+                return url
+            raise InvalidInput("FF_POSTGRES_URL: must be set when FF_BACKEND is postgres")
+        case other:
+            raise InvalidInput(
+                f"FF_BACKEND: {other!r} is no known store; use sqlite or postgres, or name a URL in --store"
+            )
+
+
+def on_store(named: str | None, work: Callable[[Engine], Awaitable[T]], *, migrate: bool = False) -> T:
+    """Do some work with an engine on the chosen store; a refusal is told and ends the command."""
+    import asyncio
+
+    async def connected() -> T:
+        from flowfabric import connect
+
+        url = chosen_store(named)
+        if not migrate:
+            must_exist(url)
+        async with await connect(url, migrate=migrate) as engine:
+            return await work(engine)
+
+    with telling_errors():
+        return asyncio.run(connected())
+
+
+def must_exist(url: str) -> None:
+    """Refuse to look for something in a file that is not there: opening it would make it."""
+    from flowfabric.errors import Unavailable
+
+    if url.startswith("sqlite:") and not (path := Path(urlsplit(url).path[1:])).exists():
+        raise Unavailable("open", f"there is no file {path}: migrate first")
+
+
+def shown(url: str) -> str:
+    """The address without its password."""
+    secret = urlsplit(url).password if "@" in url else None
+    return url.replace(f":{secret}@", ":…@", 1) if secret else url

@@ -1,0 +1,84 @@
+"""What people see of the demo: a live table on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from time import monotonic
+
+import msgspec
+from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+COLOURS = {"active": "cyan", "completed": "green", "delayed": "yellow", "failed": "red", "waiting": "dim"}
+
+
+class Sight(msgspec.Struct, frozen=True):
+    """One order as it stands."""
+
+    name: str
+    state: str
+    attempts: int
+    worker: str
+    progress: int
+
+
+class Screen:
+    """Shows sights as they change, and says what happens beside them."""
+
+    def __init__(self) -> None:
+        self.console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+        self._began = monotonic()
+        self._live: Live | None = None
+        self._shown: dict[str, tuple[str, int, str]] = {}
+
+    @contextmanager
+    def showing(self) -> Iterator[None]:
+        """Keep the table on the screen."""
+        if not self.console.is_terminal:
+            yield
+            return
+        with Live(console=self.console, refresh_per_second=12) as self._live:
+            yield
+
+    def show(self, sights: Sequence[Sight]) -> None:
+        """The orders as they are now."""
+        if self._live is not None:
+            self._live.update(_drawn(sights))
+            return
+        for sight in sights:
+            now = sight.state, sight.attempts, sight.worker
+            if self._shown.get(sight.name) != now:
+                self._shown[sight.name] = now
+                attempt = f"attempt {sight.attempts}" if sight.attempts else ""
+                by = f"by {sight.worker}" if sight.worker else ""
+                self.say(f"{sight.name}  {sight.state:<10} {attempt:<10} {by}".rstrip())
+
+    def say(self, words: str, style: str = "") -> None:
+        """Something that happened."""
+        self.console.print(Text(f"{monotonic() - self._began:5.1f} s  {words}", style=style))
+
+    def verdict(self, claim: str, held: bool, detail: str) -> None:
+        """Something that was to be proven."""
+        mark = ("✓ ", "green") if held else ("✗ ", "red")
+        self.console.print(Text.assemble(mark, f"{claim}: {detail}"))
+
+
+def _drawn(sights: Sequence[Sight]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name, width in (("order", 9), ("state", 10), ("attempt", 7), ("worker", 8), ("", 24)):
+        table.add_column(name, width=width)
+    for sight in sights:
+        done = 100 if sight.state == "completed" else sight.progress
+        table.add_row(
+            sight.name,
+            Text(sight.state, style=COLOURS.get(sight.state, "")),
+            str(sight.attempts or ""),
+            sight.worker,
+            ProgressBar(total=100, completed=done, width=24) if sight.attempts else "",
+        )
+    return table

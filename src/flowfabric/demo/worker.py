@@ -1,0 +1,53 @@
+"""A worker of the demo, one process: `python -m flowfabric.demo.worker URL NAME`.
+
+It claims an order, works on it step by step and keeps its lease alive meanwhile. It ends with SIGTERM, with its parent,
+or with SIGKILL, which leaves everything lying about as a power cut does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+
+import msgspec
+
+from flowfabric import Engine, FabricError, connect
+from flowfabric.demo.orders import FAILURE, LANE, LEASE_MS, STEP_S, Order, receipt
+from flowfabric.model.answers import Claimed
+
+
+async def work(url: str, name: str) -> None:
+    """Take orders until told to stop."""
+    stop, parent = asyncio.Event(), os.getppid()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    async with await connect(url, migrate=False) as engine:
+        engine.start_sweeps()
+        while not stop.is_set() and os.getppid() == parent:
+            claimed = await engine.claim(
+                LANE, worker_id="demo", worker_instance_id=name, lease_ttl_ms=LEASE_MS, max_wait_ms=200
+            )
+            if claimed is not None:
+                try:
+                    await handle(engine, claimed)
+                except FabricError as lost:  # this worker was too slow; whoever took the order over goes on with it
+                    print(f"{claimed.execution_id}: {lost}", file=sys.stderr)
+
+
+async def handle(engine: Engine, claimed: Claimed) -> None:
+    """Work on one order and end its attempt."""
+    payload = claimed.payload.input_payload if claimed.payload else None
+    order = msgspec.json.decode(payload or b"", type=Order)
+    for step in range(1, order.steps + 1):
+        await asyncio.sleep(STEP_S)
+        await engine.renew(claimed.handle)
+        await engine.progress(claimed.handle, pct=100 * step // order.steps)
+        if claimed.attempt_index < order.fails and step == order.steps // 2:
+            await engine.fail(claimed.handle, reason=FAILURE)
+            return
+    await engine.complete(claimed.handle, result=receipt(order.name))
+
+
+if __name__ == "__main__":
+    asyncio.run(work(*sys.argv[1:]))

@@ -1,0 +1,243 @@
+"""What callers hand in: looked at once, before anything is asked of the store, and put into its one form.
+
+Whatever is wrong with it, the answer is a `ValidationError`; what comes out can be kept by every store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from flowfabric import errors, ids
+from flowfabric.rules import capabilities, expiry, limits
+from flowfabric.rules.claim import GrantOrder
+from flowfabric.rules.create import CreateExecution
+from flowfabric.rules.lease import Fence, Holder
+
+T = TypeVar("T")
+
+MAX_ATTEMPT_INDEX = 2**32 - 1
+MAX_EPOCH = 2**64 - 1
+
+
+class ClaimOrder(msgspec.Struct, frozen=True):
+    """Who wants work, from which lane, for how long at a time."""
+
+    lane_id: str
+    worker_id: str
+    worker_instance_id: str
+    capabilities: frozenset[str]
+    lease_ttl_ms: int
+
+
+def parsed(value: T | errors.FabricError) -> T:
+    """What a rule made of a part of a request; its refusal is raised."""
+    if isinstance(value, errors.FabricError):
+        raise value
+    return value
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Names
+
+
+def execution(execution_id: object) -> ids.ExecutionId:
+    """An execution id."""
+    return ids.parse_execution_id(limits.text("execution_id", execution_id))
+
+
+def member(name: str, execution_id: object) -> ids.ExecutionId:
+    """The id of an execution that plays a part, named as that part."""
+    return ids.parse_execution_id(limits.text(name, execution_id))
+
+
+def flow(flow_id: object) -> ids.FlowId:
+    """A flow's id."""
+    return ids.FlowId(ids.parse_uuid(limits.text("flow_id", flow_id), "flow_id"))
+
+
+def edge(edge_id: object) -> str:
+    """An edge's id."""
+    return ids.parse_uuid(limits.text("edge_id", edge_id), "edge_id")
+
+
+def lane(lane_id: object) -> ids.LaneId:
+    """A lane; which characters it may have is its own rule."""
+    return ids.parse_lane_id(lane_id if isinstance(lane_id, str) else limits.text("lane_id", lane_id))
+
+
+def worker(worker_id: object) -> ids.WorkerId:
+    """A worker."""
+    return ids.parse_worker_id(limits.text("worker_id", worker_id))
+
+
+def instance(worker_instance_id: object) -> ids.WorkerInstanceId:
+    """One incarnation of a worker."""
+    return ids.parse_worker_instance_id(limits.text("worker_instance_id", worker_instance_id))
+
+
+def optional_uuid(name: str, value: object) -> str | None:
+    """A UUID or nothing."""
+    return None if value is None else ids.parse_uuid(limits.text(name, value), name)
+
+
+def source(value: object) -> str | None:
+    """Who does something, when that is not the holder."""
+    return limits.optional_text("source", value, limit=limits.MAX_NAME_BYTES)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Numbers and lists
+
+
+def optional_instant(name: str, value: object) -> int | None:
+    """An instant or nothing."""
+    return None if value is None else limits.instant(name, value)
+
+
+def optional_duration(name: str, value: object) -> int | None:
+    """A length of time, zero included, or nothing."""
+    return None if value is None else limits.duration(name, value, least=0)
+
+
+def each(name: str, values: object) -> Iterable[Any]:
+    """Something to go through; a text is not a list of its letters."""
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+        raise errors.InvalidInput(f"{name}: not a list")
+    return values
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Whole requests
+
+
+def creation(ask: object) -> CreateExecution:
+    """A create, its partition read from the id."""
+    if not isinstance(ask, CreateExecution):
+        raise errors.InvalidInput("ask: not a CreateExecution")
+    name = limits.MAX_NAME_BYTES
+    execution_id = execution(ask.execution_id)
+    return CreateExecution(
+        execution_id=execution_id,
+        partition=ids.partition_of(execution_id),
+        lane_id=lane(ask.lane_id),
+        namespace=limits.text("namespace", ask.namespace, limit=name),
+        execution_kind=limits.text("execution_kind", ask.execution_kind, limit=name),
+        input_payload=limits.payload("input_payload", ask.input_payload),
+        payload_encoding=limits.optional_text("payload_encoding", ask.payload_encoding, limit=name),
+        priority=limits.integer("priority", ask.priority),
+        creator_identity=limits.text("creator_identity", ask.creator_identity, limit=name),
+        idempotency_key=limits.optional_text("idempotency_key", ask.idempotency_key),
+        tags=tags(ask.tags),
+        policy=policy_text(ask.policy),
+        delay_until=optional_instant("delay_until", ask.delay_until),
+        execution_deadline_at=optional_instant("execution_deadline_at", ask.execution_deadline_at),
+    )
+
+
+def policy_text(policy: object) -> str | None:
+    """A policy as the text to keep, from its text or its document; what it says is for the rules."""
+    if policy is None or isinstance(policy, str):
+        return limits.optional_text("policy", policy) or None
+    if not isinstance(policy, Mapping):
+        raise errors.InvalidInput("policy: neither JSON text nor a mapping")
+    try:
+        return limits.text("policy", msgspec.json.encode(policy).decode())
+    except (TypeError, ValueError, OverflowError, RecursionError) as fault:
+        raise errors.InvalidPolicyJson("malformed") from fault
+
+
+def tags(pairs: object) -> dict[str, str]:
+    """Tags as texts; whether the keys are keys is for the rules."""
+    if not isinstance(pairs, Mapping):
+        raise errors.InvalidInput("tags: not a mapping")
+    if len(pairs) > limits.MAX_TAGS:
+        raise errors.InvalidInput(f"tags: {len(pairs)} of them, the limit is {limits.MAX_TAGS}")
+    return {limits.text("tags", key): limits.text(f"tags[{key}]", value) for key, value in pairs.items()}
+
+
+def fence(given: object) -> Fence:
+    """A fence, each part that was given in its one form."""
+    if not isinstance(given, Fence):
+        raise errors.InvalidInput("fence: not a fence")
+    epoch = given.lease_epoch
+    return Fence(
+        lease_id=optional_uuid("lease_id", given.lease_id),
+        lease_epoch=None if epoch is None else limits.integer("lease_epoch", epoch, least=0, most=MAX_EPOCH),
+        attempt_id=optional_uuid("attempt_id", given.attempt_id),
+    )
+
+
+def expiry_reason(reason: object) -> str:
+    """Which timer ends an execution."""
+    why = limits.text("reason", reason)
+    if why not in (expiry.ATTEMPT_TIMEOUT, expiry.EXECUTION_DEADLINE):
+        raise errors.InvalidInput(f"reason: {why!r} is neither attempt_timeout nor execution_deadline")
+    return why
+
+
+def offered(tokens: object) -> frozenset[str]:
+    """The capabilities that a worker asks for work with."""
+    offer = frozenset(limits.text("capabilities", token) for token in each("capabilities", tokens))
+    if refused := capabilities.check_offer(offer):
+        raise refused
+    return offer
+
+
+def claim_order(
+    lane_id: object, worker_id: object, worker_instance_id: object, tokens: object, lease_ttl_ms: object
+) -> ClaimOrder:
+    """A worker's wish for work."""
+    return ClaimOrder(
+        lane(lane_id),
+        worker(worker_id),
+        instance(worker_instance_id),
+        offered(tokens),
+        limits.duration("lease_ttl_ms", lease_ttl_ms),
+    )
+
+
+def grant_order(
+    lane_id: object,
+    worker_id: object,
+    worker_instance_id: object,
+    tokens: object,
+    grant_ttl_ms: object,
+    capability_hash: object = None,
+    route_snapshot_json: object = None,
+    admission_summary: object = None,
+) -> GrantOrder:
+    """A worker's wish for a grant; the blanks that stray commas leave behind are no capabilities."""
+    presented = [limits.text("worker_capabilities", token) for token in each("worker_capabilities", tokens)]
+    return GrantOrder(
+        lane_id=lane(lane_id),
+        worker_id=worker(worker_id),
+        worker_instance_id=instance(worker_instance_id),
+        capabilities=frozenset(token for token in presented if token.strip(" ")),
+        grant_ttl_ms=limits.duration("grant_ttl_ms", grant_ttl_ms),
+        capability_hash=limits.optional_text("capability_hash", capability_hash),
+        route_snapshot_json=limits.optional_text("route_snapshot_json", route_snapshot_json),
+        admission_summary=limits.optional_text("admission_summary", admission_summary),
+    )
+
+
+def holder(
+    worker_id: object,
+    worker_instance_id: object,
+    lane_id: object,
+    lease_id: object,
+    attempt_id: object,
+    lease_ttl_ms: object,
+    minter: ids.Minter,
+) -> Holder:
+    """Who redeems a grant; ids that are not given are minted, and a blank lane is the execution's own."""
+    return Holder(
+        worker(worker_id),
+        instance(worker_instance_id),
+        "" if lane_id == "" else lane(lane_id),
+        optional_uuid("lease_id", lease_id) or minter.uuid(),
+        optional_uuid("attempt_id", attempt_id) or minter.uuid(),
+        limits.duration("lease_ttl_ms", lease_ttl_ms),
+    )

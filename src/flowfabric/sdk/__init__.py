@@ -1,0 +1,1 @@
+"""What application developers meet: tasks, runs, workers."""

@@ -1,0 +1,115 @@
+"""Values of a task on their way through JSON: checked by annotation when they go and when they come."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import typing
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from flowfabric.errors import InvalidInput
+
+HAS_PYDANTIC = importlib.util.find_spec("pydantic") is not None
+
+json_bytes = msgspec.json.Encoder().encode
+from_json = msgspec.json.Decoder().decode
+
+
+class Shape:
+    """One annotated type: values become plain JSON data and back, or `InvalidInput` names what is wrong."""
+
+    def __init__(self, annotation: Any) -> None:
+        self.annotation = Any if annotation is inspect.Parameter.empty else annotation
+        self._adapter = _adapter(self.annotation)
+
+    def dump(self, value: Any, name: str) -> Any:
+        """Plain data for a value that fits the annotation."""
+        try:
+            if self._adapter is not None:
+                return self._adapter.dump_python(self._adapter.validate_python(value), mode="json")
+            plain = msgspec.to_builtins(value)
+            if self.annotation is not Any:
+                msgspec.convert(plain, self.annotation)
+            return plain
+        except (TypeError, ValueError, msgspec.ValidationError) as fault:
+            raise InvalidInput(f"{name}: {_words(fault)}") from fault
+
+    def load(self, plain: Any, name: str) -> Any:
+        """The value that the plain data stand for."""
+        try:
+            if self._adapter is not None:
+                return self._adapter.validate_python(plain)
+            return plain if self.annotation is Any else msgspec.convert(plain, self.annotation)
+        except (TypeError, ValueError, msgspec.ValidationError) as fault:
+            raise InvalidInput(f"{name}: {_words(fault)}") from fault
+
+
+class Signature:
+    """The parameters of a handler, without its context."""
+
+    def __init__(self, handler: Callable[..., Any], context: type) -> None:
+        hints = typing.get_type_hints(handler)
+        full = inspect.signature(handler)
+        self.context_name: str | None = None
+        kept = []
+        self.shapes: dict[str, Shape] = {}
+        for name, parameter in full.parameters.items():
+            annotation = hints.get(name, inspect.Parameter.empty)
+            if isinstance(annotation, type) and issubclass(annotation, context):
+                self.context_name = name
+                continue
+            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                raise TypeError(f"{handler.__qualname__}: *{name} cannot be kept; name each parameter")
+            kept.append(parameter)
+            self.shapes[name] = Shape(annotation)
+        self._signature = full.replace(parameters=kept)
+        self.result = Shape(hints.get("return", Any))
+        if self.result.annotation is type(None):
+            self.result = Shape(Any)
+
+    def dump(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+        """The input of a run as JSON; wrong input is refused here, with the parameter named."""
+        try:
+            bound = self._signature.bind(*args, **kwargs)
+        except TypeError as fault:
+            raise InvalidInput(str(fault)) from fault
+        return json_bytes({name: self.shapes[name].dump(value, name) for name, value in bound.arguments.items()})
+
+    def load(self, payload: bytes) -> dict[str, Any]:
+        """The keyword arguments that were dumped; parameters added since then take their defaults."""
+        try:
+            plain = from_json(payload or b"{}")
+        except msgspec.DecodeError as fault:
+            raise InvalidInput(f"input: {fault}") from fault
+        if not isinstance(plain, dict):
+            raise InvalidInput("input: not a JSON object of parameters")
+        arguments = {name: shape.load(plain[name], name) for name, shape in self.shapes.items() if name in plain}
+        try:
+            self._signature.bind(**arguments)
+        except TypeError as fault:
+            raise InvalidInput(f"input: {fault}") from fault
+        return arguments
+
+
+def _adapter(annotation: Any) -> Any:
+    """pydantic's adapter for types that contain a model of pydantic's; the others need no pydantic."""
+    if not HAS_PYDANTIC or not _mentions_model(annotation):
+        return None
+    import pydantic
+
+    return pydantic.TypeAdapter(annotation)
+
+
+def _mentions_model(annotation: Any) -> bool:
+    import pydantic
+
+    if isinstance(annotation, type) and issubclass(annotation, pydantic.BaseModel):
+        return True
+    return any(_mentions_model(argument) for argument in typing.get_args(annotation))
+
+
+def _words(fault: Exception) -> str:
+    return " ".join(str(fault).split())

@@ -1,0 +1,45 @@
+"""Lengths of time as people write them: "30s", "7d", seconds, or a timedelta."""
+
+from __future__ import annotations
+
+import re
+from datetime import timedelta
+from typing import TypeAlias
+
+from flowfabric.errors import InvalidInput
+
+Duration: TypeAlias = str | int | float | timedelta
+
+_UNITS = {"ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000, "w": 604_800_000}
+_PART = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|d|w)\s*")
+
+
+def to_ms(length: Duration, name: str = "duration") -> int:
+    """Whole milliseconds; numbers are seconds, texts are like "1h30m"."""
+    match length:
+        case bool():
+            raise InvalidInput(f"{name}: {length!r} is no length of time")
+        case timedelta():
+            ms = length.total_seconds() * 1000
+        case int() | float():
+            ms = length * 1000
+        case str():
+            ms = _parse(length, name)
+        case _:
+            raise InvalidInput(f"{name}: {length!r} is no length of time")
+    if not 0 <= ms < 2**53:
+        raise InvalidInput(f"{name}: {length!r} is out of range")
+    return round(ms)
+
+
+def _parse(text: str, name: str) -> float:
+    place, total = 0, 0.0
+    while place < len(text):
+        part = _PART.match(text, place)
+        if part is None:
+            break
+        total += float(part[1]) * _UNITS[part[2]]
+        place = part.end()
+    if not text or place != len(text):
+        raise InvalidInput(f'{name}: {text!r} is no length of time; write it like "30s", "5m", "1h30m" or "7d"')
+    return total

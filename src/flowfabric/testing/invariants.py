@@ -1,0 +1,268 @@
+"""What is true of every execution at every moment, whatever was done to it: asked of the rows, lines and feeds.
+
+    await check_invariants(engine)              # raises InvariantBroken with every sentence that does not hold
+
+`I1` to `I11` are the invariants of the specification (execution.md 2.3); the others follow from how attempts, leases
+and events belong together. Rows and feeds are read one after the other, so nothing else may be under way meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+
+from flowfabric.engine.engine import Engine
+from flowfabric.model.event import FeedEvent, Topic
+from flowfabric.model.execution import Attempt, Execution, LineKey
+from flowfabric.model.states import (
+    AttemptRecordState,
+    AttemptState,
+    BlockingReason,
+    EligibilityState,
+    LifecyclePhase,
+    OwnershipState,
+    TerminalOutcome,
+    public_state,
+)
+from flowfabric.rules import claim, lease, place
+from flowfabric.rules.policy import decode_terms
+from flowfabric.stores.base import Scan, Store, Where
+from flowfabric.stores.rows import TABLE
+
+PAGE = 1000
+
+ENDED = frozenset(
+    {
+        AttemptRecordState.ENDED_SUCCESS,
+        AttemptRecordState.ENDED_FAILURE,
+        AttemptRecordState.ENDED_CANCELLED,
+        AttemptRecordState.INTERRUPTED_RECLAIMED,
+    }
+)
+
+
+class InvariantBroken(AssertionError):
+    """Something that is always true was not."""
+
+
+async def check_invariants(engine: Engine) -> None:
+    """Look at every row and event; raises `InvariantBroken`."""
+    await Watch(engine).check()
+
+
+class Watch:
+    """Looks again and again: also notices what moves backwards between two looks."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._store: Store = engine.store
+        self._rows: dict[str, Execution] = {}
+        self._told: dict[str, list[FeedEvent]] = defaultdict(list)
+        self._position = 0
+
+    async def check(self) -> None:
+        """Raises `InvariantBroken` with every sentence that does not hold now."""
+        rows = {row.execution_id: row for row in await every(self._store, Execution)}
+        attempts: dict[str, list[Attempt]] = defaultdict(list)
+        for attempt in await every(self._store, Attempt):
+            attempts[attempt.execution_id].append(attempt)
+        await self._listen()
+        for gone in self._rows.keys() - rows.keys():
+            del self._told[gone]  # its life is over; one that begins again under this id is another one
+        broken = [
+            f"{execution_id}: {sentence}"
+            for execution_id, row in rows.items()
+            for sentence in self._broken(row, attempts.pop(execution_id, []))
+        ]
+        broken += [f"{owner}: attempts without an execution" for owner in attempts]
+        broken += [sentence async for sentence in _broken_lines(self._store, rows.values())]
+        self._rows = rows
+        if broken:
+            raise InvariantBroken("\n".join(broken))
+
+    async def _listen(self) -> None:
+        news: dict[int, FeedEvent] = {}
+        end = self._position
+        for topic in Topic:
+            position = self._position
+            while True:
+                page = await self._store.feed(topic, position, PAGE)
+                news.update((told.position, told) for told in page.events)
+                position = page.position
+                if not page.events:
+                    break
+            end = max(end, position)
+        for position in sorted(news):
+            self._told[news[position].event.execution_id].append(news[position])
+        self._position = end
+
+    def _broken(self, row: Execution, attempts: Sequence[Attempt]) -> Iterator[str]:
+        told = [one for one in self._told[row.execution_id] if one.at >= row.created_at]
+        yield from broken_row(row)
+        yield from broken_attempts(row, attempts)
+        yield from broken_story(row, told)
+        before = self._rows.get(row.execution_id)
+        if before is not None and before.created_at == row.created_at:
+            for name in ("lease_epoch", "total_attempt_count", "retry_count", "replay_count", "lease_reclaim_count"):
+                if getattr(row, name) < getattr(before, name):
+                    yield f"I7 {name} went back from {getattr(before, name)} to {getattr(row, name)}"
+
+
+async def every(store: Store, row: type[msgspec.Struct]) -> list[Any]:
+    """All rows of a table, in key order."""
+    key = TABLE[row].key
+    found: list[Any] = []
+    after: tuple[Any, ...] | None = None
+    while page := await store.scan(Scan(row, (), key, after, PAGE)):
+        found += page
+        after = tuple(getattr(page[-1], name) for name in key)
+    return found
+
+
+def broken_row(row: Execution) -> Iterator[str]:
+    """What is wrong with the sheet alone."""
+    terminal = row.lifecycle_phase is LifecyclePhase.TERMINAL
+    active = row.lifecycle_phase is LifecyclePhase.ACTIVE
+    leased = row.ownership_state is OwnershipState.LEASED
+    if terminal:
+        vector = (row.ownership_state, row.eligibility_state, row.blocking_reason)
+        if vector != (OwnershipState.UNOWNED, EligibilityState.NOT_APPLICABLE, BlockingReason.NONE):
+            yield f"I1 terminal with {vector}"
+    if terminal != (row.terminal_outcome is not TerminalOutcome.NONE):
+        yield f"I{1 if terminal else 2} {row.lifecycle_phase} with outcome {row.terminal_outcome}"
+    if row.ownership_state is not OwnershipState.UNOWNED and not active:
+        yield f"I3 {row.ownership_state} while {row.lifecycle_phase}"
+    if active and row.eligibility_state is not EligibilityState.NOT_APPLICABLE:
+        yield f"I4 active and {row.eligibility_state}"
+    if leased and row.attempt_state is not AttemptState.RUNNING_ATTEMPT:
+        yield f"I5 leased with {row.attempt_state}"
+    if leased and None in (row.lease_id, row.attempt_id, row.attempt_index, row.worker_id, row.worker_instance_id):
+        yield "I5 leased without a whole lease"
+    if active and not leased and row.attempt_state is not AttemptState.ATTEMPT_INTERRUPTED:
+        yield f"I6 active, not leased, with {row.attempt_state}"
+    if row.public_state is not public_state(row.lifecycle_phase, row.eligibility_state, row.terminal_outcome):
+        yield f"I10 public state {row.public_state} is not derived"
+    if places(row) != expected_places(row):
+        yield f"I11 stands in {sorted(places(row))}, belongs into {sorted(expected_places(row))}"
+    yield from _broken_details(row, terminal=terminal, active=active)
+
+
+def _broken_details(row: Execution, *, terminal: bool, active: bool) -> Iterator[str]:
+    grant = claim.stored_grant(row)
+    if (grant.expires_at if grant else None) != row.granted_until:
+        yield f"I9 a grant until {grant.expires_at if grant else None} in a slot until {row.granted_until}"
+    if grant is not None and terminal:
+        yield "I9 a grant outlived the execution"
+    if row.line not in (None, place.line_of(row), place.takeover_line(row)):
+        yield f"waits in a foreign line {row.line}"
+    if row.rank != row.created_at + place.rank_offset(row.priority, decode_terms(row.terms)):
+        yield f"rank {row.rank} does not follow from priority and age"
+    if (row.completed_at is not None) != terminal:
+        yield f"completed at {row.completed_at} while {row.lifecycle_phase}"
+    if (row.started_at is not None) != (row.lease_epoch > 0):
+        yield f"started at {row.started_at} with epoch {row.lease_epoch}"
+    if row.deadline_at is not None and terminal:
+        yield "a deadline is armed for a terminal execution"
+    if row.attempt_timeout_at is not None and not active:
+        yield "an attempt timeout is armed for an execution that is not active"
+    expired = row.ownership_state is OwnershipState.LEASE_EXPIRED_RECLAIMABLE
+    if (row.lease_expired_at is not None) != expired:
+        yield f"lease expired at {row.lease_expired_at} while {row.ownership_state}"
+    if (row.lease_revoked_at is not None) != (row.ownership_state is OwnershipState.LEASE_REVOKED):
+        yield f"lease revoked at {row.lease_revoked_at} while {row.ownership_state}"
+    if not row.created_at <= row.last_transition_at <= row.last_mutation_at:
+        yield "times are out of order"
+
+
+def places(row: Execution) -> set[str]:
+    """The scheduling indexes that the row's columns put it into."""
+    found = {
+        "line": row.line is not None and not row.line.decided,
+        "takeover": row.line is not None and row.line.decided,
+        "delayed": row.delay_until is not None,
+        "lease": row.lease_expires_at is not None,
+        "kept": row.purge_at is not None,
+    }
+    return {name for name, present in found.items() if present}
+
+
+def expected_places(row: Execution) -> set[str]:
+    """The one place that belongs to the row's state; a lease that expired is both listed and up for takeover."""
+    match row.lifecycle_phase, row.ownership_state, row.eligibility_state:
+        case LifecyclePhase.TERMINAL, _, _:
+            return {"kept"}
+        case LifecyclePhase.ACTIVE, OwnershipState.LEASED, _:
+            return {"lease"}
+        case LifecyclePhase.ACTIVE, OwnershipState.LEASE_EXPIRED_RECLAIMABLE, _:
+            return {"lease", "takeover"}
+        case LifecyclePhase.ACTIVE, OwnershipState.LEASE_REVOKED, _:
+            return {"takeover"}
+        case LifecyclePhase.RUNNABLE, _, EligibilityState.NOT_ELIGIBLE_UNTIL_TIME:
+            return {"delayed"}
+        case LifecyclePhase.RUNNABLE, _, EligibilityState.ELIGIBLE_NOW | EligibilityState.BLOCKED_BY_ROUTE:
+            return {"line"}
+        case _:
+            return set()
+
+
+def broken_attempts(row: Execution, ended: Sequence[Attempt]) -> Iterator[str]:
+    """What is wrong with the attempts: the ended ones, and the open one in the sheet."""
+    is_open = lease.has_open_attempt(row)
+    indexes = [attempt.attempt_index for attempt in ended] + [row.attempt_index] * is_open
+    if indexes != list(range(row.total_attempt_count)):
+        yield f"I8 attempts {indexes} of {row.total_attempt_count}"
+    if row.attempt_index != (row.total_attempt_count - 1 if row.total_attempt_count else None):
+        yield f"I8 current attempt {row.attempt_index} of {row.total_attempt_count}"
+    epochs = [attempt.lease_epoch for attempt in ended] + [row.lease_epoch] * is_open
+    if any(later <= earlier for earlier, later in pairwise(epochs)):
+        yield f"I7 attempts under epochs {epochs}"
+    for attempt in ended:
+        if attempt.attempt_state not in ENDED or attempt.ended_at is None:
+            yield f"attempt {attempt.attempt_index} ended as {attempt.attempt_state} at {attempt.ended_at}"
+
+
+def broken_story(row: Execution, told: Sequence[FeedEvent]) -> Iterator[str]:
+    """What is wrong with what was told of the execution since it was created."""
+    events = [one.event for one in told]
+    acquired = [event.lease_epoch for event in events if event.lease in ("acquired", "reclaimed")]
+    if acquired != list(range(1, row.lease_epoch + 1)):
+        yield f"I7 leases acquired under epochs {acquired}, current epoch {row.lease_epoch}"
+    ended = Counter(event.lease_epoch for event in events if event.lease == "released")
+    ended.update(
+        msgspec.json.decode(event.details or "{}").get("old_lease_epoch")
+        for event in events
+        if event.lease == "reclaimed"
+    )
+    over = row.lease_epoch + (row.lifecycle_phase is not LifecyclePhase.ACTIVE)
+    if ended != Counter(range(1, over)):
+        yield f"leases ended under epochs {list(ended.elements())}, current epoch {row.lease_epoch}"
+    marks = Counter(event.lease_epoch for event in events if event.lease in ("expired", "revoked"))
+    if any(count > 1 for count in marks.values()):
+        yield f"a lease was interrupted twice: {dict(marks)}"
+    outcomes = [event.outcome for event in events if event.outcome is not None]
+    lives = row.replay_count + (row.lifecycle_phase is LifecyclePhase.TERMINAL)
+    if len(outcomes) != lives:
+        yield f"{len(outcomes)} completion events for {lives} ended lives"
+    if row.lifecycle_phase is LifecyclePhase.TERMINAL and outcomes[-1:] != [row.terminal_outcome.value]:
+        yield f"ended as {row.terminal_outcome}, told as {outcomes[-1:]}"
+    if sum(event.operator == "replayed" for event in events) != row.replay_count:
+        yield "replays and what was told of them differ"
+
+
+async def _broken_lines(store: Store, rows: Iterable[Execution]) -> AsyncIterator[str]:
+    """Every line holds exactly the rows that name it, in the order of rank and id."""
+    standing: dict[LineKey, list[tuple[int, str]]] = defaultdict(list)
+    for row in rows:
+        if row.line is not None:
+            standing[row.line].append((row.rank, row.execution_id))
+    known = set(await store.lines())
+    for line in standing.keys() - known:
+        yield f"rows stand in an unknown line {line}"
+    for line in known:
+        expected = sorted(standing[line])
+        scan = Scan(Execution, (Where("line", "=", line),), ("rank", "execution_id"), limit=len(expected) + 1)
+        if [(row.rank, row.execution_id) for row in await store.scan(scan)] != expected:
+            yield f"{line} does not hold its rows in order"

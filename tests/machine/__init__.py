@@ -1,0 +1,1 @@
+"""Random lives of executions, played on several stores at once and beside a naive second telling."""

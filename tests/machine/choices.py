@@ -1,0 +1,94 @@
+"""What the lives of executions are drawn from: names, lengths and policies, sound ones and unsound ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from flowfabric.ids import LaneId, PartitionCounts, solo_partition
+
+LANES = ("default", "mail")
+WORKERS = ("wa", "wb")
+MISSING = "{fp:86}:00000000-0000-4000-8000-000000000000"
+SECRET = "00112233445566778899aabbccddeeff"
+OTHER_SECRET = "ffeeddccbbaa99887766554433221100"
+
+
+def partition(lane: str) -> int:
+    """Where the executions of a lane live here: a lane is one partition, so that the order of its claims is decided."""
+    return solo_partition(LaneId(lane), PartitionCounts())
+
+
+def _retry(times: int, **backoff: Any) -> dict[str, Any]:
+    return {"retry_policy": {"max_retries": times, "backoff": backoff}}
+
+
+GPU = {"routing_requirements": {"required_capabilities": ["gpu"]}}
+
+POLICIES: tuple[Any, ...] = (
+    None,
+    None,
+    _retry(2, type="fixed", delay_ms=500),
+    _retry(1, type="exponential", initial_delay_ms=100, multiplier=3.0, jitter=True),
+    {**_retry(5, type="fixed", delay_ms=0), "max_replay_count": 1},
+    {"retry_policy": {"max_retries": 3, "retryable_categories": ["rate_limit"]}},
+    {"timeout_policy": {"attempt_timeout_ms": 700}, **_retry(1, type="fixed", delay_ms=100)},
+    {"timeout_policy": {"execution_deadline_ms": 2000}},
+    {"max_reclaim_count": 0},
+    {"max_reclaim_count": 1, "timeout_policy": {"attempt_timeout_ms": 5000}},
+    {"stream_policy": {"retention_ttl_ms": 1000}, "max_replay_count": 2},
+    {"stream_policy": {"retention_ttl_ms": 0}},
+    GPU,
+    {"routing_requirements": {"required_capabilities": ["cuda", "gpu"]}, **_retry(1, type="fixed", delay_ms=1)},
+    {"dedup_window_ms": 1000},
+    {"dedup_window_ms": 0},
+    {"ageing": 100},
+    {"delay_until": 1_700_000_001_000},
+)
+UNSOUND_POLICIES: tuple[Any, ...] = (
+    "{not json",
+    "[]",
+    {"routing_requirements": 7},
+    {"routing_requirements": {"required_capabilities": "gpu"}},
+    {"routing_requirements": {"required_capabilities": ["a,b"]}},
+    {"max_reclaim_count": -1},
+)
+
+lanes = st.sampled_from(LANES)
+workers = st.sampled_from(WORKERS)
+instances = st.sampled_from(("1", "2"))
+offers = st.sampled_from(((), ("gpu",), ("gpu",), ("cuda", "gpu"), ("cuda", "gpu", "x")))
+ttls = st.sampled_from((1, 100, 1000, 1000, 5000, 30_000))
+lengths = st.sampled_from((None, None, 0, 1, 300, 5000))
+instants = st.sampled_from((None, None, None, -1, 0, 1, 500, 2000))  # from now
+priorities = st.sampled_from((0, 0, 1, 5, 9000, -5, 10_000))
+policies = st.sampled_from(POLICIES)
+namespaces = st.sampled_from(("n1", "n1", "n2"))
+keys = st.sampled_from((None, None, None, "", "k", "k", "k2"))
+tags = st.sampled_from(({}, {}, {"cairn.instance_id": "i1"}, {"app.sub.field": "v", "a.b": "ß"}))
+reasons = st.sampled_from(("boom", "flaky", ""))
+categories = st.sampled_from(("transient", "transient", "rate_limit", "permanent", "cancelled", "timeout", "odd one"))
+results = st.sampled_from((None, b"", b"r1", b"\x00\xff"))
+picks = st.integers(0, 9)
+seats = st.sampled_from((0, 0, 0, 1))
+around = st.sampled_from((-1, 0, 0, 1))
+sources = st.sampled_from((None, None, "operator_override", "worker"))
+cancel_sources = st.sampled_from(("operator_override", "flow_cascade", "worker", "me", ""))
+expiries = st.sampled_from(("attempt_timeout", "execution_deadline"))
+blockings = st.sampled_from(
+    ("waiting_for_budget", "waiting_for_quota", "waiting_for_capable_worker", "paused_by_operator", "paused_by_policy")
+)
+expectations = st.sampled_from(
+    (None, None, None, "waiting_for_budget", "waiting_for_quota", "waiting_for_capable_worker", "paused_by_flow_cancel")
+)
+sweeps = st.sampled_from(
+    (
+        "lease_expiry",
+        "delayed_promoter",
+        "delayed_promoter",
+        "attempt_timeout",
+        "execution_deadline",
+        "retention_trimmer",
+    )
+)

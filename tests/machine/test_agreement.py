@@ -1,0 +1,168 @@
+"""The agreement machine: all stores lead the same lives, and nothing they answer or keep tells them apart."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import rule, run_state_machine_as_test
+
+from flowfabric.stores.base import Store
+from flowfabric.stores.memory import MemoryStore
+from flowfabric.stores.postgres import PostgresStore
+from flowfabric.stores.sqlite import SQLiteStore
+from flowfabric.testing.invariants import Watch
+from tests.conftest import emptied
+from tests.machine import choices as some
+from tests.machine.lives import Lives
+from tests.machine.players import Call, Outcome, Player
+
+EVERY = 5  # steps between two looks at everything
+
+READS = (
+    "describe_execution",
+    "read_execution_state",
+    "read_state_vector",
+    "get_execution_result",
+    "read_execution_context",
+    "read_current_attempt_index",
+    "read_total_attempt_count",
+    "get_execution_namespace",
+    "attempt_history",
+    "lease_history",
+)
+
+
+class Agreement(Lives):
+    """Several stores at once."""
+
+    database: str
+
+    def __init__(self) -> None:
+        self._folder = TemporaryDirectory()
+        self._steps = 0
+        super().__init__()
+        self._watch = Watch(self.players[0].engines[0])
+
+    async def open(self) -> list[Player]:
+        await emptied(self.database)
+        stores: list[Store] = [
+            MemoryStore(self.clock),
+            SQLiteStore(Path(self._folder.name) / "ff.db", self.clock),
+            PostgresStore(self.database, self.clock),
+        ]
+        for store in stores:
+            await store.open(migrate=True)
+        players = [Player(store, self.clock) for store in stores]
+        for player in players:
+            await player.begin()
+        return players
+
+    def ask(self, call: Call) -> Outcome:
+        outcomes = self.run(self._ask(call))
+        for player, outcome in zip(self.players, outcomes, strict=True):
+            assert outcome.said == outcomes[0].said, f"{player.store.tag.title} differs in {call}"
+        self._steps += 1
+        if self._steps % EVERY == 0:
+            self.run(self._compare())
+        return outcomes[0]
+
+    async def _ask(self, call: Call) -> list[Outcome]:
+        outcomes = await asyncio.gather(*(player.play(call) for player in self.players))
+        await self._same("sheets", lambda player: player.sheets())
+        return outcomes
+
+    async def _compare(self) -> None:
+        """Look at everything that is kept and told."""
+        await self._same("rows", lambda player: player.rows())
+        await self._same("lines", lambda player: player.standing())
+        await self._same("due", lambda player: player.due())
+        await self._same("news", lambda player: player.news())
+        await self._same("histories", lambda player: player.histories(self.known))
+        await self._watch.check()
+
+    async def _same(self, what: str, look: Callable[[Player], Any]) -> None:
+        seen = await asyncio.gather(*(look(player) for player in self.players))
+        for player, other in zip(self.players[1:], seen[1:], strict=True):
+            assert other == seen[0], f"{what} differ between Memory and {player.store.tag.title}"
+
+    # -- what is asked without changing anything ----------------------------------------------------------------------
+
+    @rule(pick=some.picks, verb=st.sampled_from(READS), seat=some.seats)
+    def read(self, pick: int, verb: str, seat: int) -> None:
+        self.do(verb, seat=seat, execution_id=self.pick(pick))
+
+    @rule(pick=some.picks, key=st.sampled_from(("a.b", "x.y", "Bad")))
+    def read_a_tag(self, pick: int, key: str) -> None:
+        self.do("get_execution_tag", execution_id=self.pick(pick), key=key)
+
+    @rule(lane=some.lanes, cursor=st.sampled_from((None, 0, 1, 9)), limit=st.integers(0, 3), seat=some.seats)
+    def read_lists(self, lane: str, cursor: int | None, limit: int, seat: int) -> None:
+        after = None if cursor is None else self.pick(cursor)
+        place = some.partition(lane)
+        self.do("list_executions", seat=seat, partition=place, cursor=after, limit=limit)
+        self.do("scan_eligible_executions", seat=seat, lane_id=lane, partition=place, limit=limit)
+        self.do("list_expired_leases", seat=seat, as_of=self.clock.now, limit=limit, namespace="n1")
+        self.do("list_lanes", seat=seat, limit=limit, cursor=lane if cursor else None)
+
+    @rule(
+        lane=st.none() | some.lanes,
+        namespace=st.none() | some.namespaces,
+        state=st.sampled_from((None, "waiting", "active", "completed", "delayed", "nonsense")),
+        tag=st.sampled_from((None, ("cairn.instance_id", "i1"))),
+        limit=st.integers(0, 3),
+    )
+    def search(
+        self, lane: str | None, namespace: str | None, state: str | None, tag: tuple[str, str] | None, limit: int
+    ) -> None:
+        self.do("search_executions", lane_id=lane, namespace=namespace, public_state=state, tag=tag, limit=limit)
+
+    @rule(kid=st.sampled_from(("k1", "k2", "a:b", "")), secret=st.sampled_from((some.SECRET, some.OTHER_SECRET, "zz")))
+    def rotate_keys(self, kid: str, secret: str) -> None:
+        self.do("rotate_waitpoint_hmac_secret_all", new_kid=kid, new_secret_hex=secret, grace_ms=1000)
+        self.do("list_waitpoint_hmac_kids")
+
+    def teardown(self) -> None:
+        try:
+            self.run(self._compare())
+        finally:
+            self.run(self._close())
+            self.runner.close()
+            self._folder.cleanup()
+
+    async def _close(self) -> None:
+        for player in self.players:
+            for engine in player.engines:
+                await engine.close()
+
+
+def agree(database: str, *, examples: int, steps: int) -> None:
+    """Play so many lives of so many steps."""
+    run_state_machine_as_test(
+        type("AgreementHere", (Agreement,), {"database": database}),
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=steps,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            print_blob=True,
+            phases=(Phase.reuse, Phase.generate, Phase.shrink),  # explaining would trace every line of every store
+        ),
+    )
+
+
+@pytest.mark.timeout(300)
+def test_every_store_answers_and_keeps_the_same(own_database: str) -> None:
+    agree(own_database, examples=25, steps=40)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(0)
+def test_every_store_answers_and_keeps_the_same_for_long(own_database: str) -> None:
+    agree(own_database, examples=1500, steps=80)

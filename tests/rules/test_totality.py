@@ -1,0 +1,174 @@
+"""Every rule looks at any row it is given, answers or refuses, and what it writes is a state that may exist."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowfabric.errors import FabricError
+from flowfabric.model.execution import Execution, Grant
+from flowfabric.model.states import (
+    AttemptState,
+    AttemptType,
+    BlockingReason,
+    EligibilityState,
+    LifecyclePhase,
+    OwnershipState,
+    PublicState,
+    TerminalOutcome,
+    public_state,
+)
+from flowfabric.rules import cancel, claim, delay, expiry, finish, notes, operate, reclaim, replay, retention
+from flowfabric.rules.change import Decision, FromNow, Patch
+from flowfabric.rules.claim import GrantOrder
+from flowfabric.rules.lease import Fence, Holder
+
+NOW = 1_700_000_000_000
+INSTANTS = st.sampled_from([None, NOW - 1, NOW, NOW + 1, NOW + 60_000])
+HOLDER = Holder("wa", "wa-1", "default", "lease-2", "attempt-2", 30_000)
+ORDER = GrantOrder(
+    worker_id="wa", worker_instance_id="wa-1", lane_id="default", capabilities=frozenset({"gpu"}), grant_ttl_ms=5000
+)
+GRANT = Grant("claim", "wa", "wa-1", "default", NOW - 10, NOW + 10)
+
+
+@st.composite
+def executions(draw: st.DrawFn) -> Execution:
+    """Any combination of dimensions, also ones that no operation produces."""
+    phase = draw(st.sampled_from(LifecyclePhase))
+    eligibility = draw(st.sampled_from(EligibilityState))
+    outcome = draw(st.sampled_from(TerminalOutcome))
+    began = draw(st.booleans())
+    return Execution(
+        execution_id="{fp:86}:11111111-1111-4111-8111-111111111111",
+        partition=86,
+        namespace="n",
+        lane_id="default",
+        priority=draw(st.integers(0, 9000)),
+        created_at=NOW - 1000,
+        last_transition_at=NOW - 1000,
+        last_mutation_at=NOW - 1000,
+        lifecycle_phase=phase,
+        ownership_state=draw(st.sampled_from(OwnershipState)),
+        eligibility_state=eligibility,
+        blocking_reason=draw(st.sampled_from(BlockingReason)),
+        terminal_outcome=outcome,
+        attempt_state=draw(st.sampled_from(AttemptState)),
+        public_state=public_state(phase, eligibility, outcome),
+        required_capabilities=draw(st.sampled_from([None, "gpu", "cpu,gpu"])),
+        terms=draw(st.sampled_from([None, '{"retry":{"max_retries":1}}', '{"max_reclaim_count":0}'])),
+        total_attempt_count=1 if began else 0,
+        retry_count=draw(st.integers(0, 2)),
+        replay_count=draw(st.integers(0, 11)),
+        lease_reclaim_count=draw(st.integers(0, 2)),
+        attempt_index=0 if began else None,
+        attempt_id="attempt-1" if began else None,
+        attempt_type=AttemptType.INITIAL if began else None,
+        attempt_started_at=NOW - 500 if began else None,
+        lease_epoch=draw(st.integers(0, 3)),
+        lease_id=draw(st.sampled_from([None, "lease-1"])),
+        worker_id="wa",
+        worker_instance_id="wa-1",
+        lease_expires_at=draw(INSTANTS),
+        delay_until=draw(INSTANTS),
+        attempt_timeout_at=draw(INSTANTS),
+        deadline_at=draw(INSTANTS),
+        purge_at=draw(INSTANTS),
+        granted_until=draw(INSTANTS),
+        grant=draw(st.sampled_from([None, msgspec.json.encode(GRANT).decode()])),
+        revision=7,
+    )
+
+
+FENCES = st.builds(
+    Fence,
+    st.sampled_from([None, "lease-1", "lease-9"]),
+    st.sampled_from([None, 0, 1, 2, 3]),
+    st.sampled_from([None, "attempt-1", "attempt-9"]),
+)
+
+RULES: dict[str, Callable[[Execution | None, Fence], Decision[Any]]] = {
+    "complete": lambda row, fence: finish.complete(row, fence, None, b"r", None, NOW),
+    "complete by override": lambda row, fence: finish.complete(row, fence, "operator_override", None, None, NOW),
+    "fail": lambda row, fence: finish.fail(
+        row, fence, None, reason="boom", category="transient", retry_policy=None, chance=0.5, now=NOW
+    ),
+    "delay": lambda row, fence: delay.delay(row, fence, None, NOW + 5, NOW),
+    "wait for children": lambda row, fence: delay.wait_children(row, fence, None, unresolved=True, now=NOW),
+    "wait for nobody": lambda row, fence: delay.wait_children(row, fence, None, unresolved=False, now=NOW),
+    "promote": lambda row, _: delay.promote_delayed(row, NOW),
+    "cancel": lambda row, fence: cancel.cancel(row, fence, "operator_override", "stop"),
+    "cancel as holder": lambda row, fence: cancel.cancel_by_handle(row, fence, "stop"),
+    "mark expired": lambda row, _: expiry.mark_lease_expired_if_due(row, NOW),
+    "expire": lambda row, _: expiry.expire(row, "x", expiry.ATTEMPT_TIMEOUT),
+    "expire at the deadline": lambda row, _: expiry.expire_if_due(row, "x", expiry.EXECUTION_DEADLINE, NOW),
+    "revoke": lambda row, _: operate.revoke_lease(row, "", "", "bad node"),
+    "change priority": lambda row, _: operate.change_priority(row, 50),
+    "block": lambda row, _: operate.block(row, "waiting_for_quota", "full"),
+    "block by route": lambda row, _: operate.block(row, "waiting_for_capable_worker", ""),
+    "unblock": lambda row, _: operate.unblock(row, None),
+    "replay": lambda row, _: replay.replay(row),
+    "progress": lambda row, fence: notes.progress(row, fence, 50, "half", NOW),
+    "tag": lambda row, _: notes.set_tags(row, {"a.b": "c"}),
+    "grant": lambda row, _: claim.issue_claim_grant(row, ORDER, NOW),
+    "claim": lambda row, _: claim.claim_execution(row, HOLDER, NOW),
+    "resume": lambda row, _: claim.claim_resumed_execution(row, HOLDER, NOW),
+    "claim as operator": lambda row, _: claim.issue_grant_and_claim(row, HOLDER, NOW),
+    "reclaim grant": lambda row, _: reclaim.issue_reclaim_grant(row, ORDER, NOW),
+    "reclaim": lambda row, _: reclaim.reclaim_execution(row, HOLDER, None, NOW),
+    "take over": lambda row, _: reclaim.take_over(row, HOLDER, frozenset({"cpu", "gpu"}), NOW),
+    "purge": lambda row, _: retention.purge(row, NOW),
+}
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
+@settings(max_examples=60, deadline=None)
+@given(row=st.none() | executions(), fence=FENCES)
+def test_a_rule_is_total_and_writes_only_states_that_may_exist(
+    rule: Callable[[Execution | None, Fence], Decision[Any]], row: Execution | None, fence: Fence
+) -> None:
+    decision = rule(row, fence)
+
+    with contextlib.suppress(FabricError):
+        decision.unwrap(NOW)
+    if decision.change is None or row is None:
+        return
+    assert decision.change.guards, "a change is decided on something"
+    after = _after(row, decision)
+    if after is None:
+        return
+    assert after.public_state is public_state(after.lifecycle_phase, after.eligibility_state, after.terminal_outcome)
+    assert after.lease_epoch in (row.lease_epoch, row.lease_epoch + 1)
+    if after.lifecycle_phase is LifecyclePhase.TERMINAL and row.lifecycle_phase is not LifecyclePhase.TERMINAL:
+        _assert_ended(after)
+    if after.lifecycle_phase is LifecyclePhase.ACTIVE and row.lifecycle_phase is LifecyclePhase.RUNNABLE:
+        assert after.ownership_state is OwnershipState.LEASED
+        assert after.attempt_state is AttemptState.RUNNING_ATTEMPT
+        assert after.public_state is PublicState.ACTIVE
+        assert after.line is None
+        assert after.lease_epoch == row.lease_epoch + 1
+
+
+def _assert_ended(after: Execution) -> None:
+    assert after.eligibility_state is EligibilityState.NOT_APPLICABLE
+    assert after.blocking_reason is BlockingReason.NONE
+    assert after.terminal_outcome is not TerminalOutcome.NONE
+    assert after.line is after.grant is after.granted_until is after.delay_until is after.deadline_at is None
+
+
+def _after(row: Execution, decision: Decision[Any]) -> Execution | None:
+    assert decision.change is not None
+    for write in decision.change.writes:
+        if isinstance(write, Patch) and write.row is Execution:
+            fields = {
+                name: NOW + value.offset if isinstance(value, FromNow) else value
+                for name, value in write.fields.items()
+            }
+            return msgspec.structs.replace(row, **fields)
+    return None

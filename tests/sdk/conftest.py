@@ -1,0 +1,53 @@
+"""An app on every store, by its address, with a worker that runs while the test does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowfabric import Fabric
+from flowfabric.sdk.worker import Worker
+from tests.conftest import STORES, emptied
+
+
+@pytest.fixture(params=STORES)
+async def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """The address of an empty store."""
+    match request.param:
+        case "memory":
+            return "memory://"
+        case "sqlite":
+            return f"sqlite:///{tmp_path / 'app.db'}"
+        case _:
+            return await emptied(request.getfixturevalue("own_database"))
+
+
+@pytest.fixture
+async def app(url: str) -> AsyncIterator[Fabric]:
+    """An app without tasks."""
+    async with Fabric(url) as app:
+        yield app
+
+
+@asynccontextmanager
+async def working(app: Fabric, **ways: Any) -> AsyncIterator[Worker]:
+    """A worker in the background, drained at the end."""
+    worker = Worker(app, **ways)
+    task = asyncio.create_task(worker.work())
+    try:
+        yield worker
+    finally:
+        worker.stop()
+        await task
+
+
+async def until(condition: Callable[[], Awaitable[bool]], seconds: float = 10) -> None:
+    """Wait for a condition, not for a while."""
+    async with asyncio.timeout(seconds):
+        while not await condition():  # noqa: ASYNC110 - the condition lies in a store
+            await asyncio.sleep(0.005)

@@ -1,0 +1,222 @@
+"""Tasks: what is submitted is checked, kept, run and answered with its type."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import TypedDict
+
+import pydantic
+import pytest
+
+from flowfabric import Context, Fabric, Fatal, Retry, RetryAfter, RunCancelled, RunExpired, RunFailed, current, errors
+from flowfabric.model.states import AttemptRecordState, PublicState
+from tests.sdk.conftest import until, working
+
+
+@dataclass
+class Mail:
+    to: str
+    copies: int = 1
+
+
+class Receipt(pydantic.BaseModel):
+    id: str
+    sent: datetime
+
+
+class Options(TypedDict):
+    loud: bool
+
+
+async def test_a_result_comes_back_with_its_type(app: Fabric) -> None:
+    @app.task
+    async def send(ctx: Context, mail: Mail) -> Receipt:
+        return Receipt(id=f"{mail.to}x{mail.copies}", sent=datetime(2026, 1, 2, tzinfo=UTC))
+
+    async with working(app):
+        run = await send.submit(Mail("a@b", copies=2))
+        assert await run.result(10) == Receipt(id="a@bx2", sent=datetime(2026, 1, 2, tzinfo=UTC))
+        assert await run.state() is PublicState.COMPLETED
+
+
+async def test_a_plain_function_runs_in_a_thread(app: Fabric) -> None:
+    @app.task
+    def where(options: Options) -> str:
+        assert current().run_id
+        return f"{threading.current_thread() is threading.main_thread()} {options['loud']}"
+
+    async with working(app):
+        assert await (await where.submit({"loud": True})).result(10) == "False True"
+
+
+async def test_a_plain_call_involves_no_engine() -> None:
+    app = Fabric("sqlite:////nowhere/at/all.db")
+
+    @app.task
+    def double(n: int) -> int:
+        return n * 2
+
+    assert double(4) == 8
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [({"mail": {"to": 3}}, "mail"), ({"mail": 7}, "mail"), ({}, "mail"), ({"mail": Mail("a"), "x": 1}, "x")],
+)
+async def test_wrong_input_fails_at_submit_with_the_field_named(
+    app: Fabric, given: dict[str, object], named: str
+) -> None:
+    @app.task
+    async def send(mail: Mail) -> None: ...
+
+    with pytest.raises(errors.InvalidInput, match=named):
+        await send.submit(**given)  # type: ignore[arg-type]
+
+    engine = await app.engine()
+    assert (await engine.search_executions()).executions == []
+
+
+async def test_a_failure_is_retried_and_then_final(app: Fabric) -> None:
+    @app.task(retry=Retry(max=2, base="1ms"))
+    async def broken(ctx: Context) -> None:
+        raise ValueError(f"attempt {ctx.attempt}")
+
+    async with working(app):
+        run = await broken.submit()
+        with pytest.raises(RunFailed, match="attempt 2"):
+            await run.result(20)
+
+    states = [attempt.attempt_state for attempt in await run.attempts()]
+    assert states == [AttemptRecordState.ENDED_FAILURE] * 3
+    assert {attempt.failure_category for attempt in await run.attempts()} == {"ValueError"}
+
+
+async def test_fatal_ends_at_once(app: Fabric) -> None:
+    @app.task(retry=Retry(max=5, base="1ms"))
+    async def hopeless() -> None:
+        raise Fatal("bad address")
+
+    async with working(app):
+        run = await hopeless.submit()
+        with pytest.raises(RunFailed, match="bad address"):
+            await run.result(10)
+    assert len(await run.attempts()) == 1
+
+
+async def test_retry_after_waits_and_costs_no_attempt(app: Fabric) -> None:
+    calls = []
+
+    @app.task
+    async def polite(ctx: Context) -> int:
+        calls.append(ctx.attempt)
+        if len(calls) < 3:
+            raise RetryAfter(0.01)
+        return len(calls)
+
+    async with working(app):
+        run = await polite.submit()
+        assert await run.result(20) == 3
+    assert calls == [0, 0, 0]
+    assert len(await run.attempts()) == 1
+
+
+async def test_a_timeout_fails_the_attempt_and_is_retried(app: Fabric) -> None:
+    @app.task(timeout="50ms", retry=Retry(max=1, base="1ms"))
+    async def slow(ctx: Context) -> str:
+        if ctx.attempt == 0:
+            await asyncio.sleep(60)
+        return "second"
+
+    async with working(app):
+        run = await slow.submit()
+        assert await run.result(20) == "second"
+    assert (await run.attempts())[0].failure_category == "timeout"
+
+
+async def test_a_key_makes_submitting_idempotent(app: Fabric) -> None:
+    @app.task
+    async def order(n: int) -> int:
+        return n
+
+    first = await order.options(key="order-7").submit(1)
+    again = await order.options(key="order-7").submit(2)
+
+    assert again.id == first.id
+    assert (first.created, again.created) == (True, False)
+
+
+async def test_many_are_submitted_at_once_and_each_runs_once(app: Fabric) -> None:
+    seen: list[int] = []
+
+    @app.task
+    async def note(n: int) -> int:
+        seen.append(n)
+        return n
+
+    runs = await note.submit_many(range(300))
+    async with working(app, slots=50):
+        results = await asyncio.gather(*(run.result(30) for run in runs))
+
+    assert results == list(range(300))
+    assert sorted(seen) == list(range(300))
+
+
+async def test_a_delayed_run_waits_and_a_deadline_ends_it(app: Fabric) -> None:
+    @app.task
+    async def later() -> None: ...
+
+    run = await later.options(delay="1h").submit()
+    assert await run.state() is PublicState.DELAYED
+
+    gone = await later.options(delay="1h", deadline=datetime.now(UTC) + timedelta(milliseconds=5)).submit()
+    engine = await app.engine()
+
+    async def swept() -> bool:
+        return (await engine.sweep_once("execution_deadline")).processed == 1
+
+    await until(swept)
+    with pytest.raises(RunExpired):
+        await gone.result(5)
+
+
+async def test_a_cancelled_run_says_so_and_its_handler_stops(app: Fabric) -> None:
+    started, stopped = asyncio.Event(), asyncio.Event()
+
+    @app.task
+    async def endless() -> None:
+        started.set()
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            stopped.set()
+
+    async with working(app, lease_ttl="300ms"):
+        run = await endless.submit()
+        await asyncio.wait_for(started.wait(), 10)
+        await run.cancel("no longer needed")
+        with pytest.raises(RunCancelled, match="no longer needed"):
+            await run.result(10)
+        await asyncio.wait_for(stopped.wait(), 10)
+
+
+async def test_waiting_for_a_result_ends_with_the_timeout_and_the_run_goes_on(app: Fabric) -> None:
+    @app.task
+    async def never() -> None: ...
+
+    run = await never.submit()
+    with pytest.raises(TimeoutError, match="goes on all the same"):
+        await run.result(0.02)
+    assert await run.state() is PublicState.WAITING
+
+
+async def test_two_tasks_of_one_name_are_refused(app: Fabric) -> None:
+    @app.task(name="same")
+    async def one() -> None: ...
+
+    with pytest.raises(errors.InvalidInput, match="same"):
+
+        @app.task(name="same")
+        async def other() -> None: ...

@@ -1,0 +1,65 @@
+"""One of several processes that work on one file at once: `python -m tests.stores.hammer FILE NAME SECONDS`.
+
+It submits, claims and finishes as fast as it can and prints what it did as JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from typing import Any
+
+from flowfabric.model.execution import Execution, Result
+from flowfabric.rules.change import Guard, Insert, LeaseCheck, LeaseWant, Patch
+from flowfabric.stores.base import Held
+from flowfabric.stores.sqlite import SQLiteStore
+from tests.stores.samples import a_take, change, event, payload, waiting
+
+BATCH = 20
+
+
+async def hammer(path: str, name: str, seconds: float) -> dict[str, Any]:
+    store = SQLiteStore(path)
+    await store.open(migrate=True)
+    print("ready", flush=True)
+    sys.stdin.readline()
+    taken: list[str] = []
+    rounds, longest, began = 0, 0.0, time.monotonic()
+    while time.monotonic() - began < seconds:
+        at = time.monotonic()
+        names = [f"{name}-{rounds}-{number}" for number in range(BATCH)]
+        await store.commit([change(Insert(waiting(one)), Insert(payload(one))) for one in names])
+        rows = [row for row, _ in (await store.take(a_take(BATCH, prefix=f"{names[0]}-", ttl=60_000))).rows]
+        taken += [row.execution_id for row in rows]
+        await store.renew(
+            [Held(row.execution_id, 0, row.attempt_id or "", row.lease_id or "", 1, 60_000) for row in rows]
+        )
+        finished = await store.commit(
+            [
+                change(
+                    Patch(Execution, (row.execution_id,), {"lease_expires_at": None}),
+                    Insert(Result(row.execution_id, b"done")),
+                    guards=[
+                        Guard(
+                            Execution,
+                            (row.execution_id,),
+                            row.revision,
+                            LeaseCheck(LeaseWant.LIVE, row.lease_id or "", 1),
+                        )
+                    ],
+                    events=[event(row.execution_id, outcome="success")],
+                )
+                for row in rows
+            ]
+        )
+        assert None not in finished
+        rounds += 1
+        longest = max(longest, time.monotonic() - at)
+    await store.close()
+    return {"rounds": rounds, "taken": taken, "longest": longest}
+
+
+if __name__ == "__main__":
+    print(json.dumps(asyncio.run(hammer(sys.argv[1], sys.argv[2], float(sys.argv[3])))))

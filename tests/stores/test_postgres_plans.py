@@ -1,0 +1,235 @@
+"""Plans on a large table: what the hot statements may touch, with and without the planner settings of the store.
+
+Plans are looked at as the server keeps them: made once, without the values (`generic`), since that is what hundreds of
+calls of one statement use.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import asyncpg
+import pytest
+
+from flowfabric.model.event import Topic
+from flowfabric.model.execution import Attempt, Execution, LineKey, Payload, Result
+from flowfabric.model.states import AttemptRecordState, AttemptType
+from flowfabric.rules.change import (
+    NOW,
+    Change,
+    FromNow,
+    Guard,
+    Insert,
+    LeaseCheck,
+    LeaseWant,
+    Patch,
+    Put,
+    absent,
+)
+from flowfabric.stores.base import Held, Want, Where
+from flowfabric.stores.postgres import feed, read
+from flowfabric.stores.postgres import take as taking
+from flowfabric.stores.postgres.batch import Batch
+from flowfabric.stores.postgres.commit import commit
+from flowfabric.stores.postgres.habits import Habits
+from flowfabric.stores.postgres.links import TUNING
+from flowfabric.stores.postgres.schema import migrations
+from tests.conftest import migrate
+from tests.servers import postgres
+from tests.stores.samples import a_take, change, event, execution, payload
+
+pytestmark = pytest.mark.slow
+
+WAITING, FINISHED = 300_000, 200_000
+FILL = f"""
+insert into ff_line (digest, lane_id, required, fairness_key, fairness_weight, decided)
+values ('1', 'mail', '', '', 1, false), ('2', 'mail', 'gpu', '', 1, false);
+insert into ff_exec_core (execution_id, partition, namespace, lane_id, priority, created_at, last_transition_at,
+    last_mutation_at, lifecycle_phase, ownership_state, eligibility_state, blocking_reason, terminal_outcome,
+    attempt_state, public_state, total_attempt_count, retry_count, replay_count, lease_reclaim_count, lease_epoch,
+    line, rank, next_type, revision, purge_at, lease_id, lease_expires_at)
+select md5(n::text), 7, 'default', 'mail', 0, n, n, n, 1, 0, 0, 1, 0, 1, 0, 0, 0, 0, 0, 1,
+       case when n <= {WAITING} then 1 + n % 2 end, n, 0, 1, case when n > {WAITING} then n end, 'l',
+       case when n % 1000 = 0 then n end
+  from generate_series(1, {WAITING + FINISHED}) n;
+insert into ff_payload (execution_id, execution_kind, creator_identity)
+select execution_id, 'task', 'me' from ff_exec_core;
+insert into ff_result (execution_id, payload) select execution_id, 'done' from ff_exec_core where line is null;
+insert into ff_batch (at, position) select n, nullif(n, 20001) from generate_series(1, 20001) n;
+insert into ff_event (batch_id, ord, execution_id, namespace, lease)
+select n / 10, n % 10, md5((n % 500)::text), 'default', 'acquired' from generate_series(0, 200000) n;
+analyze;
+"""
+
+
+@pytest.fixture(scope="module")
+def large() -> str:
+    """A database of that size, made once for all processes; tests change nothing in it."""
+
+    def fill(dsn: str) -> None:
+        migrate(dsn)
+        server.execute(FILL, urlsplit(dsn).path[1:])
+
+    server = postgres()
+    made_of = "".join(step.text for step in migrations()) + FILL
+    return server.dsn(server.template(f"ff_large_{hashlib.sha256(made_of.encode()).hexdigest()[:12]}", fill))
+
+
+@pytest.fixture(params=["as the store connects", "as a pooler connects"])
+async def planner(large: str, request: pytest.FixtureRequest) -> AsyncIterator[Planner]:
+    settings = TUNING if request.param == "as the store connects" else {"plan_cache_mode": "force_generic_plan"}
+    connection = await asyncpg.connect(large, server_settings=settings)
+    yield Planner(connection)
+    await connection.close()
+
+
+LARGE = ("ff_exec_core", "ff_payload", "ff_result", "ff_event", "ff_batch")
+
+
+class Planner:
+    """Stands in for a connection: explains what it is asked to run."""
+
+    def __init__(self, connection: Any) -> None:
+        self.connection = connection
+        self.plans: list[Any] = []
+
+    async def fetch(self, words: str, *values: Any) -> list[Any]:
+        await self.explain(words, len(values))
+        return []
+
+    async def fetchrow(self, words: str, *values: Any) -> Any:
+        await self.explain(words, len(values))
+        return {"now": 0, "yes": [], "numbered": 0, "news": False, "events": []}
+
+    def is_in_transaction(self) -> bool:
+        return True
+
+    async def explain(self, words: str, values: int) -> None:
+        await self.connection.execute(f"prepare asked as {words}")
+        given = f"({', '.join(['null'] * values)})" if values else ""
+        plan = await self.connection.fetchval(f"explain (format json) execute asked{given}")
+        await self.connection.execute("deallocate asked")
+        self.plans.append(json.loads(plan)[0]["Plan"])
+
+    def scans(self) -> list[tuple[str, str, str | None]]:
+        """Kind, table and index of every scan of our large tables."""
+        found: list[tuple[str, str, str | None]] = []
+
+        def walk(node: Any) -> None:
+            if node.get("Relation Name") in LARGE and node["Node Type"] != "ModifyTable":
+                found.append((node["Node Type"], node["Relation Name"], node.get("Index Name")))
+                assert "Seq Scan" not in node["Node Type"], node
+                assert node.get("Index Cond") or node["Relation Name"] == "ff_batch", node
+            for child in node.get("Plans", ()):
+                walk(child)
+
+        for plan in self.plans:
+            walk(plan)
+        return found
+
+
+LINES = (LineKey("mail"), LineKey("mail", "gpu"))
+
+
+def numbers(line: LineKey) -> int:
+    return LINES.index(line) + 1
+
+
+async def test_a_take_walks_the_index_of_lines(planner: Planner) -> None:
+    take = a_take(100, *LINES)
+
+    await taking.take(planner, take, take.stamps, [1, 2], 200, None, numbers)
+
+    assert planner.scans() == [
+        ("Index Scan", "ff_exec_core", "ff_exec_core_line"),
+        ("Index Scan", "ff_exec_core", planner.scans()[1][2]),
+        ("Index Scan", "ff_exec_core", "ff_exec_core_pkey"),
+        ("Index Scan", "ff_payload", "ff_payload_pkey"),
+    ]
+
+
+async def test_a_take_reads_few_pages_whatever_the_table_holds(planner: Planner, large: str) -> None:
+    take = a_take(100, *LINES)
+    words = taking.claim(tuple(take.becomes)).words
+
+    class Analyst(Planner):
+        async def fetch(self, words: str, *values: Any) -> list[Any]:
+            await self.connection.execute("begin")
+            plan = await self.connection.fetchval(f"explain (analyze, buffers, format json) {words}", *values)
+            await self.connection.execute("rollback")
+            self.plans.append(json.loads(plan)[0]["Plan"])
+            return []
+
+    analyst = Analyst(planner.connection)
+    await taking.take(analyst, take, take.stamps, [1, 2], 200, None, numbers)
+
+    (plan,) = analyst.plans
+    assert plan["Shared Hit Blocks"] + plan["Shared Read Blocks"] < 50 * 100, words
+
+
+async def test_a_renewal_finds_its_rows_by_key(planner: Planner) -> None:
+    await taking.renew(planner, [Held("a", 0, "x", "l", 1, 1000)], None)
+
+    assert {index for _, _, index in planner.scans()} == {"ff_exec_core_pkey"}
+
+
+def finish(name: str) -> Change:
+    attempt = Attempt(name, 0, "x", AttemptType.INITIAL, AttemptRecordState.ENDED_SUCCESS, 1, "l", 1, "w", "wi")
+    return change(
+        Patch(Execution, (name,), {"completed_at": NOW, "purge_at": FromNow(5), "lease_expires_at": None}),
+        Insert(attempt),
+        Put(Result(name, name.encode())),
+        guards=[Guard(Execution, (name,), 1, LeaseCheck(LeaseWant.LIVE, "l", 1))],
+        events=[event(name, lease="released")],
+    )
+
+
+def create(name: str) -> Change:
+    return change(Insert(execution(name)), Insert(payload(name)), guards=[absent(Execution, name)])
+
+
+def relied_on(name: str) -> Change:
+    return change(Put(Result(name, b"")), guards=[Guard(Execution, (name,), 1)])
+
+
+@pytest.mark.parametrize("make", [finish, create, relied_on])
+@pytest.mark.parametrize("many", [1, 300])
+async def test_a_commit_finds_its_rows_by_key(planner: Planner, make: Any, many: int) -> None:
+    batch = Batch([make(f"{number:03}") for number in range(many)], Habits(numbers))
+
+    await commit(planner, batch, None)
+
+    assert {index for _, _, index in planner.scans()} == {"ff_exec_core_pkey"}
+
+
+@pytest.mark.parametrize("column", ["lease_expires_at", "purge_at", "delay_until"])
+async def test_due_rows_are_found_by_the_index_of_their_column(planner: Planner, column: str) -> None:
+    where = (Where("namespace", "=", "default"),)
+    words, values = read.due_words(Execution, column, 50, where, None, numbers)
+
+    await planner.explain(words, len(values))
+
+    assert {index for _, _, index in planner.scans()} == {f"ff_exec_core_{column}"}
+
+
+async def test_a_load_finds_its_rows_by_key(planner: Planner) -> None:
+    await read.load(planner, [Want(Execution, ("a",)), Want(Payload, ("a",)), Want(Result, ("a",))], None)
+
+    assert {index for _, _, index in planner.scans()} == {"ff_exec_core_pkey", "ff_payload_pkey", "ff_result_pkey"}
+
+
+async def test_the_feed_and_the_history_walk_their_indexes(planner: Planner) -> None:
+    await planner.explain(feed.statement("read", Topic.LEASE), 4)
+    await planner.explain(feed.statement("history", Topic.LEASE), 2)
+
+    assert {index for _, _, index in planner.scans()} == {
+        "ff_batch_position",
+        "ff_batch_unnumbered",
+        "ff_batch_pkey",
+        "ff_event_pkey",
+        "ff_event_execution_id",
+    }
