@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from flowfabric import errors
 from flowfabric.engine.core import Core, first
 from flowfabric.model.execution import Execution, Payload, Result
 from flowfabric.model.flow import Dependency, EdgeGroup, Flow, GroupState, PendingCancel
@@ -116,7 +117,7 @@ class Folding:
                 written.append(([case], [answer], decision.change))
         written += [(cases, answers, joins.joined(*changes)) for cases, answers, changes in together.values()]
         changes = [msgspec.structs.replace(change, id=self._core.minter.change_id()) for _, _, change in written]
-        times = await asyncio.gather(*(self._core.commit(change) for change in changes))
+        times = await asyncio.gather(*(self._write(change) for change in changes))
         for (members, answers, _), change, committed_at in zip(written, changes, times, strict=True):
             if committed_at is None:
                 continue
@@ -126,6 +127,16 @@ class Folding:
                 folds.append(_told(case, answer))
             self._core.note(change, [], committed_at)
         return folds
+
+    async def _write(self, change: Change) -> int | None:
+        try:
+            return await self._core.commit(change)
+        except errors.StoreUnavailable as lost:
+            if not lost.in_doubt:
+                raise
+        loaded = await self._core.load((Want(EdgeGroup, change.guards[0].key),))
+        group = first(loaded.rows[0])
+        return loaded.now if group is not None and group.revision == change.id else None
 
     async def _cases(self, batch: dict[Child, list[Settled]]) -> list[_Case]:
         wants: list[Want] = []
