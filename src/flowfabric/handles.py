@@ -60,7 +60,7 @@ class HandleKind(StrEnum):
     RECLAIMED = "Reclaimed"
 
 
-class HandleFields(msgspec.Struct, frozen=True):
+class HandleFields(msgspec.Struct, frozen=True, gc=False):
     """What a handle says: whose attempt it is, under which lease."""
 
     execution_id: ExecutionId

@@ -10,6 +10,7 @@ import binascii
 import os
 import random
 import re
+import struct
 from enum import StrEnum
 from typing import Final, NewType, Protocol
 
@@ -273,13 +274,45 @@ class Minter(Protocol):
 
 
 class RandomMinter:
-    """Identifiers from the system's randomness; safe in threads and after a fork, since nothing is kept in between."""
+    """Identifiers from the system's randomness, fetched many at a time.
+
+    Safe in threads: taking from the end of a list is one step. Safe after a fork: a child begins with none in stock.
+    """
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self._uuids: list[str] = []
+        self._numbers: list[int] = []
 
     def uuid(self) -> str:
+        """A version 4 UUID that nobody has seen before."""
+        try:
+            if self._pid == os.getpid():
+                return self._uuids.pop()
+        except IndexError:
+            pass
+        digits = os.urandom(16 * _STOCK).hex()
+        self._restock()
+        self._uuids = [_version_4(digits[start : start + 32]) for start in range(0, 32 * _STOCK, 32)]
         return _version_4(os.urandom(16).hex())
 
     def change_id(self) -> int:
+        """A positive 63-bit number that no other change carries."""
+        try:
+            if self._pid == os.getpid():
+                return self._numbers.pop()
+        except IndexError:
+            pass
+        self._restock()
+        self._numbers = [number >> 1 or 1 for number in struct.unpack(f"<{_STOCK}Q", os.urandom(8 * _STOCK))]
         return int.from_bytes(os.urandom(8)) >> 1 or 1
+
+    def _restock(self) -> None:
+        if self._pid != os.getpid():
+            self._uuids, self._numbers, self._pid = [], [], os.getpid()
+
+
+_STOCK: Final = 256
 
 
 class SeededMinter:

@@ -1,18 +1,19 @@
-"""What the lives of executions are drawn from: names, lengths and policies, sound ones and unsound ones."""
+"""What the lives of executions are drawn from: names, lengths and policies, sound ones and unsound ones.
+
+Everything is a sequence to choose from; what stands there more often is chosen more often.
+"""
 
 from __future__ import annotations
 
 from typing import Any
-
-from hypothesis import strategies as st
 
 from flowfabric.ids import LaneId, PartitionCounts, solo_partition
 
 LANES = ("default", "mail")
 WORKERS = ("wa", "wb")
 MISSING = "{fp:86}:00000000-0000-4000-8000-000000000000"
-SECRET = "00112233445566778899aabbccddeeff"
-OTHER_SECRET = "ffeeddccbbaa99887766554433221100"
+SECRET = "00112233445566778899aabbccddeeff" * 2
+OTHER_SECRET = "ffeeddccbbaa99887766554433221100" * 2
 
 
 def partition(lane: str) -> int:
@@ -55,40 +56,52 @@ UNSOUND_POLICIES: tuple[Any, ...] = (
     {"max_reclaim_count": -1},
 )
 
-lanes = st.sampled_from(LANES)
-workers = st.sampled_from(WORKERS)
-instances = st.sampled_from(("1", "2"))
-offers = st.sampled_from(((), ("gpu",), ("gpu",), ("cuda", "gpu"), ("cuda", "gpu", "x")))
-ttls = st.sampled_from((1, 100, 1000, 1000, 5000, 30_000))
-lengths = st.sampled_from((None, None, 0, 1, 300, 5000))
-instants = st.sampled_from((None, None, None, -1, 0, 1, 500, 2000))  # from now
-priorities = st.sampled_from((0, 0, 1, 5, 9000, -5, 10_000))
-policies = st.sampled_from(POLICIES)
-namespaces = st.sampled_from(("n1", "n1", "n2"))
-keys = st.sampled_from((None, None, None, "", "k", "k", "k2"))
-tags = st.sampled_from(({}, {}, {"cairn.instance_id": "i1"}, {"app.sub.field": "v", "a.b": "ß"}))
-reasons = st.sampled_from(("boom", "flaky", ""))
-categories = st.sampled_from(("transient", "transient", "rate_limit", "permanent", "cancelled", "timeout", "odd one"))
-results = st.sampled_from((None, b"", b"r1", b"\x00\xff"))
-picks = st.integers(0, 9)
-seats = st.sampled_from((0, 0, 0, 1))
-around = st.sampled_from((-1, 0, 0, 1))
-sources = st.sampled_from((None, None, "operator_override", "worker"))
-cancel_sources = st.sampled_from(("operator_override", "flow_cascade", "worker", "me", ""))
-expiries = st.sampled_from(("attempt_timeout", "execution_deadline"))
-blockings = st.sampled_from(
-    ("waiting_for_budget", "waiting_for_quota", "waiting_for_capable_worker", "paused_by_operator", "paused_by_policy")
+lanes = LANES
+workers = WORKERS
+instances = ("1", "2")
+offers = ((), ("gpu",), ("gpu",), ("cuda", "gpu"), ("cuda", "gpu", "x"))
+ttls = (1, 100, 1000, 1000, 5000, 30_000)
+lengths = (None, None, 0, 1, 300, 5000)
+instants = (None, None, None, -1, 0, 1, 500, 2000)  # from now
+priorities = (0, 0, 1, 5, 9000, -5, 10_000)
+policies = POLICIES
+namespaces = ("n1", "n1", "n2")
+keys = (None, None, None, "", "k", "k", "k2")
+tags: tuple[dict[str, str], ...] = ({}, {}, {"cairn.instance_id": "i1"}, {"app.sub.field": "v", "a.b": "ß"})
+reasons = ("boom", "flaky", "")
+categories = ("transient", "transient", "rate_limit", "permanent", "cancelled", "timeout", "odd one")
+results = (None, b"", b"r1", b"\x00\xff")
+picks = range(10)
+seats = (0, 0, 0, 1)
+mostly = (True, True, True, True, False)
+parts = (0, 1, 2, 3, 3, 3, 3)  # of a fence
+around = (-1, 0, 0, 1)
+sources = (None, None, "operator_override", "worker")
+cancel_sources = ("operator_override", "flow_cascade", "worker", "me", "")
+expiries = ("attempt_timeout", "execution_deadline")
+blockings = (
+    "waiting_for_budget",
+    "waiting_for_quota",
+    "waiting_for_capable_worker",
+    "paused_by_operator",
+    "paused_by_policy",
+    "foo",
 )
-expectations = st.sampled_from(
-    (None, None, None, "waiting_for_budget", "waiting_for_quota", "waiting_for_capable_worker", "paused_by_flow_cancel")
+expectations = (
+    None,
+    None,
+    None,
+    "waiting_for_budget",
+    "waiting_for_quota",
+    "waiting_for_capable_worker",
+    "paused_by_flow_cancel",
 )
-sweeps = st.sampled_from(
-    (
-        "lease_expiry",
-        "delayed_promoter",
-        "delayed_promoter",
-        "attempt_timeout",
-        "execution_deadline",
-        "retention_trimmer",
-    )
+sweeps = (
+    "lease_expiry",
+    "delayed_promoter",
+    "delayed_promoter",
+    "attempt_timeout",
+    "execution_deadline",
+    "retention_trimmer",
 )
+four_keys = ((None, None, None, None), ("k", "k", None, "k2"), (None, "k", "", "k"), ("k2", None, "k", "k2"))

@@ -1,30 +1,21 @@
-"""The machine that leads executions through random lives, with every verb, sound and unsound.
+"""The lives that executions lead here: every verb of an engine as a move, with sound and unsound arguments.
 
-Old leases, handles and grants stay in play: a rule picks from everything that was ever given out. Time stands still
-until a rule moves it, most often onto, just before or just after an instant at which something ends.
+Time stands still until a move lets it pass, most often onto, just before or just after an instant at which something
+ends. Leases, handles and grants that ended stay in play.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from flowfabric.clock import ManualClock
-from flowfabric.ids import SeededMinter
 from flowfabric.model import answers
 from flowfabric.model.execution import Execution, IdempotencyKey
 from flowfabric.rules.create import CreateExecution
-from flowfabric.rules.lease import Fence
 from flowfabric.testing.invariants import every
 from tests.machine import choices as some
-from tests.machine.players import Call, Held, Outcome, Player
-
-T = TypeVar("T")
+from tests.machine.table import Table, move
 
 INSTANTS = (
     "lease_expires_at",
@@ -36,70 +27,52 @@ INSTANTS = (
 )
 
 
-def has_handles(lives: Any) -> bool:
-    return bool(lives.held)
+def is_waiting(row: Execution) -> bool:
+    return row.eligibility_state.value == "eligible_now"
 
 
-class Lives(RuleBasedStateMachine):
-    """Every verb of an engine as a rule; whoever plays says in `ask` what a call means to them."""
+def is_granted(row: Execution) -> bool:
+    return row.grant is not None
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.runner = asyncio.Runner()
-        self.clock = ManualClock()
-        self.minter = SeededMinter(7)
-        self.known: list[str] = []
-        self.lane: dict[str, str] = {}
-        self.held: list[Held] = []
-        self.grants: list[answers.ClaimGrant] = []
 
-        self.players = self.run(self.open())
+def is_resumable(row: Execution) -> bool:
+    return is_granted(row) and row.attempt_state.value == "attempt_interrupted"
 
-    async def open(self) -> list[Player]:
-        """Whoever plays; the rows of the first one say what may happen next."""
-        raise NotImplementedError
 
-    def ask(self, call: Call) -> Outcome:
-        """Do this, compare, and answer."""
-        raise NotImplementedError
+def is_active(row: Execution) -> bool:
+    return row.lifecycle_phase.value == "active"
 
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        return self.runner.run(work)
 
-    def do(self, verb: str, *, seat: int = 0, **given: Any) -> Any:
-        answer = self.ask(Call(verb, given, seat)).answer
-        for one in answer if isinstance(answer, list) else [answer]:
-            if isinstance(one, answers.Claimed):
-                self.held.append(Held(one.handle.kind, one.handle.fields))
-            elif isinstance(one, answers.ClaimGrant):
-                self.grants.append(one)
-        return answer
+def is_abandoned(row: Execution) -> bool:
+    return row.ownership_state.value in ("lease_expired_reclaimable", "lease_revoked")
 
-    def pick(self, number: int) -> str:
-        """One of the executions, the younger ones first; now and then one that never was."""
-        if number == 9 or not self.known:
-            return some.MISSING
-        return self.known[-1 - number % len(self.known)]
 
-    def handle(self, number: int) -> Held:
-        """A handle that was given out, perhaps long ago."""
-        return self.held[-1 - number % len(self.held)]
+def is_delayed(row: Execution) -> bool:
+    return row.delay_until is not None
 
-    def fence(self, number: int, parts: int) -> Fence:
-        """The fence of a handle, or a part of it."""
-        fields = self.handle(number).fields
-        return Fence(
-            fields.lease_id, fields.lease_epoch if parts > 1 else None, fields.attempt_id if parts > 2 else None
-        )
+
+def is_blocked(row: Execution) -> bool:
+    return row.eligibility_state.value.startswith("blocked")
+
+
+def is_over(row: Execution) -> bool:
+    return row.lifecycle_phase.value == "terminal"
+
+
+class Lives(Table):
+    """Every verb that changes something."""
 
     # -- beginnings ---------------------------------------------------------------------------------------------------
 
-    @initialize(seeded=st.sampled_from((True, True, True, False)))
-    def begin(self, seeded: bool) -> None:
+    @move(weight=0, seeded=(True, True, True, False), one=some.policies, other=some.policies)
+    def begin(self, seeded: bool, one: Any, other: Any) -> None:
         if seeded:
             self.do("seed_waitpoint_hmac_secret", kid="k1", secret_hex=some.SECRET)
+        for policy in (None, one, other):
+            self.do("create_execution", execution_id=self.new_id("default"), policy=policy)
 
-    @rule(
+    @move(
+        weight=2,
         lane=some.lanes,
         namespace=some.namespaces,
         priority=some.priorities,
@@ -111,52 +84,37 @@ class Lives(RuleBasedStateMachine):
         payload=some.results,
         seat=some.seats,
     )
-    def create(
-        self,
-        lane: str,
-        namespace: str,
-        priority: int,
-        policy: Any,
-        key: str | None,
-        tags: dict[str, str],
-        delay: int | None,
-        deadline: int | None,
-        payload: bytes | None,
-        seat: int,
-    ) -> None:
+    def create(self, lane: str, seat: int, key: str | None, **asked: Any) -> None:
         self.do(
             "create_execution",
             seat=seat,
             execution_id=self.new_id(lane),
             lane_id=lane,
-            namespace=namespace,
-            priority=priority,
-            policy=policy,
+            namespace=asked["namespace"],
+            priority=asked["priority"],
+            policy=asked["policy"],
             idempotency_key=key,
-            tags=tags,
-            delay_until=self.instant(delay),
-            execution_deadline_at=self.instant(deadline),
-            input_payload=payload or b"",
+            tags=asked["tags"],
+            delay_until=self.instant(asked["delay"]),
+            execution_deadline_at=self.instant(asked["deadline"]),
+            input_payload=asked["payload"] or b"",
         )
 
-    @rule(lane=some.lanes, priority=some.priorities, policy=some.policies)
-    def create_simply(self, lane: str, priority: int, policy: Any) -> None:
-        self.do("create_execution", execution_id=self.new_id(lane), lane_id=lane, priority=priority, policy=policy)
-
-    @rule(pick=some.picks, policy=some.policies, key=some.keys, lane=some.lanes)
-    def create_again(self, pick: int, policy: Any, key: str | None, lane: str) -> None:
+    @move(pick=some.picks, policy=some.policies, key=some.keys)
+    def create_again(self, pick: int, policy: Any, key: str | None) -> None:
         execution_id = self.pick(pick)
-        lane = self.lane.get(execution_id, "default")
+        lane = self.lane_of(execution_id)
+        self.known += [execution_id] * (execution_id not in self.known)
         self.do("create_execution", execution_id=execution_id, lane_id=lane, policy=policy, idempotency_key=key)
 
-    @rule(lane=some.lanes, policy=st.sampled_from(some.UNSOUND_POLICIES), tags=some.tags)
+    @move(lane=some.lanes, policy=some.UNSOUND_POLICIES, tags=some.tags)
     def create_unsoundly(self, lane: str, policy: Any, tags: dict[str, str]) -> None:
         execution_id = self.new_id(lane)
         self.do("create_execution", execution_id=execution_id, lane_id=lane, policy=policy, idempotency_key="k")
         self.do("create_execution", execution_id=execution_id, lane_id=lane, tags={**tags, "Bad Key": "v"})
 
-    @rule(lane=some.lanes, count=st.integers(1, 4), keys=st.lists(some.keys, min_size=4, max_size=4), seat=some.seats)
-    def create_many(self, lane: str, count: int, keys: list[str | None], seat: int) -> None:
+    @move(lane=some.lanes, count=range(1, 5), keys=some.four_keys, seat=some.seats)
+    def create_many(self, lane: str, count: int, keys: tuple[str | None, ...], seat: int) -> None:
         asks = [
             CreateExecution(
                 execution_id=self.new_id(lane),
@@ -171,331 +129,322 @@ class Lives(RuleBasedStateMachine):
         ]
         self.do("create_executions", seat=seat, asks=[*asks, asks[0]])
 
-    def new_id(self, lane: str) -> str:
-        execution_id = f"{{fp:{some.partition(lane)}}}:{self.minter.uuid()}"
-        self.known.append(execution_id)
-        self.lane[execution_id] = lane
-        return execution_id
-
-    def instant(self, from_now: int | None) -> int | None:
-        return None if from_now is None else self.clock.now + from_now
-
     # -- claims -------------------------------------------------------------------------------------------------------
 
-    @rule(lane=some.lanes, worker=some.workers, instance=some.instances, offer=some.offers, ttl=some.ttls)
+    @move(weight=5, lane=some.lanes, worker=some.workers, instance=some.instances, offer=some.offers, ttl=some.ttls)
     def claim(self, lane: str, worker: str, instance: str, offer: tuple[str, ...], ttl: int) -> None:
-        self.do(
-            "claim",
-            seat=self.claimer(instance),
-            lane_id=lane,
-            **self.who(worker, instance),
-            capabilities=offer,
-            lease_ttl_ms=ttl,
-        )
+        who, seat = self.who(worker, instance), self.claimer(instance)
+        self.do("claim", seat=seat, lane_id=lane, **who, capabilities=offer, lease_ttl_ms=ttl)
 
-    @rule(lane=some.lanes, worker=some.workers, offer=some.offers, limit=st.integers(1, 4), ttl=some.ttls)
+    @move(weight=2, lane=some.lanes, worker=some.workers, offer=some.offers, limit=range(1, 5), ttl=some.ttls)
     def claim_many(self, lane: str, worker: str, offer: tuple[str, ...], limit: int, ttl: int) -> None:
         self.do("claim_many", lane_id=lane, limit=limit, **self.who(worker), capabilities=offer, lease_ttl_ms=ttl)
 
-    @rule(lane=some.lanes, worker=some.workers, offer=some.offers, ttl=some.ttls, redeem=st.booleans())
+    @move(weight=3, lane=some.lanes, worker=some.workers, offer=some.offers, ttl=some.ttls, redeem=(True, False))
     def claim_for_worker(self, lane: str, worker: str, offer: tuple[str, ...], ttl: int, redeem: bool) -> None:
-        grant = self.do("claim_for_worker", lane_id=lane, **self.who(worker), capabilities=offer, grant_ttl_ms=ttl)
+        who = self.who(worker)
+        grant = self.do("claim_for_worker", lane_id=lane, **who, capabilities=offer, grant_ttl_ms=ttl)
         if redeem and isinstance(grant, answers.ClaimGrant):
-            self.do("claim_execution", execution_id=grant.execution_id, **self.who(worker), lane_id=lane)
+            self.do("claim_execution", execution_id=grant.execution_id, **who, lane_id=lane)
         if redeem and isinstance(grant, answers.ReclaimGrant):
-            self.do("reclaim_execution", execution_id=grant.execution_id, **self.who(worker), lane_id=lane)
+            self.do("reclaim_execution", execution_id=grant.execution_id, **who, lane_id=lane)
 
-    @rule(
+    @move(
+        weight=3,
         pick=some.picks,
-        lane=st.sampled_from((None, None, None, "mail")),
+        lane=(None, None, None, None, "mail"),
         worker=some.workers,
         offer=some.offers,
         ttl=some.ttls,
         seat=some.seats,
     )
-    def issue_claim_grant(
-        self, pick: int, lane: str | None, worker: str, offer: tuple[str, ...], ttl: int, seat: int
-    ) -> None:
-        execution_id = self.pick(pick)
+    def issue_claim_grant(self, pick: int, lane: str | None, worker: str, offer: Any, ttl: int, seat: int) -> None:
+        execution_id = self.pick(pick, is_waiting)
         self.do(
             "issue_claim_grant",
             seat=seat,
             execution_id=execution_id,
-            lane_id=lane or self.lane.get(execution_id, "default"),
+            lane_id=lane or self.lane_of(execution_id),
             **self.who(worker),
             worker_capabilities=offer,
             grant_ttl_ms=ttl,
         )
 
-    @rule(
+    @move(
+        weight=3,
         pick=some.picks,
         worker=some.workers,
+        is_mine=some.mostly,
         ttl=some.ttls,
         timeout=some.lengths,
         deadline=some.instants,
         seat=some.seats,
     )
-    def claim_execution(
-        self, pick: int, worker: str, ttl: int, timeout: int | None, deadline: int | None, seat: int
-    ) -> None:
+    def claim_execution(self, pick: int, worker: str, is_mine: bool, seat: int, **asked: Any) -> None:
+        execution_id = self.pick(pick, is_granted)
         self.do(
             "claim_execution",
             seat=seat,
-            execution_id=self.pick(pick),
-            **self.who(worker),
-            lease_ttl_ms=ttl,
-            attempt_timeout_ms=timeout,
-            execution_deadline_at=self.instant(deadline),
+            execution_id=execution_id,
+            **self.who(self.grantee(execution_id, worker) if is_mine else worker),
+            lease_ttl_ms=asked["ttl"],
+            attempt_timeout_ms=asked["timeout"],
+            execution_deadline_at=self.instant(asked["deadline"]),
         )
 
-    @rule(pick=some.picks, worker=some.workers, ttl=some.ttls, remaining=some.lengths, seat=some.seats)
-    def claim_resumed_execution(self, pick: int, worker: str, ttl: int, remaining: int | None, seat: int) -> None:
+    @move(
+        weight=2,
+        pick=some.picks,
+        worker=some.workers,
+        is_mine=some.mostly,
+        ttl=some.ttls,
+        remaining=some.lengths,
+        seat=some.seats,
+    )
+    def claim_resumed_execution(self, pick: int, worker: str, is_mine: bool, seat: int, **asked: Any) -> None:
+        execution_id = self.pick(pick, is_resumable)
         self.do(
             "claim_resumed_execution",
             seat=seat,
-            execution_id=self.pick(pick),
-            **self.who(worker),
-            lease_ttl_ms=ttl,
-            remaining_attempt_timeout_ms=remaining,
-        )
-
-    @precondition(lambda self: bool(self.grants))
-    @rule(pick=some.picks, worker=some.workers, ttl=some.ttls)
-    def claim_from_resume_grant(self, pick: int, worker: str, ttl: int) -> None:
-        grant = self.grants[-1 - pick % len(self.grants)]
-        self.do("claim_from_resume_grant", grant=grant, **self.who(worker), lease_ttl_ms=ttl)
-
-    @rule(pick=some.picks, lane=st.sampled_from((None, None, "mail")), ttl=some.ttls, seat=some.seats)
-    def issue_grant_and_claim(self, pick: int, lane: str | None, ttl: int, seat: int) -> None:
-        execution_id = self.pick(pick)
-        self.do(
-            "issue_grant_and_claim",
-            seat=seat,
             execution_id=execution_id,
-            lane_id=lane or self.lane.get(execution_id, "default"),
-            lease_duration_ms=ttl,
+            **self.who(self.grantee(execution_id, worker) if is_mine else worker),
+            lease_ttl_ms=asked["ttl"],
+            remaining_attempt_timeout_ms=asked["remaining"],
         )
 
-    @rule(pick=some.picks, worker=some.workers, offer=some.offers, ttl=some.ttls, seat=some.seats)
+    @move(pick=some.picks, worker=some.workers, is_mine=some.mostly, ttl=some.ttls)
+    def claim_from_resume_grant(self, pick: int, worker: str, is_mine: bool, ttl: int) -> None:
+        if not self.grants:
+            return
+        grant = self.grants[-1 - pick % len(self.grants)]
+        who = self.who(self.grantee(grant.execution_id, worker) if is_mine else worker)
+        self.do("claim_from_resume_grant", grant=grant, **who, lease_ttl_ms=ttl)
+
+    @move(weight=2, pick=some.picks, lane=(None, None, None, "mail"), ttl=some.ttls, seat=some.seats)
+    def issue_grant_and_claim(self, pick: int, lane: str | None, ttl: int, seat: int) -> None:
+        execution_id = self.pick(pick, is_waiting)
+        lane = lane or self.lane_of(execution_id)
+        self.do("issue_grant_and_claim", seat=seat, execution_id=execution_id, lane_id=lane, lease_duration_ms=ttl)
+
+    @move(weight=2, pick=some.picks, worker=some.workers, offer=some.offers, ttl=some.ttls, seat=some.seats)
     def issue_reclaim_grant(self, pick: int, worker: str, offer: tuple[str, ...], ttl: int, seat: int) -> None:
-        execution_id = self.pick(pick)
+        execution_id = self.pick(pick, is_active)
         self.do(
             "issue_reclaim_grant",
             seat=seat,
             execution_id=execution_id,
-            lane_id=self.lane.get(execution_id, "default"),
+            lane_id=self.lane_of(execution_id),
             **self.who(worker),
             worker_capabilities=offer,
             grant_ttl_ms=ttl,
         )
 
-    @rule(
+    @move(
+        weight=2,
         pick=some.picks,
         worker=some.workers,
+        is_mine=some.mostly,
         ttl=some.ttls,
-        cap=st.sampled_from((None, None, None, 0, 1, 2)),
+        cap=(None, None, None, 0, 1, 2),
         seat=some.seats,
     )
-    def reclaim_execution(self, pick: int, worker: str, ttl: int, cap: int | None, seat: int) -> None:
+    def reclaim_execution(self, pick: int, worker: str, is_mine: bool, ttl: int, cap: int | None, seat: int) -> None:
+        execution_id = self.pick(pick, is_abandoned)
         self.do(
             "reclaim_execution",
             seat=seat,
-            execution_id=self.pick(pick),
-            **self.who(worker),
+            execution_id=execution_id,
+            **self.who(self.grantee(execution_id, worker) if is_mine else worker),
             lease_ttl_ms=ttl,
             max_reclaim_count=cap,
         )
 
-    def who(self, worker: str, instance: str = "1") -> dict[str, Any]:
-        return {"worker_id": worker, "worker_instance_id": f"{worker}-{instance}"}
-
-    def claimer(self, instance: str) -> int:
-        """Which engine an instance pulls through."""
-        return int(instance) - 1
-
     # -- the holder ---------------------------------------------------------------------------------------------------
 
-    @precondition(has_handles)
-    @rule(pick=some.picks, ttl=st.sampled_from((None, None, 1, 100, 60_000)), seat=some.seats)
+    @move(weight=2, pick=some.picks, ttl=(None, None, 1, 100, 60_000), seat=some.seats)
     def renew(self, pick: int, ttl: int | None, seat: int) -> None:
-        self.do("renew", seat=seat, handle=self.handle(pick), lease_ttl_ms=ttl)
+        if self.held:
+            self.do("renew", seat=seat, handle=self.handle(pick), lease_ttl_ms=ttl)
 
-    @precondition(has_handles)
-    @rule(picked=st.lists(some.picks, min_size=1, max_size=3, unique=True), ttl=some.ttls)
-    def renew_many(self, picked: list[int], ttl: int) -> None:
-        held = {held.fields.lease_id: held for held in map(self.handle, picked)}
-        self.do("renew_many", handles=list(held.values()), lease_ttl_ms=ttl)
+    @move(picked=((0,), (0, 1), (2, 0, 1), (7, 0), (9, 8)), ttl=some.ttls)
+    def renew_many(self, picked: tuple[int, ...], ttl: int) -> None:
+        if self.held:
+            held = {held.fields.lease_id: held for held in map(self.handle, picked)}
+            self.do("renew_many", handles=list(held.values()), lease_ttl_ms=ttl)
 
-    @precondition(has_handles)
-    @rule(pick=some.picks, parts=st.integers(0, 3), index=st.sampled_from((None, None, 0, 7)), lost=st.booleans())
-    def renew_by_name(self, pick: int, parts: int, index: int | None, lost: bool) -> None:
-        fields = self.handle(pick).fields
-        self.do(
-            "renew",
-            execution_id=some.MISSING if lost else fields.execution_id,
-            attempt_index=fields.attempt_index if index is None else index,
-            fence=self.fence(pick, parts) if parts else Fence(),
-            lease_ttl_ms=1000,
-        )
+    @move(pick=some.picks, parts=some.parts, index=(None, None, 0, 7), is_known=some.mostly)
+    def renew_by_name(self, pick: int, parts: int, index: int | None, is_known: bool) -> None:
+        if self.held:
+            held = self.handle(pick)
+            self.do(
+                "renew",
+                execution_id=held.fields.execution_id if is_known else some.MISSING,
+                attempt_index=held.fields.attempt_index if index is None else index,
+                fence=self.fence(held, parts),
+                lease_ttl_ms=1000,
+            )
 
-    @precondition(has_handles)
-    @rule(
+    @move(
         pick=some.picks,
-        pct=st.sampled_from((None, 0, 40, 100, 101)),
-        message=st.sampled_from((None, "half", "later")),
+        pct=(None, 0, 40, 100, 101),
+        message=(None, "half", "later"),
         seat=some.seats,
     )
     def progress(self, pick: int, pct: int | None, message: str | None, seat: int) -> None:
-        self.do("progress", seat=seat, handle=self.handle(pick), pct=pct, message=message)
+        if self.held:
+            self.do("progress", seat=seat, handle=self.handle(pick), pct=pct, message=message)
 
-    @precondition(has_handles)
-    @rule(pick=some.picks, result=some.results, seat=some.seats)
+    @move(weight=2, pick=some.picks, result=some.results, seat=some.seats)
     def complete(self, pick: int, result: bytes | None, seat: int) -> None:
-        self.do("complete", seat=seat, handle=self.handle(pick), result=result)
+        if self.held:
+            self.do("complete", seat=seat, handle=self.handle(pick), result=result)
 
-    @precondition(has_handles)
-    @rule(pick=some.picks, reason=some.reasons, category=some.categories, seat=some.seats)
+    @move(weight=3, pick=some.picks, reason=some.reasons, category=some.categories, seat=some.seats)
     def fail(self, pick: int, reason: str, category: str, seat: int) -> None:
-        self.do("fail", seat=seat, handle=self.handle(pick), reason=reason, category=category)
+        if self.held:
+            self.do("fail", seat=seat, handle=self.handle(pick), reason=reason, category=category)
 
-    @precondition(has_handles)
-    @rule(pick=some.picks, until=st.sampled_from((-5, 0, 1, 500, 2000)), seat=some.seats)
+    @move(weight=3, pick=some.picks, until=(-5, 0, 1, 500, 2000), seat=some.seats)
     def delay(self, pick: int, until: int, seat: int) -> None:
-        self.do("delay", seat=seat, handle=self.handle(pick), delay_until=self.clock.now + until)
+        if self.held:
+            self.do("delay", seat=seat, handle=self.handle(pick), delay_until=self.clock.now + until)
 
-    @precondition(has_handles)
-    @rule(pick=some.picks, seat=some.seats)
+    @move(weight=2, pick=some.picks, seat=some.seats)
     def wait_children(self, pick: int, seat: int) -> None:
-        self.do("wait_children", seat=seat, handle=self.handle(pick))
+        if self.held:
+            self.do("wait_children", seat=seat, handle=self.handle(pick))
 
-    @precondition(has_handles)
-    @rule(
-        verb=st.sampled_from(("complete", "fail", "delay", "wait_children", "update_progress")),
+    @move(
+        weight=3,
+        verb=("complete", "fail", "delay", "wait_children", "update_progress"),
         pick=some.picks,
-        parts=st.integers(0, 3),
+        parts=some.parts,
         source=some.sources,
-        lost=st.sampled_from((False, False, True)),
+        is_known=some.mostly,
     )
-    def finish_by_name(self, verb: str, pick: int, parts: int, source: str | None, lost: bool) -> None:
-        execution_id = some.MISSING if lost else self.handle(pick).fields.execution_id
-        given: dict[str, Any] = {"execution_id": execution_id, "fence": self.fence(pick, parts) if parts else Fence()}
-        match verb:
-            case "complete":
-                given |= {"source": source, "result": b"by name"}
-            case "fail":
-                given |= {"source": source, "reason": "by name", "retry_policy": '{"max_retries": 1}'}
-            case "delay":
-                given |= {"source": source, "delay_until": self.clock.now + 100}
-            case "wait_children":
-                given |= {"source": source}
-            case _:
-                given |= {"pct": 7}
-        self.do(verb, **given)
+    def finish_by_name(self, verb: str, pick: int, parts: int, source: str | None, is_known: bool) -> None:
+        if not self.held:
+            return
+        held = self.handle(pick)
+        execution_id = held.fields.execution_id if is_known else some.MISSING
+        more: dict[str, dict[str, Any]] = {
+            "complete": {"source": source, "result": b"by name"},
+            "fail": {"source": source, "reason": "by name", "retry_policy": '{"max_retries": 1}'},
+            "delay": {"source": source, "delay_until": self.clock.now + 100},
+            "wait_children": {"source": source},
+            "update_progress": {"pct": 7},
+        }
+        self.do(verb, execution_id=execution_id, fence=self.fence(held, parts), **more[verb])
 
-    @precondition(has_handles)
-    @rule(pick=some.picks, reason=some.reasons, seat=some.seats)
+    @move(pick=some.picks, reason=some.reasons, seat=some.seats)
     def cancel(self, pick: int, reason: str, seat: int) -> None:
-        self.do("cancel", seat=seat, handle=self.handle(pick), reason=reason)
+        if self.held:
+            self.do("cancel", seat=seat, handle=self.handle(pick), reason=reason)
 
-    @precondition(has_handles)
-    @rule(verb=st.sampled_from(("renew", "complete", "wait_children", "progress", "cancel")), pick=some.picks)
+    @move(verb=("renew", "complete", "wait_children", "progress", "cancel"), pick=some.picks)
     def use_a_foreign_handle(self, verb: str, pick: int) -> None:
-        self.do(verb, handle=msgspec.structs.replace(self.handle(pick), foreign=True))
+        if self.held:
+            held = msgspec.structs.replace(self.handle(pick), foreign=True)
+            self.do(verb, handle=held)
 
-    # -- operators, schedulers and time -------------------------------------------------------------------------------
+    # -- operators, schedulers and sweeps -----------------------------------------------------------------------------
 
-    @rule(
+    @move(
         pick=some.picks,
         source=some.cancel_sources,
         reason=some.reasons,
-        fenced=st.booleans(),
-        parts=st.integers(1, 3),
+        is_fenced=(True, False),
+        parts=some.parts,
         seat=some.seats,
     )
-    def cancel_execution(self, pick: int, source: str, reason: str, fenced: bool, parts: int, seat: int) -> None:
-        fence = self.fence(pick, parts) if fenced and self.held else Fence()
-        execution_id = self.handle(pick).fields.execution_id if fenced and self.held else self.pick(pick)
-        self.do("cancel_execution", seat=seat, execution_id=execution_id, reason=reason, source=source, fence=fence)
+    def cancel_execution(self, pick: int, source: str, reason: str, is_fenced: bool, parts: int, seat: int) -> None:
+        execution_id, fence = self.pick(pick), None
+        if is_fenced and self.held:
+            held = self.handle(pick)
+            execution_id, fence = held.fields.execution_id, self.fence(held, parts)
+        given = {} if fence is None else {"fence": fence}
+        self.do("cancel_execution", seat=seat, execution_id=execution_id, reason=reason, source=source, **given)
 
-    @rule(pick=some.picks, seat=some.seats)
+    @move(weight=2, pick=some.picks, seat=some.seats)
     def replay_execution(self, pick: int, seat: int) -> None:
-        self.do("replay_execution", seat=seat, execution_id=self.pick(pick))
+        self.do("replay_execution", seat=seat, execution_id=self.pick(pick, is_over))
 
-    @rule(
-        verb=st.sampled_from(("expire_execution", "expire_if_due")),
+    @move(
+        verb=("expire_execution", "expire_if_due", "expire_if_due"),
         pick=some.picks,
         reason=some.expiries,
-        seat=some.seats,
     )
-    def expire(self, verb: str, pick: int, reason: str, seat: int) -> None:
-        self.do(verb, seat=seat, execution_id=self.pick(pick), reason=reason)
+    def expire(self, verb: str, pick: int, reason: str) -> None:
+        self.do(verb, execution_id=self.pick(pick), reason=reason)
 
-    @rule(
-        verb=st.sampled_from(("promote_delayed", "promote_delayed", "mark_lease_expired_if_due", "purge_execution")),
-        pick=some.picks,
-        seat=some.seats,
-    )
-    def sweep_one(self, verb: str, pick: int, seat: int) -> None:
-        self.do(verb, seat=seat, execution_id=self.pick(pick))
+    @move(weight=2, pick=some.picks, seat=some.seats)
+    def promote_delayed(self, pick: int, seat: int) -> None:
+        self.do("promote_delayed", seat=seat, execution_id=self.pick(pick, is_delayed))
 
-    @rule(name=some.sweeps, seat=some.seats)
+    @move(pick=some.picks, seat=some.seats)
+    def mark_lease_expired_if_due(self, pick: int, seat: int) -> None:
+        self.do("mark_lease_expired_if_due", seat=seat, execution_id=self.pick(pick, is_active))
+
+    @move(pick=some.picks)
+    def purge_execution(self, pick: int) -> None:
+        self.do("purge_execution", execution_id=self.pick(pick, is_over))
+
+    @move(weight=3, name=some.sweeps, seat=some.seats)
     def sweep(self, name: str, seat: int) -> None:
         self.do("sweep_once", seat=seat, name=name)
 
-    @rule(
+    @move(
+        weight=2,
         pick=some.picks,
-        lease=st.sampled_from(("", "", "mine", "00000000-0000-4000-8000-000000000001")),
-        instance=st.sampled_from(("", "", "wa-1", "wb-1")),
+        lease=("", "", "", "00000000-0000-4000-8000-000000000001"),
+        instance=("", "", "wa-1", "wb-1"),
         seat=some.seats,
     )
     def revoke_lease(self, pick: int, lease: str, instance: str, seat: int) -> None:
-        execution_id, expected = self.pick(pick), lease
-        if lease == "mine":
-            expected = self.handle(pick).fields.lease_id if self.held else ""
-            execution_id = self.handle(pick).fields.execution_id if self.held else execution_id
         self.do(
             "revoke_lease",
             seat=seat,
-            execution_id=execution_id,
-            expected_lease_id=expected,
+            execution_id=self.pick(pick, is_active),
+            expected_lease_id=lease,
             worker_instance_id=instance,
             reason="bad node",
         )
 
-    @rule(pick=some.picks, priority=some.priorities, seat=some.seats)
+    @move(pick=some.picks, priority=some.priorities, seat=some.seats)
     def change_priority(self, pick: int, priority: int, seat: int) -> None:
-        self.do("change_priority", seat=seat, execution_id=self.pick(pick), new_priority=priority)
+        self.do("change_priority", seat=seat, execution_id=self.pick(pick, is_waiting), new_priority=priority)
 
-    @rule(pick=some.picks, reason=st.one_of(some.blockings, st.just("foo")), seat=some.seats)
+    @move(pick=some.picks, reason=some.blockings, seat=some.seats)
     def block(self, pick: int, reason: str, seat: int) -> None:
-        self.do("block_execution_for_admission", seat=seat, execution_id=self.pick(pick), reason=reason, detail="why")
+        execution_id = self.pick(pick, is_waiting)
+        self.do("block_execution_for_admission", seat=seat, execution_id=execution_id, reason=reason, detail="why")
 
-    @rule(pick=some.picks, seat=some.seats)
+    @move(pick=some.picks, seat=some.seats)
     def block_route(self, pick: int, seat: int) -> None:
-        self.do("block_route", seat=seat, execution_id=self.pick(pick))
+        self.do("block_route", seat=seat, execution_id=self.pick(pick, is_waiting))
 
-    @rule(pick=some.picks, expected=some.expectations, seat=some.seats)
+    @move(pick=some.picks, expected=some.expectations, seat=some.seats)
     def unblock(self, pick: int, expected: str | None, seat: int) -> None:
-        self.do("unblock_execution", seat=seat, execution_id=self.pick(pick), expected_reason=expected)
+        self.do("unblock_execution", seat=seat, execution_id=self.pick(pick, is_blocked), expected_reason=expected)
 
-    @rule(
-        pick=some.picks, key=st.sampled_from(("a.b", "cairn.instance_id", "Bad")), value=some.reasons, seat=some.seats
-    )
+    @move(pick=some.picks, key=("a.b", "cairn.instance_id", "Bad"), value=some.reasons, seat=some.seats)
     def tag(self, pick: int, key: str, value: str, seat: int) -> None:
         self.do("set_execution_tag", seat=seat, execution_id=self.pick(pick), key=key, value=value)
         self.do("set_execution_tags", seat=seat, execution_id=self.pick(pick), pairs={"x.y": value, key: "v"})
 
-    @rule(ms=st.sampled_from((1, 10, 100, 999, 1000, 5000, 60_000)))
+    # -- time ---------------------------------------------------------------------------------------------------------
+
+    @move(ms=(1, 10, 100, 999, 1000, 5000))
     def pass_time(self, ms: int) -> None:
         self.clock.pass_ms(ms)
 
-    @rule(pick=st.integers(0, 20), offset=some.around)
-    def meet_an_instant(self, pick: int, offset: int) -> None:
+    @move(weight=6, far=(0, 0, 0, 0, 1, 1, 2, 3, 5, 8), offset=some.around)
+    def meet_an_instant(self, far: int, offset: int) -> None:
         """Go to just before, onto or just after an instant at which something ends."""
         known = sorted(self.run(self._instants()))
         ahead = [instant + offset for instant in known if instant + offset > self.clock.now]
         if ahead:
-            self.clock.now = ahead[pick % len(ahead)]
+            self.clock.now = ahead[far % len(ahead)]
 
     async def _instants(self) -> set[int]:
         rows = await every(self.players[0].store, Execution)
@@ -503,7 +452,7 @@ class Lives(RuleBasedStateMachine):
         found |= {entry.expires_at for entry in await every(self.players[0].store, IdempotencyKey)}
         return {instant for instant in found if instant is not None}
 
-    @rule(ms=st.sampled_from((-60_000, -1, 1, 1000, 60_000)), seat=some.seats)
+    @move(ms=(-60_000, -1, 1, 1000, 60_000), seat=some.seats)
     def mistake_the_time(self, ms: int, seat: int) -> None:
         """Let an engine believe that it is earlier or later: it may cost a second look, and nothing else."""
         for player in self.players:

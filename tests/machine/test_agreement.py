@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import rule, run_state_machine_as_test
+from hypothesis.stateful import run_state_machine_as_test
 
 from flowfabric.stores.base import Store
 from flowfabric.stores.memory import MemoryStore
@@ -22,6 +21,7 @@ from tests.conftest import emptied
 from tests.machine import choices as some
 from tests.machine.lives import Lives
 from tests.machine.players import Call, Outcome, Player
+from tests.machine.table import live, move
 
 EVERY = 5  # steps between two looks at everything
 
@@ -94,15 +94,15 @@ class Agreement(Lives):
 
     # -- what is asked without changing anything ----------------------------------------------------------------------
 
-    @rule(pick=some.picks, verb=st.sampled_from(READS), seat=some.seats)
+    @move(pick=some.picks, verb=READS, seat=some.seats)
     def read(self, pick: int, verb: str, seat: int) -> None:
         self.do(verb, seat=seat, execution_id=self.pick(pick))
 
-    @rule(pick=some.picks, key=st.sampled_from(("a.b", "x.y", "Bad")))
+    @move(pick=some.picks, key=("a.b", "x.y", "Bad"))
     def read_a_tag(self, pick: int, key: str) -> None:
         self.do("get_execution_tag", execution_id=self.pick(pick), key=key)
 
-    @rule(lane=some.lanes, cursor=st.sampled_from((None, 0, 1, 9)), limit=st.integers(0, 3), seat=some.seats)
+    @move(lane=some.lanes, cursor=(None, 0, 1, 9), limit=range(4), seat=some.seats)
     def read_lists(self, lane: str, cursor: int | None, limit: int, seat: int) -> None:
         after = None if cursor is None else self.pick(cursor)
         place = some.partition(lane)
@@ -111,19 +111,19 @@ class Agreement(Lives):
         self.do("list_expired_leases", seat=seat, as_of=self.clock.now, limit=limit, namespace="n1")
         self.do("list_lanes", seat=seat, limit=limit, cursor=lane if cursor else None)
 
-    @rule(
-        lane=st.none() | some.lanes,
-        namespace=st.none() | some.namespaces,
-        state=st.sampled_from((None, "waiting", "active", "completed", "delayed", "nonsense")),
-        tag=st.sampled_from((None, ("cairn.instance_id", "i1"))),
-        limit=st.integers(0, 3),
+    @move(
+        lane=(None, *some.lanes),
+        namespace=(None, *some.namespaces),
+        state=(None, "waiting", "active", "completed", "delayed", "nonsense"),
+        tag=(None, ("cairn.instance_id", "i1")),
+        limit=range(4),
     )
     def search(
         self, lane: str | None, namespace: str | None, state: str | None, tag: tuple[str, str] | None, limit: int
     ) -> None:
         self.do("search_executions", lane_id=lane, namespace=namespace, public_state=state, tag=tag, limit=limit)
 
-    @rule(kid=st.sampled_from(("k1", "k2", "a:b", "")), secret=st.sampled_from((some.SECRET, some.OTHER_SECRET, "zz")))
+    @move(kid=("k1", "k2", "a:b", ""), secret=(some.SECRET, some.OTHER_SECRET, "zz"))
     def rotate_keys(self, kid: str, secret: str) -> None:
         self.do("rotate_waitpoint_hmac_secret_all", new_kid=kid, new_secret_hex=secret, grace_ms=1000)
         self.do("list_waitpoint_hmac_kids")
@@ -142,13 +142,19 @@ class Agreement(Lives):
                 await engine.close()
 
 
-def agree(database: str, *, examples: int, steps: int) -> None:
-    """Play so many lives of so many steps."""
+@pytest.fixture
+def table(own_database: str) -> type[Agreement]:
+    """The machine, with the database of this process."""
+    return type("AgreementHere", (Agreement,), {"database": own_database})
+
+
+@pytest.mark.timeout(600)
+def test_every_store_answers_and_keeps_the_same(table: type[Agreement]) -> None:
     run_state_machine_as_test(
-        type("AgreementHere", (Agreement,), {"database": database}),
+        table,
         settings=settings(
-            max_examples=examples,
-            stateful_step_count=steps,
+            max_examples=10,
+            stateful_step_count=40,
             deadline=None,
             suppress_health_check=list(HealthCheck),
             print_blob=True,
@@ -157,12 +163,13 @@ def agree(database: str, *, examples: int, steps: int) -> None:
     )
 
 
-@pytest.mark.timeout(300)
-def test_every_store_answers_and_keeps_the_same(own_database: str) -> None:
-    agree(own_database, examples=25, steps=40)
+@pytest.mark.parametrize("seed", range(4))
+def test_a_long_life_is_the_same_on_every_store(table: type[Agreement], seed: int) -> None:
+    live(table, seed, steps=150)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(0)
-def test_every_store_answers_and_keeps_the_same_for_long(own_database: str) -> None:
-    agree(own_database, examples=1500, steps=80)
+def test_many_long_lives_are_the_same_on_every_store(table: type[Agreement]) -> None:
+    for seed in range(1000, 1500):
+        live(table, seed, steps=250)

@@ -1,4 +1,4 @@
-"""A flow on each store, with dispatch and sweeps stopped and a clock that the test moves."""
+"""An engine on each store, under watch, with a seeded minter, a clock that the test moves, and a signing key `k1`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,28 @@ from flowfabric.ids import SeededMinter
 from flowfabric.settings import Settings
 from flowfabric.stores.base import Store
 from tests.scenarios.flowing import Flowing
+from tests.scenarios.play import Play
+from tests.scenarios.watched import Watched
+
+
+@pytest.fixture
+async def keyless(store: Store) -> Engine:
+    """An engine whose keystore is empty."""
+    return Engine(Watched(store), minter=SeededMinter(1))
+
+
+@pytest.fixture
+async def engine(keyless: Engine) -> Engine:
+    await keyless.seed_waitpoint_hmac_secret("k1", "00112233445566778899aabbccddeeff" * 2)
+    return keyless
+
+
+@pytest.fixture
+def play(engine: Engine, clock: ManualClock) -> Play:
+    return Play(engine, clock)
 
 
 @pytest.fixture
 async def flow(store: Store, clock: ManualClock) -> Flowing:
-    return Flowing(Engine(store, minter=SeededMinter(1), settings=Settings(dispatch=False)), clock)
+    """A flow on an engine whose dispatch is stopped: a scenario delivers what it wants to see delivered."""
+    return Flowing(Engine(Watched(store), minter=SeededMinter(1), settings=Settings(dispatch=False)), clock)

@@ -187,7 +187,7 @@ async def test_a_cursor_survives_dump_and_restore(pg: PostgresStore, database: s
     server.drop_database(restored)
     dsn = server.create_database(restored)
     dump = await _run("pg_dump", "--dbname", database)
-    await _run("psql", "-XqAt", "-v", "ON_ERROR_STOP=1", "-d", dsn, given=dump)
+    await _run("psql", "-XqAt", "-d", dsn, given=dump)
 
     copy = PostgresStore(dsn, clock)
     await copy.open(migrate=False)

@@ -152,9 +152,17 @@ async def test_a_take_walks_the_index_of_lines(planner: Planner) -> None:
     ]
 
 
+async def test_a_take_of_many_lines_walks_the_index_of_lines(planner: Planner) -> None:
+    take = a_take(100, *(LineKey("mail", f"{number}") for number in range(taking.MANY + 1)))
+
+    await taking.take(planner, take, take.stamps, [1, 2], 200, None, numbers)
+
+    assert [index for _, _, index in planner.scans()][:2] == ["ff_exec_core_line"] * 2
+
+
 async def test_a_take_reads_few_pages_whatever_the_table_holds(planner: Planner, large: str) -> None:
     take = a_take(100, *LINES)
-    words = taking.claim(tuple(take.becomes)).words
+    words = taking.claim(take).words
 
     class Analyst(Planner):
         async def fetch(self, words: str, *values: Any) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -86,11 +87,11 @@ async def plans_of(path: Path, *calls: Any) -> list[list[str]]:
     return list(store.plans.values())
 
 
-def only_searches(plans: Sequence[Sequence[str]], *allowed: str) -> bool:
-    """Whether no step reads a whole table or sorts."""
+def only_searches(plans: Sequence[Sequence[str]]) -> bool:
+    """Whether no step reads a whole table or sorts; in the statements, r and p stand for tables."""
     steps = [step for plan in plans for step in plan]
     assert steps
-    return not [step for step in steps if ("SCAN" in step or "TEMP B-TREE" in step) and not step.endswith(allowed)]
+    return not [step for step in steps if re.match(r"SCAN (ff_\w+|[rp])\b|.*TEMP B-TREE", step)]
 
 
 async def test_a_take_reads_the_heads_of_its_lines_in_order(filled: Path) -> None:
@@ -98,9 +99,9 @@ async def test_a_take_reads_the_heads_of_its_lines_in_order(filled: Path) -> Non
         plans = await plans_of(filled, lambda store, lines=lines: store.take(a_take(10, *lines)))
         heads = next(plan for plan in plans if any("ff_exec_core_line" in step for step in plan))
         assert sum("USING INDEX ff_exec_core_line (line=?)" in step for step in heads) == len(lines)
-        assert only_searches([heads], "SCAN h")
+        assert only_searches([heads])
         writes = [plan for plan in plans if plan is not heads]
-        assert only_searches(writes, "VALUES CLAUSE", "CONSTANT ROW", "SCAN g")
+        assert only_searches(writes)
 
 
 async def test_rows_are_loaded_by_their_key(filled: Path) -> None:
@@ -126,7 +127,7 @@ async def test_a_lease_is_renewed_by_key(filled: Path) -> None:
         ((row, _),) = (await store.take(a_take(1))).rows
         await store.renew([Held(row.execution_id, 0, row.attempt_id or "", row.lease_id or "", 1, 100)] * 3)
 
-    assert only_searches(await plans_of(filled, renew), "VALUES CLAUSE", "CONSTANT ROW", "SCAN h", "SCAN g")
+    assert only_searches(await plans_of(filled, renew))
 
 
 async def test_feed_and_history_are_read_in_order(filled: Path) -> None:

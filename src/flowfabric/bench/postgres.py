@@ -13,23 +13,28 @@ import asyncpg
 from flowfabric.bench.ground import BATCH, INSERT_BATCH, Ground
 from flowfabric.errors import InvalidInput, StoreUnavailable
 
+# A queue as one would write it by hand: found by queue and priority, watched for leases that end.
 _TABLE = """
 create table job (
-    id bigint generated always as identity primary key, status smallint not null default 0, payload bytea not null,
-    result bytea, worker text, attempt integer not null default 0, lease_until timestamptz
-) with (fillfactor = 50);
-create index job_ready on job (id) where status = 0;
+    id bigint generated always as identity primary key, queue text not null default 'q',
+    status smallint not null default 0, priority integer not null default 0,
+    created_at timestamptz not null default now(), payload bytea not null, result bytea,
+    worker text, attempt integer not null default 0, lease_until timestamptz, done_at timestamptz
+);
+create index job_ready on job (queue, priority, id) where status = 0;
+create index job_lease on job (lease_until) where status = 1;
 """
 _INSERT = "insert into job (payload) select unnest($1::bytea[])"
 _CLAIM = """
 update job set status = 1, worker = 'w', attempt = attempt + 1, lease_until = now() + interval '30 s'
- where id = any(array(select id from job where status = 0 order by id limit $1 for update skip locked))
+ where id = any(array(
+    select id from job where queue = 'q' and status = 0 order by priority, id limit $1 for update skip locked))
 returning id, payload
 """
 _FINISH = """
-update job set status = 2, result = x.result, lease_until = null
+update job set status = 2, result = x.result, done_at = now(), lease_until = null
   from unnest($1::bigint[], $2::bytea[]) as x (id, result)
- where job.id = x.id and job.status = 1
+ where job.id = x.id and job.status = 1 and job.worker = 'w'
 """
 
 

@@ -9,20 +9,25 @@ import apsw
 
 from flowfabric.bench.ground import BATCH, INSERT_BATCH
 
+# A queue as one would write it by hand: found by queue and priority, watched for leases that end.
 _TABLE = """
 create table job (
-    id integer primary key, status integer not null default 0, payload blob not null,
-    result blob, worker text, attempt integer not null default 0, lease_until integer
+    id integer primary key, queue text not null default 'q', status integer not null default 0,
+    priority integer not null default 0, created_at integer not null default 0, payload blob not null, result blob,
+    worker text, attempt integer not null default 0, lease_until integer, done_at integer
 ) strict;
-create index job_ready on job (id) where status = 0;
+create index job_ready on job (queue, priority, id) where status = 0;
+create index job_lease on job (lease_until) where status = 1;
 """
 _INSERT = "insert into job (payload) values (?)"
 _CLAIM = """
 update job set status = 1, worker = 'w', attempt = attempt + 1, lease_until = 30000
- where id in (select id from job where status = 0 order by id limit ?)
+ where id in (select id from job where queue = 'q' and status = 0 order by priority, id limit ?)
 returning id, payload
 """
-_FINISH = "update job set status = 2, result = ?, lease_until = null where id = ? and status = 1"
+_FINISH = """
+update job set status = 2, result = ?, done_at = 1, lease_until = null where id = ? and status = 1 and worker = 'w'
+"""
 
 
 class SQLiteControl:

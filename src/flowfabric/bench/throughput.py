@@ -19,7 +19,7 @@ from flowfabric.bench import drive
 from flowfabric.bench.ground import Control, Ground, ground
 
 PER_SECOND = 50  # submits while latency is measured
-LATENCY_COUNT = 200
+SAMPLES = 200
 
 
 class Report(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -54,7 +54,14 @@ class Progress(Protocol):
 
 
 async def throughput(
-    url: str, *, jobs: int, payload_bytes: int, rounds: int = 3, depth: int = 0, progress: Progress | None = None
+    url: str,
+    *,
+    jobs: int,
+    payload_bytes: int,
+    rounds: int = 3,
+    depth: int = 0,
+    samples: int = SAMPLES,
+    progress: Progress | None = None,
 ) -> Report:
     """Measure on a scratch store beside the named one."""
     tell = _Steps(progress, 5 * rounds + 1 + (2 if depth else 0))
@@ -67,7 +74,7 @@ async def throughput(
         tell("latency at 50 submits a second")
         claimer = await stack.enter_async_context(await connect(place.url)) if place.shared else engine
         times = await drive.latencies(
-            engine, claimer, "bench-latency", payloads[0], count=LATENCY_COUNT, per_second=PER_SECOND
+            engine, claimer, "bench-latency", payloads[0], count=samples, per_second=PER_SECOND
         )
         costs = await _claim_costs(engine, depth, payloads[0], tell) if depth else None
         tell.finish()

@@ -60,7 +60,8 @@ def _progress(*, quiet: bool) -> Iterator[Progress | None]:
         return
     from rich.progress import Progress as Bar
 
-    with Bar(console=console(stderr=True), transient=True) as bar:
+    screen = console(stderr=True)
+    with Bar(console=screen, transient=True, disable=not screen.is_terminal) as bar:
         task = bar.add_task("starting", total=None)
         yield lambda what, done, steps: bar.update(task, description=what, completed=done, total=steps)
 

@@ -28,7 +28,7 @@ async def perform() -> int:
         async with await connect(url) as engine:
             with Crew(url, Path(folder)) as crew:
                 screen.say(f"{len(ORDERS)} orders, two workers, SQLite; leases of {LEASE_MS / 1000} s", "bold")
-                play = Play(await _submit(engine))
+                play = Play(await submit(engine))
                 for name in ("worker-a", "worker-b"):
                     screen.say(f"{name} starts as process {crew.start(name)}")
                 with screen.showing():
@@ -39,7 +39,8 @@ async def perform() -> int:
             return 0 if await judged(engine, play, screen) else 1
 
 
-async def _submit(engine: Engine) -> dict[str, str]:
+async def submit(engine: Engine) -> dict[str, str]:
+    """Hand the orders in; the execution of each by its name."""
     ids: dict[str, str] = {}
     for order in ORDERS:
         ids[order.name] = engine.new_execution_id(LANE)

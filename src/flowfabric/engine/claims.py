@@ -94,10 +94,10 @@ class Claims(Executions, Keys):
 
     async def _claim_now(self, order: ClaimOrder, limit: int) -> list[answers.Claimed]:
         """Claim what is there, after a look around when the last one is old, and with one before finding nothing."""
-        looked = abs(self.estimate.now() - self._looked_at.get(order.lane_id, 0)) >= HOUSEKEEPING_MS
+        age = abs(self.estimate.now() - self._looked_at.get(order.lane_id, 0))
+        looked = age >= HOUSEKEEPING_MS or order.lane_id in self._takeovers
         if looked:
             await self._look_around(order.lane_id)
-        if looked or order.lane_id in self._takeovers:
             claimed = await self._claim_merged(order, limit)
         else:
             claimed = await self._take(order, limit)
@@ -133,8 +133,16 @@ class Claims(Executions, Keys):
                     claimed.append(taken)
             if len(claimed) >= limit:
                 return claimed
-        self._takeovers.discard(order.lane_id)
+        if order.lane_id in self._takeovers and not await self._has_takeovers(order.lane_id):
+            self._takeovers.discard(order.lane_id)
         return claimed + await self._take(order, limit - len(claimed))
+
+    async def _has_takeovers(self, lane_id: str) -> bool:
+        """Whether anything is up for takeover in the lane, for whomever: also what is granted or beyond this worker."""
+        for line in tuple(self._lines.get(lane_id, ())):
+            if line.decided and await self.scan(Scan(Execution, (Where("line", "=", line),), limit=1)):
+                return True
+        return False
 
     async def _take(self, order: ClaimOrder, limit: int) -> list[answers.Claimed]:
         lines = await self._covered(order.lane_id, order.capabilities, decided=False)

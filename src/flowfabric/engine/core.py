@@ -56,6 +56,7 @@ class Core:
         self._seen: dict[str, Execution] = {}
         self._lines: dict[str, set[LineKey]] = {}
         self.planned: dict[tuple[type[msgspec.Struct], str], int] = {}  # when this process looks at an instant next
+        self._untold: set[str] = set()
         self._takeovers: set[str] = set()  # lanes where this process put work up for takeover
         self._looked_at: dict[str, int] = {}  # when this process last looked around in a lane
         self.before_commit: Callable[[Change, Rows], Awaitable[Change]] | None = None  # may make a change carry more
@@ -161,18 +162,17 @@ class Core:
         topics: set[str] = set()
         if self.planned:
             self._note_due(change, committed_at)
-        for write in change.writes:
-            match write:
-                case Patch(row=row, key=(execution_id,), fields=fields) if row is Execution:
-                    self._note_line(fields.get("line"), topics)
-                    self._note_sheet(execution_id, fields, change.id, rows, committed_at)
-                case Insert(row=Execution() as new):
-                    self._note_line(new.line, topics)
-                case _:
-                    pass
-        if change.events:
+        for write in change.writes:  # compared by type: this runs for every change
+            if type(write) is Patch:
+                if write.row is Execution:
+                    self._note_line(write.fields.get("line"), topics)
+                    self._note_sheet(write.key[0], write.fields, change.id, rows, committed_at)
+            elif type(write) is Insert and type(write.row) is Execution:
+                self._note_line(write.row.line, topics)
+        for event in change.events:
             topics.add(FEED)
-            topics.update(end_topic(event.execution_id) for event in change.events if event.outcome)
+            if event.outcome is not None:
+                topics.add(end_topic(event.execution_id))
         if topics:
             self.tell(frozenset(topics))
         for follow in self.after_commit:
@@ -181,6 +181,13 @@ class Core:
     def tell(self, topics: frozenset[str]) -> None:
         """Wake whoever waits for these, here and in other processes."""
         self.wakes.fire(topics)
+        if not self._untold:
+            asyncio.get_running_loop().call_soon(self._tell_others)
+        self._untold |= topics
+
+    def _tell_others(self) -> None:
+        """One hint for everything that a turn of the loop brought about."""
+        topics, self._untold = frozenset(self._untold), set()
         self.store.notify(topics)
 
     def note_line(self, line: LineKey) -> bool:
@@ -276,15 +283,19 @@ def applied(row: Execution, fields: dict[str, Any], revision: int, committed_at:
 
 
 class Pause:
-    """A growing, jittered wait between tries, until patience runs out."""
+    """A growing, jittered wait between tries, until patience runs out; it begins with the first failure."""
 
     def __init__(self, patience_s: float = PATIENCE_S) -> None:
-        self._until = asyncio.get_running_loop().time() + patience_s
+        self._patience_s = patience_s
+        self._until = 0.0
         self._tries = 0
 
     async def or_raise(self) -> None:
         """Wait a little; called while handling an error, which is raised again when patience has run out."""
-        if asyncio.get_running_loop().time() >= self._until:
+        now = asyncio.get_running_loop().time()
+        if not self._tries:
+            self._until = now + self._patience_s
+        elif now >= self._until:
             raise
         self._tries += 1
         await asyncio.sleep(random.random() * min(1.0, 0.02 * 2**self._tries))

@@ -22,7 +22,7 @@ MAX_ATTEMPT_INDEX = 2**32 - 1
 MAX_EPOCH = 2**64 - 1
 
 
-class ClaimOrder(msgspec.Struct, frozen=True):
+class ClaimOrder(msgspec.Struct, frozen=True, gc=False):
     """Who wants work, from which lane, for how long at a time."""
 
     lane_id: str

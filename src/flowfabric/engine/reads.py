@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from flowfabric import errors, ids
+from flowfabric.engine import intake
 from flowfabric.engine.core import Core
 from flowfabric.model.answers import AttemptView
 from flowfabric.model.event import FeedEvent, Topic
@@ -20,6 +21,7 @@ from flowfabric.stores.base import Scan, Want, Where
 MAX_PAGE = 1000
 MAX_EXPIRED_PAGE = 10_000
 HISTORY_KEPT = 1000
+MAX_PARTITION = 65_535
 
 
 class ExecutionPage(msgspec.Struct, frozen=True):
@@ -88,7 +90,7 @@ class Reads(Core):
 
     async def get_execution_result(self, execution_id: str) -> bytes | None:
         """The result's exact bytes; None until one is stored."""
-        execution = _id(execution_id)
+        execution = intake.execution(execution_id)
         loaded = await self.load((Want(Result, (execution,)),))
         return loaded.rows[0][0].payload if loaded.rows[0] else None
 
@@ -119,42 +121,45 @@ class Reads(Core):
 
     async def get_execution_tag(self, execution_id: str, key: str) -> str | None:
         """One tag; None when the execution or the tag is missing."""
-        if refused := tags.check_tag_key(limits.text("key", key)):
+        name = limits.text("key", key)
+        if refused := tags.check_tag_key(name):
             raise refused
         row = await self._row(execution_id)
-        return None if row is None else notes.read_tags(row.tags).get(key)
+        return None if row is None else notes.read_tags(row.tags).get(name)
 
     async def read_exec_core_fields(self, partition: int, execution_id: str, names: Sequence[str]) -> dict[str, Any]:
         """The named fields of the core record that are set."""
-        execution = _id(execution_id)
-        if ids.partition_of(execution) != partition:
+        execution = intake.execution(execution_id)
+        wanted = [limits.text("names", name) for name in intake.each("names", names)]
+        if ids.partition_of(execution) != limits.integer("partition", partition, least=0, most=MAX_PARTITION):
             raise errors.InvalidInput(f"partition: {partition} is not the partition of {execution}")
         row, payload = await self._row_and_payload(execution)
         if row is None or payload is None:
             return {}
         fields = views.core_fields(row, payload)
-        return {name: fields[name] for name in names if name in fields}
+        return {name: fields[name] for name in wanted if name in fields}
 
     async def attempt_history(self, execution_id: str) -> list[AttemptView]:
         """Every attempt by index, the running one included."""
-        execution = _id(execution_id)
+        execution = intake.execution(execution_id)
         loaded = await self.load((Want(Execution, (execution,)), Want(Attempt, (execution,))))
         return views.attempts(loaded.rows[0][0] if loaded.rows[0] else None, loaded.rows[1])
 
     async def lease_history(self, execution_id: str) -> list[HistoryEntry]:
         """What happened to the leases of an execution, oldest first; renewals are told in the feed only."""
-        execution = _id(execution_id)
-        if await self._row(execution) is None:
+        execution = intake.execution(execution_id)
+        row = await self._row(execution)
+        if row is None:
             return []
-        events = await self.store.history(execution, Topic.LEASE, HISTORY_KEPT)
-        return [_entry(told) for told in events if told.event.lease != "renewed"]
+        events = await self.patiently(lambda: self.store.history(execution, Topic.LEASE, HISTORY_KEPT))
+        # Events outlive a purge; what an earlier execution of this name did is not this one's history.
+        return [_entry(told) for told in events if told.at >= row.created_at and told.event.lease != "renewed"]
 
     async def list_executions(self, partition: int, *, cursor: str | None = None, limit: int = 50) -> ExecutionPage:
         """Ids of one partition, ascending, strictly after the cursor."""
-        limits.integer("partition", partition, least=0, most=65_535)
-        limits.integer("limit", limit, least=0)
-        wanted = min(limit, MAX_PAGE)
-        after = None if cursor is None else (_id(cursor),)
+        limits.integer("partition", partition, least=0, most=MAX_PARTITION)
+        wanted = min(limits.integer("limit", limit, least=0), MAX_PAGE)
+        after = None if cursor is None else (intake.execution(cursor),)
         where = (Where("partition", "=", partition), Where("execution_id", "starts", f"{{fp:{partition}}}:"))
         rows = await self._page(Scan(Execution, where, ("execution_id",), after, wanted + 1), wanted)
         found = [row.execution_id for row in rows[:wanted]]
@@ -178,23 +183,24 @@ class Reads(Core):
         if namespace is not None:
             where.append(Where("namespace", "=", limits.text("namespace", namespace)))
         if lane_id is not None:
-            where.append(Where("lane_id", "=", ids.parse_lane_id(lane_id)))
+            where.append(Where("lane_id", "=", intake.lane(lane_id)))
         if public_state is not None:
             where.append(Where("public_state", "=", _public_state(public_state)))
         if flow_id is not None:
-            where.append(Where("flow_id", "=", ids.parse_uuid(flow_id, "flow_id")))
+            where.append(Where("flow_id", "=", intake.optional_uuid("flow_id", flow_id)))
         if created_from is not None:
             where.append(Where("created_at", ">=", limits.instant("created_from", created_from)))
         if created_before is not None:
             where.append(Where("created_at", "<", limits.instant("created_before", created_before)))
-        if tag is not None:
+        label = None if tag is None else _tag(tag)
+        if label is not None:
             where.append(Where("tags", "set"))
         wanted = min(limits.integer("limit", limit, least=0), MAX_PAGE)
         found: list[Execution] = []
-        after: tuple[str, ...] | None = None if cursor is None else (_id(cursor),)
+        after: tuple[str, ...] | None = None if cursor is None else (intake.execution(cursor),)
         while True:  # a tag is looked for in what the other filters leave over
             rows = await self._page(Scan(Execution, tuple(where), ("execution_id",), after, wanted + 1), wanted)
-            found += [row for row in rows if tag is None or notes.read_tags(row.tags).get(tag[0]) == tag[1]]
+            found += [row for row in rows if label is None or notes.read_tags(row.tags).get(label[0]) == label[1]]
             if len(rows) <= wanted or len(found) > wanted:
                 break
             after = (rows[-1].execution_id,)
@@ -203,10 +209,11 @@ class Reads(Core):
 
     async def list_lanes(self, *, cursor: str | None = None, limit: int = 50) -> LanePage:
         """Lanes that ever had an execution, ascending."""
+        after = None if cursor is None else intake.lane(cursor)
         wanted = min(limits.integer("limit", limit, least=0), MAX_PAGE)
         if not wanted:
             return LanePage([])
-        lanes = await self.store.lanes(cursor, wanted + 1)
+        lanes = await self.patiently(lambda: self.store.lanes(after, wanted + 1))
         return LanePage(lanes[:wanted], lanes[wanted - 1] if len(lanes) > wanted else None)
 
     async def list_expired_leases(
@@ -215,18 +222,21 @@ class Reads(Core):
         as_of: int,
         after: tuple[int, str] | None = None,
         limit: int = 1000,
+        max_partitions_per_call: int = 32,
         namespace: str | None = None,
     ) -> ExpiredLeasePage:
-        """Leases whose end had come at `as_of`, marked or not, by end and id; revoked ones are not among them."""
-        limits.instant("as_of", as_of)
+        """Leases whose end had come at `as_of`, marked or not, by end and id; revoked ones are not among them.
+
+        `max_partitions_per_call` may be given and hides nothing: one list serves all partitions here.
+        """
+        limits.integer("max_partitions_per_call", max_partitions_per_call, least=0)
         wanted = min(limits.integer("limit", limit, least=0), MAX_EXPIRED_PAGE)
-        where = [Where("lease_expires_at", "<=", as_of)]
+        where = [Where("lease_expires_at", "<=", limits.instant("as_of", as_of))]
         if namespace is not None:
             where.append(Where("namespace", "=", limits.text("namespace", namespace)))
-        if after is not None:
-            after = (limits.instant("after", after[0]), _id(after[1]))
+        place = None if after is None else _expired_cursor(after)
         order = ("lease_expires_at", "execution_id")
-        rows = await self._page(Scan(Execution, tuple(where), order, after, wanted + 1), wanted)
+        rows = await self._page(Scan(Execution, tuple(where), order, place, wanted + 1), wanted)
         entries = [
             ExpiredLease(
                 row.execution_id,
@@ -242,10 +252,10 @@ class Reads(Core):
         return ExpiredLeasePage(entries, more)
 
     async def _page(self, scan: Scan, wanted: int) -> list[Execution]:
-        return await self.store.scan(scan) if wanted else []
+        return await self.scan(scan) if wanted else []
 
     async def _row(self, execution_id: str) -> Execution | None:
-        loaded = await self.load((Want(Execution, (_id(execution_id),)),))
+        loaded = await self.load((Want(Execution, (intake.execution(execution_id),)),))
         return loaded.rows[0][0] if loaded.rows[0] else None
 
     async def _known(self, execution_id: str) -> Execution:
@@ -255,15 +265,23 @@ class Reads(Core):
         return row
 
     async def _row_and_payload(self, execution_id: str) -> tuple[Execution | None, Payload | None]:
-        execution = _id(execution_id)
+        execution = intake.execution(execution_id)
         loaded = await self.load((Want(Execution, (execution,)), Want(Payload, (execution,))))
         if not loaded.rows[0]:
             return None, None
         return loaded.rows[0][0], loaded.rows[1][0] if loaded.rows[1] else None
 
 
-def _id(execution_id: str) -> ids.ExecutionId:
-    return ids.parse_execution_id(limits.text("execution_id", execution_id))
+def _tag(pair: object) -> tuple[str, str]:
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        raise errors.InvalidInput("tag: not a pair of key and value")
+    return limits.text("tag", pair[0]), limits.text("tag", pair[1])
+
+
+def _expired_cursor(pair: object) -> tuple[int, str]:
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        raise errors.InvalidInput("after: not a pair of instant and execution id")
+    return limits.instant("after", pair[0]), intake.execution(pair[1])
 
 
 def _public_state(value: PublicState | str) -> PublicState:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from typing import TypeVar
 
+from flowfabric import errors
 from flowfabric.cursors import decode_cursor, encode_cursor
 from flowfabric.engine.core import Core
 from flowfabric.engine.wakes import FEED, waited
 from flowfabric.model.event import FeedEvent, Topic
-from flowfabric.rules import feeds
+from flowfabric.rules import feeds, limits
 from flowfabric.rules.feeds import Completion, Filter, LeaseNews, OperatorNews
 
 N = TypeVar("N")
@@ -66,7 +67,7 @@ class Subscription(AsyncIterator[N]):
 
     async def _read(self) -> bool:
         """Read a page; True when the feed had anything new, wanted or not."""
-        page = await self._core.store.feed(self._topic, self._read_to, PAGE)
+        page = await self._core.patiently(lambda: self._core.store.feed(self._topic, self._read_to, PAGE))
         advanced = page.position > self._read_to
         for told in page.events:
             if self._filter.accepts(told.event) and (news := self._tell(told)) is not None:
@@ -99,7 +100,26 @@ class Subscriptions(Core):
     async def _subscribe(
         self, topic: Topic, cursor: bytes, chosen: Filter | None, tell: Callable[[FeedEvent], N | None]
     ) -> Subscription[N]:
-        position = decode_cursor(cursor)
+        if not isinstance(cursor, bytes | bytearray):
+            raise errors.InvalidInput("cursor: not bytes")
+        wanted = _filter(chosen)
+        position = decode_cursor(bytes(cursor))
         if position is None:
-            position = await self.store.feed_end()
-        return Subscription(self, topic, position, chosen or Filter(), tell)
+            position = await self.patiently(self.store.feed_end)
+        return Subscription(self, topic, position, wanted, tell)
+
+
+def _filter(chosen: object) -> Filter:
+    """A filter whose parts are texts."""
+    if chosen is None:
+        return Filter()
+    if not isinstance(chosen, Filter):
+        raise errors.InvalidInput("filter: not a filter")
+    limits.optional_text("namespace", chosen.namespace)
+    tag: object = chosen.instance_tag
+    if tag is not None:
+        if not isinstance(tag, tuple | list) or len(tag) != 2:
+            raise errors.InvalidInput("instance_tag: not a pair of key and value")
+        for part in tag:
+            limits.text("instance_tag", part)
+    return chosen

@@ -20,7 +20,7 @@ from flowfabric.engine.wakes import due_topic
 from flowfabric.model import answers
 from flowfabric.model.execution import Execution
 from flowfabric.model.sweep import SweepLease
-from flowfabric.rules import expiry, sweeps
+from flowfabric.rules import expiry, limits, sweeps
 from flowfabric.settings import Sweeps
 from flowfabric.stores.base import Want, Where
 
@@ -84,7 +84,10 @@ class Sweeper:
 
     async def sweep_once(self, name: str) -> Pass:
         """One pass now, whoever holds the sweep."""
-        return await self._pass(self.sweeps[name])
+        sweep = self.sweeps.get(limits.text("sweep", name))
+        if sweep is None:
+            raise errors.InvalidInput(f"sweep: {name!r} is none of {', '.join(self.sweeps)}")
+        return await self._pass(sweep)
 
     async def _run(self, sweep: Sweep, interval_ms: int) -> None:
         failures = 0

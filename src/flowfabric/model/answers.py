@@ -11,22 +11,22 @@ from flowfabric.model.execution import Lineage, Payload
 from flowfabric.model.states import AttemptRecordState, AttemptType, PublicState
 
 
-class Created(msgspec.Struct, frozen=True):
+class Created(msgspec.Struct, frozen=True, gc=False):
     execution_id: str
     public_state: PublicState
 
 
-class Duplicate(msgspec.Struct, frozen=True):
+class Duplicate(msgspec.Struct, frozen=True, gc=False):
     """An earlier create stands: the same id, or the same idempotency key and then perhaps another id."""
 
     execution_id: str
 
 
-class Granted(msgspec.Struct, frozen=True):
+class Granted(msgspec.Struct, frozen=True, gc=False):
     execution_id: str
 
 
-class ClaimGrant(msgspec.Struct, frozen=True):
+class ClaimGrant(msgspec.Struct, frozen=True, gc=False):
     """An offer to claim (or, for an interrupted attempt, to resume) one execution."""
 
     execution_id: str
@@ -36,7 +36,7 @@ class ClaimGrant(msgspec.Struct, frozen=True):
     lane_id: str
 
 
-class ReclaimGrant(msgspec.Struct, frozen=True):
+class ReclaimGrant(msgspec.Struct, frozen=True, gc=False):
     """An offer to take over one execution whose lease expired or was revoked."""
 
     execution_id: str
@@ -46,19 +46,19 @@ class ReclaimGrant(msgspec.Struct, frozen=True):
     lane_id: str
 
 
-class NotReclaimable(msgspec.Struct, frozen=True):
+class NotReclaimable(msgspec.Struct, frozen=True, gc=False):
     detail: str = "execution_not_reclaimable"
 
 
-class ReclaimCapExceeded(msgspec.Struct, frozen=True):
+class ReclaimCapExceeded(msgspec.Struct, frozen=True, gc=False):
     reclaim_count: int
 
 
-class GrantNotFound(msgspec.Struct, frozen=True):
+class GrantNotFound(msgspec.Struct, frozen=True, gc=False):
     execution_id: str
 
 
-class Claimed(msgspec.Struct, frozen=True):
+class Claimed(msgspec.Struct, frozen=True, gc=False):
     execution_id: str
     lease_id: str
     lease_epoch: int
@@ -70,75 +70,75 @@ class Claimed(msgspec.Struct, frozen=True):
     payload: Payload | None = None  # what to work on, when the claim brought it along
 
 
-class OperatorClaim(msgspec.Struct, frozen=True):
+class OperatorClaim(msgspec.Struct, frozen=True, gc=False):
     lease_id: str
     lease_epoch: int
     attempt_index: int
 
 
-class Renewed(msgspec.Struct, frozen=True):
+class Renewed(msgspec.Struct, frozen=True, gc=False):
     expires_at: int
     lease_epoch: int
 
 
-class ProgressNoted(msgspec.Struct, frozen=True):
+class ProgressNoted(msgspec.Struct, frozen=True, gc=False):
     execution_id: str
 
 
-class Completed(msgspec.Struct, frozen=True):
+class Completed(msgspec.Struct, frozen=True, gc=False):
     execution_id: str
     public_state: PublicState = PublicState.COMPLETED
 
 
-class RetryScheduled(msgspec.Struct, frozen=True):
+class RetryScheduled(msgspec.Struct, frozen=True, gc=False):
     execution_id: str
     delay_until: int
     next_attempt_index: int
 
 
-class TerminalFailed(msgspec.Struct, frozen=True):
+class TerminalFailed(msgspec.Struct, frozen=True, gc=False):
     execution_id: str
 
 
-class Delayed(msgspec.Struct, frozen=True):
+class Delayed(msgspec.Struct, frozen=True, gc=False):
     execution_id: str
     public_state: PublicState = PublicState.DELAYED
 
 
-class Moved(msgspec.Struct, frozen=True):
+class Moved(msgspec.Struct, frozen=True, gc=False):
     execution_id: str
     public_state: PublicState
 
 
-class Cancelled(msgspec.Struct, frozen=True):
+class Cancelled(msgspec.Struct, frozen=True, gc=False):
     execution_id: str
     public_state: PublicState = PublicState.CANCELLED
 
 
-class Revoked(msgspec.Struct, frozen=True):
+class Revoked(msgspec.Struct, frozen=True, gc=False):
     lease_id: str
     lease_epoch: int
 
 
-class AlreadySatisfied(msgspec.Struct, frozen=True):
+class AlreadySatisfied(msgspec.Struct, frozen=True, gc=False):
     """Nothing was left to do, and this is why."""
 
     reason: str
 
 
-class MarkedExpired(msgspec.Struct, frozen=True):
+class MarkedExpired(msgspec.Struct, frozen=True, gc=False):
     execution_id: str
 
 
-class Expired(msgspec.Struct, frozen=True):
+class Expired(msgspec.Struct, frozen=True, gc=False):
     execution_id: str
 
 
-class AlreadyTerminal(msgspec.Struct, frozen=True):
+class AlreadyTerminal(msgspec.Struct, frozen=True, gc=False):
     execution_id: str
 
 
-class NotDue(msgspec.Struct, frozen=True):
+class NotDue(msgspec.Struct, frozen=True, gc=False):
     """The instant that a sweep went by is not there (any more), or has not come."""
 
     execution_id: str
@@ -152,28 +152,28 @@ class Promotion(StrEnum):
     NOT_FOUND = "not_found_cleaned"
 
 
-class Changed(msgspec.Struct, frozen=True):
+class Changed(msgspec.Struct, frozen=True, gc=False):
     execution_id: str
 
 
-class Replayed(msgspec.Struct, frozen=True):
+class Replayed(msgspec.Struct, frozen=True, gc=False):
     public_state: PublicState
 
 
-class Blocked(msgspec.Struct, frozen=True):
+class Blocked(msgspec.Struct, frozen=True, gc=False):
     execution_id: str
     reason: str
 
 
-class Rejected(msgspec.Struct, frozen=True):
+class Rejected(msgspec.Struct, frozen=True, gc=False):
     message: str
 
 
-class Unblocked(msgspec.Struct, frozen=True):
+class Unblocked(msgspec.Struct, frozen=True, gc=False):
     execution_id: str
 
 
-class AttemptView(msgspec.Struct, frozen=True):
+class AttemptView(msgspec.Struct, frozen=True, gc=False):
     """One attempt as read, running or ended."""
 
     execution_id: str

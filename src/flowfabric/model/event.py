@@ -16,7 +16,7 @@ class Topic(StrEnum):
     SIGNAL = "signal"
 
 
-class Event(msgspec.Struct, frozen=True):
+class Event(msgspec.Struct, frozen=True, gc=False):
     """A committed fact about one execution.
 
     `lease`, `outcome`, `operator` and `signal` say to which feeds it belongs; a completion is one row that both
@@ -41,7 +41,7 @@ class Event(msgspec.Struct, frozen=True):
     details: str | None = None  # a JSON object with what only this kind of event carries
 
 
-class FeedEvent(msgspec.Struct, frozen=True):
+class FeedEvent(msgspec.Struct, frozen=True, gc=False):
     """An event as a reader meets it: with its place in the feed and its time."""
 
     position: int

@@ -26,7 +26,7 @@ from flowfabric.model.states import (
 )
 
 
-class LineKey(msgspec.Struct, frozen=True, order=True):
+class LineKey(msgspec.Struct, frozen=True, gc=False, order=True):
     """Where claimable work stands: everything a worker must match to take from it, in one name."""
 
     lane_id: str
@@ -36,7 +36,7 @@ class LineKey(msgspec.Struct, frozen=True, order=True):
     decided: bool = False  # claimed by load, rule and commit instead of by a uniform take
 
 
-class Execution(msgspec.Struct, frozen=True):
+class Execution(msgspec.Struct, frozen=True, gc=False):
     """The sheet: everything that a rule decides on, one row an execution."""
 
     execution_id: str
@@ -116,7 +116,7 @@ class Execution(msgspec.Struct, frozen=True):
     revision: int = 0  # the id of the change that wrote this row last
 
 
-class Payload(msgspec.Struct, frozen=True):
+class Payload(msgspec.Struct, frozen=True, gc=False):
     """What the execution was created with and never changes."""
 
     execution_id: str
@@ -127,7 +127,7 @@ class Payload(msgspec.Struct, frozen=True):
     policy: str | None = None
 
 
-class Result(msgspec.Struct, frozen=True):
+class Result(msgspec.Struct, frozen=True, gc=False):
     """The result of the current life."""
 
     execution_id: str
@@ -135,7 +135,7 @@ class Result(msgspec.Struct, frozen=True):
     encoding: str | None = None
 
 
-class Attempt(msgspec.Struct, frozen=True):
+class Attempt(msgspec.Struct, frozen=True, gc=False):
     """One attempt. The running one is read from the sheet; an ended one is a row."""
 
     execution_id: str
@@ -157,7 +157,7 @@ class Attempt(msgspec.Struct, frozen=True):
     failure_category: str | None = None
 
 
-class Lineage(msgspec.Struct, frozen=True, omit_defaults=True):
+class Lineage(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """Why an attempt exists."""
 
     previous_attempt_index: int | None = None
@@ -168,7 +168,7 @@ class Lineage(msgspec.Struct, frozen=True, omit_defaults=True):
     reclaim_reason: str | None = None
 
 
-class Grant(msgspec.Struct, frozen=True, omit_defaults=True):
+class Grant(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """An offer of one execution to one worker, kept on the sheet: one slot an execution."""
 
     kind: str  # "claim" or "reclaim"
@@ -183,7 +183,7 @@ class Grant(msgspec.Struct, frozen=True, omit_defaults=True):
     admission_summary: str | None = None
 
 
-class IdempotencyKey(msgspec.Struct, frozen=True):
+class IdempotencyKey(msgspec.Struct, frozen=True, gc=False):
     """A remembered create: the digest of namespace and key, and the execution it made."""
 
     partition: int

@@ -24,7 +24,7 @@ from flowfabric.model.execution import Execution, LineKey
 A = TypeVar("A", covariant=True)
 
 
-class FromNow(msgspec.Struct, frozen=True):
+class FromNow(msgspec.Struct, frozen=True, gc=False):
     """An instant (or a rank) relative to the store's clock at the commit, in milliseconds."""
 
     offset: int = 0
@@ -40,7 +40,7 @@ class LeaseWant(IntEnum):
     LAPSED = 2  # this lease, and its end has come
 
 
-class LeaseCheck(msgspec.Struct, frozen=True):
+class LeaseCheck(msgspec.Struct, frozen=True, gc=False):
     """The lease a change was decided on, judged by the store's clock at the commit."""
 
     want: LeaseWant
@@ -48,7 +48,7 @@ class LeaseCheck(msgspec.Struct, frozen=True):
     lease_epoch: int
 
 
-class Guard(msgspec.Struct, frozen=True):
+class Guard(msgspec.Struct, frozen=True, gc=False):
     """A root as it was seen: its revision, or its absence (`revision=None`)."""
 
     row: type[msgspec.Struct]
@@ -57,19 +57,19 @@ class Guard(msgspec.Struct, frozen=True):
     lease: LeaseCheck | None = None
 
 
-class Insert(msgspec.Struct, frozen=True):
+class Insert(msgspec.Struct, frozen=True, gc=False):
     """A row that did not exist. Integer fields may hold `FromNow` in place of an instant."""
 
     row: msgspec.Struct
 
 
-class Put(msgspec.Struct, frozen=True):
+class Put(msgspec.Struct, frozen=True, gc=False):
     """A row as it will be, whether or not it existed. Integer fields may hold `FromNow`."""
 
     row: msgspec.Struct
 
 
-class Patch(msgspec.Struct, frozen=True):
+class Patch(msgspec.Struct, frozen=True, gc=False):
     """The fields of one row that change; a row that does not exist is left alone.
 
     `unless` names a field: the patch is passed over when that field is already set (the first close wins).
@@ -81,7 +81,7 @@ class Patch(msgspec.Struct, frozen=True):
     unless: str | None = None
 
 
-class Delete(msgspec.Struct, frozen=True):
+class Delete(msgspec.Struct, frozen=True, gc=False):
     """All rows whose key begins like this."""
 
     row: type[msgspec.Struct]
@@ -91,7 +91,7 @@ class Delete(msgspec.Struct, frozen=True):
 Write = Insert | Put | Patch | Delete
 
 
-class Change(msgspec.Struct, frozen=True):
+class Change(msgspec.Struct, frozen=True, gc=False):
     """Guards, writes and events of one partition that hold together."""
 
     guards: tuple[Guard, ...]

@@ -27,7 +27,7 @@ from flowfabric.rules.policy import Terms, parse_policy
 from flowfabric.rules.tags import check_tags
 
 
-class CreateExecution(msgspec.Struct, frozen=True, kw_only=True):
+class CreateExecution(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """What a caller asks for. The partition is the one in the id."""
 
     execution_id: str

@@ -32,7 +32,7 @@ OPERATOR_OVERRIDE = "operator_override"
 INTERRUPTED_LEASE = frozenset({OwnershipState.LEASE_EXPIRED_RECLAIMABLE, OwnershipState.LEASE_REVOKED})
 
 
-class Fence(msgspec.Struct, frozen=True):
+class Fence(msgspec.Struct, frozen=True, gc=False):
     """What a caller shows to prove that it holds the lease; parts may be missing."""
 
     lease_id: str | None = None
@@ -128,7 +128,7 @@ CLAIMED: dict[str, Any] = {
 }
 
 
-class Holder(msgspec.Struct, frozen=True):
+class Holder(msgspec.Struct, frozen=True, gc=False):
     """Who acquires a lease, under which ids and for how long."""
 
     worker_id: str
@@ -243,8 +243,8 @@ def attempt_ended(
 
 
 def encode_lineage(lineage: Lineage | None) -> str | None:
-    """Lineage as the text that the sheet and the attempt row keep."""
-    return None if lineage is None else msgspec.json.encode(lineage).decode()
+    """Lineage as the text that the sheet and the attempt row keep; no lineage is no text."""
+    return None if lineage in (None, Lineage()) else msgspec.json.encode(lineage).decode()
 
 
 def decode_lineage(text: str | None) -> Lineage:

@@ -108,23 +108,25 @@ def seed(keys: Keys, kid: str, secret_hex: str) -> KeyDecision:
     return KeyDecision(Seeded(kid), put=(SigningKey(kid, secret_hex.lower(), current=True),))
 
 
-def install(keys: Keys, secret_hex: str) -> KeyDecision:
+def install(keys: Keys, secret_hex: object) -> KeyDecision:
     """What a booting server does with its configured secret: the first key, or nothing when there is one already."""
-    if not _HEX(secret_hex):
+    if not isinstance(secret_hex, str) or not _HEX(secret_hex):
         return KeyDecision(InvalidSecretHex())
     if known := current_key(keys) or _find(keys, FIRST_KID):
         return KeyDecision(AlreadySeeded(known.kid, _same_secret(known, secret_hex)))
     return KeyDecision(Seeded(FIRST_KID), put=(SigningKey(FIRST_KID, secret_hex.lower(), current=True),))
 
 
-def check_rotation(kid: str, secret_hex: str, grace_ms: float) -> FabricError | None:
+def check_rotation(kid: str, secret_hex: str, grace_ms: object) -> FabricError | None:
     """What is wrong with the arguments of a rotation; such a fault fails the whole call."""
     if not _is_kid(kid):
         return InvalidKid(kid)
     if not _HEX(secret_hex):
         return InvalidSecretHex()
+    if isinstance(grace_ms, bool) or not isinstance(grace_ms, int | float):
+        return InvalidGraceMs(repr(grace_ms))
     # Compared before it is taken as a whole number, so that NaN and the infinities are refused like the rest.
-    if isinstance(grace_ms, bool) or not 0 <= grace_ms <= MAX_GRACE_MS or grace_ms != int(grace_ms):
+    if not 0 <= grace_ms <= MAX_GRACE_MS or grace_ms != int(grace_ms):
         return InvalidGraceMs(str(grace_ms))
     return None
 

@@ -34,28 +34,28 @@ class Collision(Unstorable):
     """A row that a change wanted to insert appeared meanwhile; nothing of this batch was written."""
 
 
-class Schema(msgspec.Struct, frozen=True):
+class Schema(msgspec.Struct, frozen=True, gc=False):
     """The version of the schema that an opened store was found with, and the one that it has now; 0 is none."""
 
     found: int
     known: int
 
 
-class Want(msgspec.Struct, frozen=True):
+class Want(msgspec.Struct, frozen=True, gc=False):
     """Rows to load: those whose key begins like this, in key order."""
 
     row: type[msgspec.Struct]
     key: tuple[Any, ...]
 
 
-class Loaded(msgspec.Struct, frozen=True):
+class Loaded(msgspec.Struct, frozen=True, gc=False):
     """The rows of each want, and the store's time."""
 
     now: int
     rows: list[list[Any]]
 
 
-class Stamp(msgspec.Struct, frozen=True):
+class Stamp(msgspec.Struct, frozen=True, gc=False):
     """The identities that the n-th taken row gets."""
 
     lease_id: str
@@ -63,7 +63,7 @@ class Stamp(msgspec.Struct, frozen=True):
     revision: int
 
 
-class Take(msgspec.Struct, frozen=True):
+class Take(msgspec.Struct, frozen=True, gc=False):
     """A uniform claim of the first rows of some lines: the batched form of `rules.claim.acquire`.
 
     `becomes` are the fields that every taken row gets alike, decided by that rule. The rest is the arithmetic of any
@@ -118,14 +118,14 @@ class Take(msgspec.Struct, frozen=True):
         return fields
 
 
-class Taken(msgspec.Struct, frozen=True):
+class Taken(msgspec.Struct, frozen=True, gc=False):
     """The rows as they are now, in rank order, each with its payload."""
 
     now: int
     rows: list[tuple[Execution, Payload]]
 
 
-class Held(msgspec.Struct, frozen=True):
+class Held(msgspec.Struct, frozen=True, gc=False):
     """A lease to renew."""
 
     execution_id: str
@@ -154,7 +154,7 @@ def lease_event(row: Execution, name: str, reason: str | None = None) -> Event:
     )
 
 
-class Due(msgspec.Struct, frozen=True):
+class Due(msgspec.Struct, frozen=True, gc=False):
     """Rows whose instant has come, earliest first, and the next instant to come (None: there is none)."""
 
     now: int
@@ -165,7 +165,7 @@ class Due(msgspec.Struct, frozen=True):
 Op = Literal["=", "<", "<=", ">", ">=", "in", "set", "unset", "starts"]
 
 
-class Where(msgspec.Struct, frozen=True):
+class Where(msgspec.Struct, frozen=True, gc=False):
     """One condition on one column; `set` and `unset` ask for a value and for none."""
 
     column: str
@@ -173,7 +173,7 @@ class Where(msgspec.Struct, frozen=True):
     value: Any = None
 
 
-class Scan(msgspec.Struct, frozen=True):
+class Scan(msgspec.Struct, frozen=True, gc=False):
     """A list for people and consoles: rows of one table that meet all conditions, ordered, strictly after a place."""
 
     row: type[msgspec.Struct]
@@ -183,7 +183,7 @@ class Scan(msgspec.Struct, frozen=True):
     limit: int = 100
 
 
-class FeedPage(msgspec.Struct, frozen=True):
+class FeedPage(msgspec.Struct, frozen=True, gc=False):
     """Events in order, and how far the feed was read: the place to go on from, events or not."""
 
     events: list[FeedEvent]

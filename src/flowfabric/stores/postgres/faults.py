@@ -17,6 +17,7 @@ SHOWN: dict[str, Any] = {"backend": BackendTag.POSTGRES.title}
 _CONNECTION = ("08", "57P", "58")  # connection exception, operator's intervention, system error
 _VALUES = ("22", "23", "54", "21")  # data exception, integrity, limit exceeded, cardinality
 _PASSING = ("40001", "40P01")  # serialization failure, deadlock
+_POOLED = ("26000", "42P05")  # a prepared statement is unknown, or known already: someone else's session
 _SOURCES = (
     ("57P03", StoreFault.BUSY_LOADING),
     ("28", StoreFault.AUTH),
@@ -48,7 +49,7 @@ def is_passing(error: BaseException) -> bool:
 
 
 def translated(error: Any, fault: Fault, *, gone: bool) -> Any:
-    """The error as the port knows it; errors that only a bug explains, and cancellation, stay what they are."""
+    """The error as the port knows it; what did not come from the server, and cancellation, stays what it is."""
     if isinstance(error, asyncpg.PostgresError):
         code: str = error.sqlstate or ""
         if not fault.connecting and not gone:
@@ -59,10 +60,8 @@ def translated(error: Any, fault: Fault, *, gone: bool) -> Any:
             if code.startswith(_VALUES):
                 return Unstorable(f"{error} ({code})")
         fault.lost = gone or code.startswith(_CONNECTION)
-        source = next((source for start, source in _SOURCES if code.startswith(start)), None)
-        if source is None and not gone and not fault.connecting:
-            return error
-        return _unavailable(error, source or StoreFault.OTHER, fault)
+        source = next((source for start, source in _SOURCES if code.startswith(start)), StoreFault.OTHER)
+        return _unavailable(error, source, fault)
     if isinstance(error, OverflowError | UnicodeError):
         return Unstorable(str(error))
     if isinstance(error, asyncio.TimeoutError | TimeoutError):
@@ -75,8 +74,11 @@ def translated(error: Any, fault: Fault, *, gone: bool) -> Any:
 
 
 def _unavailable(error: BaseException, source: StoreFault, fault: Fault) -> StoreUnavailable:
+    detail = str(error) or type(error).__name__
+    if getattr(error, "sqlstate", None) in _POOLED:
+        detail += "; behind a pooler in transaction mode the store needs statement_cache=False"
     return StoreUnavailable(
-        str(error) or type(error).__name__,
+        detail,
         **SHOWN,
         source=source,
         in_doubt=fault.lost and fault.sent,

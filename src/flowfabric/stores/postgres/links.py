@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import asyncpg
 
 from flowfabric.errors import FabricError, StoreUnavailable
+from flowfabric.stores.base import Unstorable
 from flowfabric.stores.postgres.faults import SHOWN, Fault, is_passing, translated
 
 T = TypeVar("T")
@@ -33,12 +34,17 @@ STATEMENT_SECONDS = 60.0
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.05, 2.0
 SENDS = 8  # of a batch that met a deadlock
 
-# A plan that was made while a table was small is not kept for long.
+# Statements know their rows by key or walk an index, and their plans are kept. A plan that was made while a table was
+# almost empty shall not read all of it later on, so other ways are ruled out. Where a pooler does not pass this on,
+# plans are not kept for long.
+TUNING = {
+    "enable_seqscan": "off",
+    "enable_hashjoin": "off",
+    "enable_mergejoin": "off",
+    "plan_cache_mode": "force_generic_plan",
+    "jit": "off",
+}
 PLAN_SECONDS = 30
-
-# Statements know their rows by key or walk an index; a plan made on an almost empty table shall not read all of it.
-TUNING = {"enable_seqscan": "off", "enable_hashjoin": "off", "enable_mergejoin": "off", "jit": "off"}
-TUNING["plan_cache_mode"] = "force_generic_plan"
 
 
 class Links:
@@ -91,6 +97,8 @@ class Links:
             raised = translated(error, fault, gone=connection.is_closed())
             if fault.lost or not isinstance(error, Exception):
                 connection.terminate()
+            elif isinstance(raised, Unstorable):
+                await self._end_exchange(connection)
             if not (fault.lost and again):
                 if raised is error:
                     raise
@@ -98,6 +106,13 @@ class Links:
         finally:
             self._release(connection)
         return await self.run(work)
+
+    async def _end_exchange(self, connection: Any) -> None:
+        """A value that the driver refuses leaves the server waiting, locks in hand, for the rest of the exchange."""
+        try:
+            await connection.execute("select 1")
+        except (OSError, asyncpg.PostgresError, asyncpg.InterfaceError, TimeoutError):
+            connection.terminate()
 
     async def connect(self) -> Any:
         """A new connection, after the pause that earlier failures ask for; the caller owns it."""
@@ -119,15 +134,16 @@ class Links:
             "timeout": CONNECT_SECONDS,
             "command_timeout": STATEMENT_SECONDS,
             "statement_cache_size": 200 if self.cached else 0,
-            "max_cached_statement_lifetime": PLAN_SECONDS,
             "max_cacheable_statement_size": 0,
         }
         if self._tuned:
             try:
-                return await asyncpg.connect(self.dsn, server_settings=settings | TUNING, **options)
+                tuned = options | {"server_settings": settings | TUNING, "max_cached_statement_lifetime": 0}
+                return await asyncpg.connect(self.dsn, **tuned)
             except (asyncpg.ProtocolViolationError, asyncpg.FeatureNotSupportedError):
                 self._tuned = False  # a pooler that does not pass settings on; they are a help, not a need
-        return await asyncpg.connect(self.dsn, server_settings=settings if self.cached else None, **options)
+        options["max_cached_statement_lifetime"] = PLAN_SECONDS
+        return await asyncpg.connect(self.dsn, server_settings=settings, **options)
 
     async def _acquire(self) -> Any:
         while True:

@@ -75,6 +75,7 @@ class PostgresStore:
     async def commit(self, changes: Sequence[Change]) -> list[int | None]:
         if not changes:
             return []
+        await self._lines.add({line for change in changes for line in change.lines})
         try:
             batch = Batch(changes, self._habits)
         except UnknownLine:
@@ -103,7 +104,7 @@ class PostgresStore:
         answer = await self._links.write(
             lambda connection: taking.take(connection, take, stamps, lines, limit, self._now(), self._lines.number)
         )
-        claim = taking.claim(tuple(take.becomes))
+        claim = taking.claim(take)
         rows = await self._decoded(lambda line_at: claim.rows(answer, take, stamps, line_at))
         return Taken(answer[0]["now"], rows), answer[0]["seen"]
 

@@ -22,6 +22,7 @@ _NOW = CLOCK.format(given=":clock::bigint")
 _GIVEN = ["clock", "lines", "reach", "lease_ids", "attempt_ids", "revisions"]
 _GIVEN += ["worker_id", "worker_instance_id", "lease_ttl_ms"]
 
+MANY = 16  # lines
 REACH = 2  # how many heads are looked at for each row that is wanted
 LONG_REACH = 8  # and when others held so many of them that too few were left
 
@@ -29,13 +30,14 @@ LONG_REACH = 8  # and when others held so many of them that too few were left
 class Claim:
     """A take with the given fields in `becomes`: its statement, and how its answer becomes rows."""
 
-    def __init__(self, becomes: tuple[str, ...]) -> None:
+    def __init__(self, becomes: tuple[str, ...], many: bool) -> None:
         columns = CODEC[Execution].column
         told = {*becomes, *_stamped(Take((), (), "", "", 0, {}), (), 0)}
         self._heard = [name for name in columns if name not in told]
         cold = [name for name in CODEC[Payload].columns if name != "execution_id"]
         words = _STATEMENTS["take"].format(
             clock=_NOW,
+            heads=_STATEMENTS["heads_of_many" if many else "heads_of_few"].partition("\n")[2],
             becomes="".join(f'"{name}" = :value_{name}::{column_type(columns[name])}, ' for name in becomes),
             columns=quoted(self._heard, "e."),
             payload=quoted(cold, "p."),
@@ -86,9 +88,13 @@ def _decoded(name: str, values: Sequence[Any], line_at: LineAt) -> Iterable[Any]
 
 
 @cache
-def claim(becomes: tuple[str, ...]) -> Claim:
-    """The claim with these fields."""
-    return Claim(becomes)
+def _claim(becomes: tuple[str, ...], many: bool) -> Claim:
+    return Claim(becomes, many)
+
+
+def claim(take: Take) -> Claim:
+    """How to do this take."""
+    return _claim(tuple(take.becomes), len(take.lines) > MANY)
 
 
 async def take(
@@ -102,7 +108,7 @@ async def take(
 ) -> list[Any]:
     """Claim up to one row a stamp; the server's answer, for `Claim.rows`."""
     answer: list[Any] = await connection.fetch(
-        claim(tuple(take.becomes)).words,
+        claim(take).words,
         clock,
         lines,
         reach,

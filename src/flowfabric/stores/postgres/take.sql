@@ -1,26 +1,14 @@
 -- name: take
 -- Claim the first rows of some lines: at most one a stamp, best rank first, then by id.
 --
--- The heads of each line are read without locks, through the index of lines, some more than wanted. They are locked
--- in rank order, one by one, passing over what someone else holds, until enough are locked; a locked row is asked
--- again whether it still stands there. `becomes` is what every taken row gets; no state is named here.
+-- The heads of the lines are read without locks, some more than wanted. They are locked in rank order, one by one,
+-- passing over what someone else holds, until enough are locked; a locked row is asked again whether it still stands
+-- there. `becomes` is what every taken row gets; no state is named here.
 --
 -- Answers with the time, the number of heads that were seen, and the rows as they are now with their payloads, in no
 -- order; with one row of nothing when nothing was taken. Columns that the caller has just given it does not hear back.
 with clock as materialized (select {clock} as now),
-heads as materialized (
-    select head.line, head.rank, head.execution_id
-      from unnest(:lines::int[]) as wanted (line)
-     cross join lateral (
-           select e.line, e.rank, e.execution_id
-             from ff_exec_core e
-            where e.line = wanted.line
-              and (e.granted_until is null or e.granted_until <= (select now from clock))
-            order by e.rank, e.execution_id
-            limit :reach) head
-     order by head.rank, head.execution_id
-     limit :reach
-),
+{heads},
 locked as materialized (
     select head.rank, held.execution_id
       from heads head
@@ -78,6 +66,54 @@ select c.now, (select count(*) from heads) as seen, t.*, {payload}
   left join taken t on true
   left join lateral (
        select * from ff_payload p where p.execution_id = t.execution_id offset 0) p on true;
+
+-- name: heads_of_few
+-- The best rows of some lines: the first of each line, through the index of lines, merged.
+heads as materialized (
+    select head.line, head.rank, head.execution_id
+      from unnest(:lines::int[]) as wanted (line)
+     cross join lateral (
+           select e.line, e.rank, e.execution_id
+             from ff_exec_core e
+            where e.line = wanted.line
+              and (e.granted_until is null or e.granted_until <= (select now from clock))
+            order by e.rank, e.execution_id
+            limit :reach) head
+     order by head.rank, head.execution_id
+     limit :reach
+);
+
+-- name: heads_of_many
+-- The same for many lines, without reading that many rows of each: a few rows of each line tell up to which rank the
+-- wanted ones can lie at most, and only those are read.
+sample as materialized (
+    select head.rank
+      from unnest(:lines::int[]) as wanted (line)
+     cross join lateral (
+           select e.rank
+             from ff_exec_core e
+            where e.line = wanted.line
+              and (e.granted_until is null or e.granted_until <= (select now from clock))
+            order by e.rank, e.execution_id
+            limit 1 + :reach / cardinality(:lines)) head
+),
+bound as materialized (
+    select coalesce((select rank from sample order by rank offset :reach - 1 limit 1), 9223372036854775807) as rank
+),
+heads as materialized (
+    select head.line, head.rank, head.execution_id
+      from unnest(:lines::int[]) as wanted (line)
+     cross join lateral (
+           select e.line, e.rank, e.execution_id
+             from ff_exec_core e
+            where e.line = wanted.line
+              and e.rank <= (select rank from bound)
+              and (e.granted_until is null or e.granted_until <= (select now from clock))
+            order by e.rank, e.execution_id
+            limit :reach) head
+     order by head.rank, head.execution_id
+     limit :reach
+);
 
 -- name: renew
 -- Move the end of leases that are in force and match in everything; per lease, by its place, the new end.

@@ -1,13 +1,16 @@
 -- The statements of the SQLite store. {braces} are filled from the catalogue; {rows} stands for as many rows of
--- placeholders as are written at once. Set-wise statements are no matter of taste here: each step of a statement hands
--- the interpreter lock to and fro, which costs milliseconds when other threads compute.
+-- placeholders as are written at once, filled up with rows of NULLs, which every such statement passes over.
+--
+-- Statements over many rows are no matter of taste here: each step of a statement hands the interpreter lock to and
+-- fro, which costs milliseconds when other threads compute.
 
 -- name: refused_guards
 -- The number of each guard that does not hold, among rows of (number, key…, revision).
 SELECT g.column1
   FROM (VALUES {rows}) AS g
   LEFT JOIN {table} AS r ON {same_key}
- WHERE CASE WHEN g.column{revision} IS NULL THEN r.{first_key} IS NOT NULL
+ WHERE g.column1 IS NOT NULL
+   AND CASE WHEN g.column{revision} IS NULL THEN r.{first_key} IS NOT NULL
             ELSE r.revision IS NOT g.column{revision} END;
 
 -- name: refused_leases
@@ -15,16 +18,17 @@ SELECT g.column1
 SELECT g.column1
   FROM (VALUES {rows}) AS g
   LEFT JOIN {table} AS r ON {same_key}
- WHERE r.revision IS NOT g.column{revision}
-    OR r.lease_id IS NOT g.column{lease_id}
-    OR r.lease_epoch IS NOT g.column{lease_epoch}
-    OR (r.lease_expires_at > ?) IS NOT g.column{live};
+ WHERE g.column1 IS NOT NULL
+   AND (r.revision IS NOT g.column{revision}
+        OR r.lease_id IS NOT g.column{lease_id}
+        OR r.lease_epoch IS NOT g.column{lease_epoch}
+        OR (r.lease_expires_at > ?) IS NOT g.column{live});
 
 -- name: insert
-INSERT INTO {table} ({columns}) VALUES {rows};
+INSERT INTO {table} ({columns}) SELECT * FROM (VALUES {rows}) WHERE column1 IS NOT NULL;
 
 -- name: put
-INSERT OR REPLACE INTO {table} ({columns}) VALUES {rows};
+INSERT OR REPLACE INTO {table} ({columns}) SELECT * FROM (VALUES {rows}) WHERE column1 IS NOT NULL;
 
 -- name: patch
 -- Rows of (value…, key…).
@@ -37,7 +41,7 @@ UPDATE {table} AS r
 DELETE FROM {table} WHERE ({key}) IN (VALUES {rows});
 
 -- name: tell
-INSERT INTO ff_event (at, {events}) VALUES {rows};
+INSERT INTO ff_event (at, {events}) SELECT * FROM (VALUES {rows}) WHERE column1 IS NOT NULL;
 
 -- name: heads
 -- The first rows of some lines that are under no grant, best rank first, as one JSON array; their payload bytes follow
@@ -55,11 +59,12 @@ SELECT {columns} FROM ff_exec_core WHERE line = ? AND (granted_until IS NULL OR 
 SELECT g.column1
   FROM (VALUES {rows}) AS g
   LEFT JOIN ff_exec_core AS r ON r.execution_id = g.column2
- WHERE r.attempt_index IS NOT g.column3
-    OR r.attempt_id IS NOT g.column4
-    OR r.lease_id IS NOT g.column5
-    OR r.lease_epoch IS NOT g.column6
-    OR (r.lease_expires_at > ?) IS NOT 1;
+ WHERE g.column1 IS NOT NULL
+   AND (r.attempt_index IS NOT g.column3
+        OR r.attempt_id IS NOT g.column4
+        OR r.lease_id IS NOT g.column5
+        OR r.lease_epoch IS NOT g.column6
+        OR (r.lease_expires_at > ?) IS NOT 1);
 
 -- name: tell_renewals
 -- One event for each of these rows of (now, execution), in their order.

@@ -24,7 +24,7 @@ from flowfabric.stores.rows import TABLE
 from flowfabric.stores.sqlite import sql
 from flowfabric.stores.sqlite.lines import UNKNOWN, LinesOfWriter
 
-_SIZES = (64, 32, 16, 8, 4, 2, 1)  # rows per statement: few different statements, few rounds
+_MOST = 128  # rows per statement
 _WIDEST = 6000  # values per statement: the driver keeps prepared ones only up to 16 KiB of text
 
 Row = Sequence[Any]
@@ -147,6 +147,8 @@ def _write(db: apsw.Connection, lines: LinesOfWriter, gathered: Gathered, now: i
                 columns[names.index("revision")] = ids
             statement = sql.patch(row, names, unless)
         else:
+            if None in columns[0]:  # which would be taken for one of the rows that only fill up
+                raise Unstorable(f"a row of {codec.table.name} has no key")
             if codec.revision_place is not None:
                 columns[codec.revision_place] = ids
             statement = sql.insert(row, replace=kind is Put)
@@ -194,9 +196,13 @@ def _many(db: apsw.Connection, statement: sql.Rows, rows: Sequence[Row], *rest: 
     """Run a statement over rows, many at a time; what it answers."""
     answers: list[Row] = []
     begin, left = 0, len(rows)
-    for size in _SIZES:
-        while left >= size and (size == 1 or size * len(rows[0]) <= _WIDEST):
-            values = (*chain.from_iterable(rows[begin : begin + size]), *rest)
-            answers += db.execute(statement(size), values)
-            begin, left = begin + size, left - size
+    while left > 0:
+        width = len(rows[0])
+        most = _MOST if width * _MOST <= _WIDEST else _MOST // 2
+        # In powers of two, so that few different statements have to be prepared and kept.
+        size = min(most, 1 << (left - 1).bit_length())
+        values = [*chain.from_iterable(rows[begin : begin + size])]
+        values += [None] * (size * width - len(values))
+        answers += db.execute(statement(size), (*values, *rest))
+        begin, left = begin + size, left - size
     return answers

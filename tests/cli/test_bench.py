@@ -1,0 +1,72 @@
+"""The bench measures what it says, beside its control, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import asyncpg
+import pytest
+
+from flowfabric.bench.throughput import Report, throughput
+from tests.cli.terminal import Terminal
+
+RATES = ("drain_per_s", "bulk_submit_per_s", "single_submit_per_s", "latency_p50_ms", "latency_p99_ms")
+CONTROLLED = ("control_drain_per_s", "drain_ratio", "control_insert_per_s", "submit_ratio")
+
+
+async def small(url: str, depth: int = 0) -> Report:
+    return await throughput(url, jobs=200, payload_bytes=64, rounds=1, samples=5, depth=depth)
+
+
+def test_sqlite_is_measured_beside_a_bare_table(tmp_path: Path) -> None:
+    report = asyncio.run(small(f"sqlite:///{tmp_path}/named.db"))
+
+    assert all(getattr(report, name) > 0 for name in (*RATES, *CONTROLLED))
+    assert report.drain_ratio == pytest.approx(report.drain_per_s / (report.control_drain_per_s or 0), abs=0.01)
+    assert report.submit_ratio == pytest.approx(report.bulk_submit_per_s / (report.control_insert_per_s or 0), abs=0.01)
+    assert "synchronous=FULL" in report.durability
+    assert {"flowfabric", "python", "sqlite", "apsw"} <= set(report.versions)
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_postgres_is_measured_in_a_database_of_its_own(database: str) -> None:
+    report = await small(database)
+
+    assert all(getattr(report, name) > 0 for name in (*RATES, *CONTROLLED))
+    assert "fsync=on" in report.durability
+    assert {"postgres", "asyncpg"} <= set(report.versions)
+    connection = await asyncpg.connect(database)
+    assert await connection.fetchval("select count(*) from ff_exec_core") == 0
+    assert await connection.fetchval("select count(*) from pg_database where datname like 'ff_bench_%'") == 0
+    await connection.close()
+
+
+async def test_memory_has_no_control() -> None:
+    report = await small("memory://")
+
+    assert all(getattr(report, name) > 0 for name in RATES)
+    assert [getattr(report, name) for name in CONTROLLED] == [None] * 4
+    assert "none" in report.durability
+
+
+async def test_the_cost_of_a_claim_is_compared_with_an_empty_table(tmp_path: Path) -> None:
+    report = await small(f"sqlite:///{tmp_path}/named.db", depth=300)
+
+    assert report.depth == 300
+    assert report.claim_cost_ratio == pytest.approx((report.claim_at_depth_ms or 0) / (report.claim_ms or 1), abs=0.02)
+
+
+@pytest.mark.slow
+def test_the_command_prints_one_document_or_a_table(tmp_path: Path) -> None:
+    ff = Terminal(f"sqlite:///{tmp_path}/named.db")
+    arguments = ("bench", "throughput", "--jobs", "100", "--rounds", "1", "--payload", "16")
+
+    told = json.loads(ff.says(*arguments, "--json"))
+    table = ff.says(*arguments)
+
+    assert {*RATES, *CONTROLLED, "durability", "versions", "cores", "jobs"} <= set(told)
+    assert told["jobs"] == 100
+    assert "bulk submit" in table
+    assert "durability: WAL, synchronous=FULL" in table

@@ -1,0 +1,219 @@
+"""What each command does, for people and for machines."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from flowfabric import Engine
+from flowfabric.cli import app
+from flowfabric.cli.stores import chosen_store, shown
+from flowfabric.errors import InvalidInput
+from tests.cli.terminal import Terminal
+
+
+def test_migrate_tells_from_where_to_where(tmp_path: Path) -> None:
+    ff = Terminal(f"sqlite:///{tmp_path}/new.db")
+
+    first, again = ff.document("migrate"), ff.document("migrate")
+
+    assert first["from"] == 0 < first["to"]
+    assert (again["from"], again["to"]) == (first["to"], first["to"])
+    assert f"already at schema version {first['to']}" in ff.says("migrate")
+
+
+def test_submit_prints_the_id_and_show_tells_everything(ff: Terminal) -> None:
+    execution = ff.submit("--lane", "mail", "--kind", "welcome", "--payload", "hällo", "--tag", "tenant.name=acme")
+
+    found = ff.document("show", execution)
+    read = ff.engine(lambda engine: engine.read_execution_context(execution))
+
+    assert found["execution"]["public_state"] == "waiting"
+    assert found["execution"]["lane_id"] == "mail"
+    assert found["execution"]["tags"] == {"tenant.name": "acme"}
+    assert (found["attempts"], found["lease_history"], found["result"]) == ([], [], None)
+    assert (read.execution_kind, read.input_payload) == ("welcome", "hällo".encode())
+
+
+@pytest.mark.parametrize("source", ["file", "stdin"])
+def test_submit_takes_a_payload_byte_for_byte(ff: Terminal, tmp_path: Path, source: str) -> None:
+    blob = bytes(range(256))
+    (tmp_path / "blob").write_bytes(blob)
+
+    name = str(tmp_path / "blob") if source == "file" else "-"
+    execution = ff.says("submit", "--payload-file", name, given=blob if source == "stdin" else None).strip()
+
+    assert ff.engine(lambda engine: engine.read_execution_context(execution)).input_payload == blob
+
+
+def test_the_same_key_is_the_same_execution(ff: Terminal) -> None:
+    policy = ("--policy", '{"dedup_window_ms": 60000}')
+    first = ff.document("submit", "--key", "invoice-7", *policy)
+    again = ff.document("submit", "--key", "invoice-7", *policy)
+
+    assert first["created"]
+    assert again == {"execution_id": first["execution_id"], "created": False}
+    assert len(ff.document("ls")["executions"]) == 1
+
+
+def test_a_delayed_submit_waits_for_its_time(ff: Terminal) -> None:
+    execution = ff.submit("--delay", "1h30m")
+
+    found = ff.document("show", execution)["execution"]
+
+    assert found["public_state"] == "delayed"
+    until = int(re.fullmatch(r"delayed until (\d+)", found["blocking_detail"])[1])  # type: ignore[index]
+    assert until - found["created_at"] == pytest.approx(90 * 60 * 1000, abs=5000)
+
+
+def test_ls_filters_and_turns_pages(ff: Terminal) -> None:
+    mail = {ff.submit("--lane", "mail", "--tag", "tenant.name=acme") for _ in range(3)}
+    other = ff.submit("--namespace", "tests", "--delay", "1h")
+
+    def ids(*filters: str) -> set[str]:
+        return {one["execution_id"] for one in ff.document("ls", *filters)["executions"]}
+
+    assert ids() == mail | {other}
+    assert ids("--lane", "mail") == mail
+    assert ids("--namespace", "tests") == {other}
+    assert ids("--state", "delayed") == {other}
+    assert ids("--tag", "tenant.name=acme") == mail
+    assert ids("--tag", "tenant.name=nobody") == set()
+
+    seen: list[str] = []
+    page = ff.document("ls", "--limit", "1")
+    while page["next_cursor"]:
+        seen += [one["execution_id"] for one in page["executions"]]
+        page = ff.document("ls", "--limit", "1", "--cursor", page["next_cursor"])
+    seen += [one["execution_id"] for one in page["executions"]]
+    assert seen == sorted(mail | {other})
+
+
+def test_people_get_tables(ff: Terminal) -> None:
+    assert ff.says("ls") == "No executions.\n"
+    execution = ff.submit("--policy", '{"retry_policy": {"max_retries": 1}}')
+
+    async def fail_once(engine: Engine) -> None:
+        claimed = await engine.claim("default", worker_id="w", worker_instance_id="w-1")
+        assert claimed is not None
+        await engine.fail(claimed.handle, reason="flaky")
+
+    ff.engine(fail_once)
+    listed, told = ff.says("ls"), ff.says("show", execution)
+
+    assert re.search(rf"{re.escape(execution)} +delayed +default +1 ", listed)
+    assert "retry backoff until" in listed
+    assert re.search(r"0 +initial +ended_failure +w-1 +1 .* flaky", told)
+    assert re.search(r"acquired +1 +w-1", told)
+    assert re.search(r"released +1 +w-1 +failed_retry_scheduled", told)
+    assert f"ff ls --cursor '{execution}'" not in listed
+
+
+def test_a_result_is_shown_as_text_or_by_its_size(ff: Terminal) -> None:
+    texts = {ff.submit("--lane", lane): result for lane, result in (("a", b'{"ok":true}'), ("b", b"\xff\x00"))}
+
+    async def complete(engine: Engine) -> None:
+        for lane, result in zip("ab", texts.values(), strict=True):
+            claimed = await engine.claim(lane, worker_id="w", worker_instance_id="w-1")
+            assert claimed is not None
+            await engine.complete(claimed.handle, result=result)
+
+    ff.engine(complete)
+    first, second = texts
+
+    assert ff.document("show", first)["result"] == {"bytes": 11, "text": '{"ok":true}'}
+    assert ff.document("show", second)["result"] == {"bytes": 2, "base64": "/wA="}
+    assert '{"ok":true}' in ff.says("show", first)
+    assert "2 bytes" in ff.says("show", second)
+
+
+def test_cancel_then_replay(ff: Terminal) -> None:
+    execution = ff.submit()
+
+    assert ff.document("cancel", execution, "--reason", "not needed") == {
+        "execution_id": execution,
+        "public_state": "cancelled",
+    }
+    assert ff.says("cancel", execution) == f"✓ {execution} is cancelled\n"
+    assert ff.document("replay", execution)["public_state"] == "waiting"
+    assert ff.document("show", execution)["execution"]["public_state"] == "waiting"
+
+
+def test_doctor_finds_a_healthy_store_healthy(ff: Terminal) -> None:
+    report = ff.document("doctor")
+
+    assert report["healthy"]
+    assert [check["check"] for check in report["checks"]] == ["store", "schema", "latency", "clock", "keystore"]
+    assert "no signing key yet" in report["checks"][-1]["says"]
+    assert ff.says("doctor").count("✓") == 5
+
+
+def test_doctor_names_the_signing_key(ff: Terminal) -> None:
+    ff.engine(lambda engine: engine.seed_waitpoint_hmac_secret("k1", "ab" * 32))
+
+    assert "k1 signs" in ff.document("doctor")["checks"][-1]["says"]
+
+
+@pytest.mark.parametrize(
+    ("named", "environ", "chosen"),
+    [
+        ("sqlite:///a.db", {"FLOWFABRIC_URL": "sqlite:///b.db"}, "sqlite:///a.db"),
+        (None, {"FLOWFABRIC_URL": "sqlite:///b.db", "FF_BACKEND": "postgres"}, "sqlite:///b.db"),
+        (None, {"FF_BACKEND": "Postgres", "FF_POSTGRES_URL": "postgresql://h/d"}, "postgresql://h/d"),
+        (None, {"FF_BACKEND": "sqlite", "FF_SQLITE_PATH": "/var/ff.db"}, "sqlite:////var/ff.db"),
+        (None, {"FF_BACKEND": "sqlite"}, "memory://"),
+        (None, {"FF_BACKEND": "sqlite", "FF_SQLITE_PATH": "file:x?mode=memory&cache=shared"}, "memory://"),
+        (None, {"FF_BACKEND": ""}, "sqlite:///flowfabric.db"),
+        (None, {}, "sqlite:///flowfabric.db"),
+    ],
+)
+def test_the_store_is_the_named_one_else_the_environments(
+    named: str | None, environ: dict[str, str], chosen: str
+) -> None:
+    assert chosen_store(named, environ) == chosen
+
+
+@pytest.mark.parametrize(
+    ("environ", "text"),
+    [
+        ({"FF_BACKEND": "postgres"}, "FF_POSTGRES_URL: must be set when FF_BACKEND is postgres"),
+        ({"FF_BACKEND": "oracle"}, "FF_BACKEND: 'oracle' is no known store"),
+    ],
+)
+def test_an_environment_that_names_no_store_is_refused(environ: dict[str, str], text: str) -> None:
+    with pytest.raises(InvalidInput, match=text):
+        chosen_store(None, environ)
+
+
+def test_passwords_are_not_shown() -> None:
+    assert shown("postgresql://ann:s3cret@host/db") == "postgresql://ann:…@host/db"
+    assert shown("postgresql://ann@host/db") == "postgresql://ann@host/db"
+    assert shown("sqlite:///a@b.db") == "sqlite:///a@b.db"
+
+
+def test_help_lists_the_commands_and_loads_neither_engine_nor_tables() -> None:
+    look = (
+        "import sys; from flowfabric.cli import app\n"
+        "try: app(['--help'])\n"
+        "except SystemExit: pass\n"
+        "print({'rich', 'asyncio', 'msgspec', 'apsw', 'asyncpg', 'fastapi', 'flowfabric.engine'} & set(sys.modules))"
+    )
+
+    said = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True).stdout
+
+    assert said.splitlines()[-1] == "set()"
+    commands = re.findall(r"^  (\w+)  ", said.partition("Commands:")[2], re.MULTILINE)
+    assert commands == ["version", "migrate", "doctor", "ls", "show", "submit", "cancel", "replay", "demo", "bench"]
+
+
+def test_states_are_completed_by_the_shell() -> None:
+    environ = {"_FF_COMPLETE": "complete_bash", "COMP_WORDS": "ff ls --state ca", "COMP_CWORD": "3"}
+
+    answer = CliRunner().invoke(app, env=environ, prog_name="ff")
+
+    assert answer.stdout.split() == ["cancelled"]

@@ -1,0 +1,69 @@
+"""The demo proves what it says, and says so only when it was proven."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import flowfabric
+from flowfabric.demo.orders import LANE, ORDERS, receipt
+from flowfabric.demo.scene import submit
+from flowfabric.demo.screen import Screen
+from flowfabric.demo.verdict import Play, judged
+
+HELD = [
+    "each order completed exactly once: 8 completions, 8 orders",
+    "order-2 failed and was retried: attempt 1: the payment service did not answer",
+    r"order-4 was taken over from worker-[ab]: worker-[ab] began \d\.\d s after the kill",
+    "the dead worker's lease could write nothing any more: refused with ",
+    "epochs only rose",
+]
+
+
+@pytest.mark.slow
+def test_the_demo_kills_a_worker_and_proves_that_nothing_was_lost(tmp_path: Path) -> None:
+    demo = [sys.executable, "-m", "flowfabric.demo"]
+
+    done = subprocess.run(demo, capture_output=True, text=True, cwd=tmp_path, timeout=90)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    for claim in HELD:
+        assert re.search(f"^✓ {claim}", done.stdout, re.MULTILINE), claim
+    assert "gets SIGKILL at" in done.stdout
+    assert re.search(r"order-2 +delayed +attempt 1", done.stdout)
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_demo_without_retry_and_takeover_proves_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    async with await flowfabric.connect("memory://") as engine:
+        play = Play(await submit(engine))
+        for _ in ORDERS:
+            claimed = await engine.claim(LANE, worker_id="w", worker_instance_id="w-1")
+            assert claimed is not None
+            name = next(name for name, execution_id in play.ids.items() if execution_id == claimed.execution_id)
+            await engine.complete(claimed.handle, result=receipt(name))
+
+        assert not await judged(engine, play, Screen())
+
+    said = capsys.readouterr().out
+    assert "✓ each order completed exactly once" in said
+    assert said.count("✗") == 4
+    assert "something did not hold" in said
+
+
+async def test_a_lost_order_is_noticed(capsys: pytest.CaptureFixture[str]) -> None:
+    async with await flowfabric.connect("memory://") as engine:
+        play = Play(await submit(engine))
+        for _ in ORDERS:
+            claimed = await engine.claim(LANE, worker_id="w", worker_instance_id="w-1")
+            assert claimed is not None
+            await engine.complete(claimed.handle, result=b"something else")
+
+        assert not await judged(engine, play, Screen())
+
+    assert "✗ each order completed exactly once" in capsys.readouterr().out

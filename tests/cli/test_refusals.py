@@ -1,0 +1,133 @@
+"""What `ff` says when something is wrong: on stderr, with a hint, without a traceback, and nothing has changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import apsw
+import pytest
+
+from flowfabric import Engine
+from tests.cli.terminal import Terminal
+
+UNKNOWN = "{fp:1}:1a255fe9-f16a-4af0-8cb6-6085de2ea47d"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text", "hint"),
+    [
+        (("show", UNKNOWN), "execution_not_found", "`ff ls` shows which executions there are"),
+        (("cancel", UNKNOWN), "execution_not_found", "`ff ls` shows which executions there are"),
+        (("replay", UNKNOWN), "execution_not_found", "`ff ls` shows which executions there are"),
+        (("show", "nonsense"), "missing the `{fp:N}:` hash-tag prefix: nonsense", "an execution id looks like"),
+        (("show", "{fp:x}:1a255fe9"), "partition index is not a valid u16", "an execution id looks like"),
+        (("show", "{fp:1}:zzz"), "is not a valid UUID", "an execution id looks like"),
+        (("ls", "--state", "sleepy"), "public_state: 'sleepy' is no state", ""),
+        (("ls", "--lane", "x" * 65), "lane_id: too long: 65 bytes", ""),
+        (("ls", "--cursor", "nonsense"), "missing the `{fp:N}:` hash-tag prefix", "an execution id looks like"),
+        (("submit", "--delay", "soon"), "delay: 'soon' is no length of time", ""),
+        (("submit", "--tag", "Bad=1"), "invalid_tag_key: Bad", ""),
+        (("submit", "--policy", "{"), "invalid_policy_json", ""),
+        (("submit", "--lane", "x\ty"), "lane_id: non-printable byte at index 1", ""),
+    ],
+)
+def test_a_refusal_is_told_with_a_hint(ff: Terminal, arguments: tuple[str, ...], text: str, hint: str) -> None:
+    said = ff.refuses(*arguments)
+
+    assert said.startswith("ff: ")
+    assert text in said
+    assert (f"Hint: {hint}" in said) if hint else ("Hint" not in said)
+    assert ff.document("ls")["executions"] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("submit", "--payload", "a", "--payload-file", "b"), "give --payload or --payload-file, not both"),
+        (("submit", "--payload-file", "/does/not/exist"), "No such file or directory"),
+        (("submit", "--tag", "novalue"), "'novalue' is not KEY=VALUE"),
+        (("submit", "--priority", "high"), "Invalid value for '--priority'"),
+        (("ls", "--limit", "0"), "Invalid value for '--limit'"),
+        (("ls", "--tag", "novalue"), "'novalue' is not KEY=VALUE"),
+        (("show",), "Missing argument 'ID'"),
+        (("bench", "throughput", "--jobs", "-1"), "Invalid value for '--jobs'"),
+    ],
+)
+def test_a_wrong_option_is_a_usage_error(ff: Terminal, arguments: tuple[str, ...], text: str) -> None:
+    answer = ff.run(*arguments)
+
+    assert answer.exit_code == 2
+    assert text in answer.stderr
+    assert ff.document("ls")["executions"] == []
+
+
+def test_what_ended_otherwise_cannot_be_cancelled(ff: Terminal) -> None:
+    execution = ff.submit()
+
+    async def complete(engine: Engine) -> None:
+        claimed = await engine.claim("default", worker_id="w", worker_instance_id="w-1")
+        assert claimed is not None
+        await engine.complete(claimed.handle)
+
+    ff.engine(complete)
+    said = ff.refuses("cancel", execution)
+
+    assert "execution_not_active" in said
+    assert "Hint: it has ended already: `ff show` tells how, `ff replay` gives it another life" in said
+    assert ff.document("show", execution)["execution"]["public_state"] == "completed"
+
+
+def test_what_has_not_ended_cannot_be_replayed(ff: Terminal) -> None:
+    execution = ff.submit()
+
+    said = ff.refuses("replay", execution)
+
+    assert "execution_not_terminal" in said
+    assert "Hint: only what has ended can be replayed" in said
+
+
+@pytest.mark.parametrize("command", [("ls",), ("show", UNKNOWN), ("submit",), ("cancel", UNKNOWN), ("replay", UNKNOWN)])
+def test_a_store_that_is_not_there_is_not_made(tmp_path: Path, command: tuple[str, ...]) -> None:
+    said = Terminal(f"sqlite:///{tmp_path}/missing.db").refuses(*command)
+
+    assert f"there is no file {tmp_path}/missing.db" in said
+    assert "Hint: `ff migrate` makes or updates the store" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_newer_schema_is_left_alone(ff: Terminal, tmp_path: Path) -> None:
+    db = apsw.Connection(str(tmp_path / "ff.db"))
+    db.execute("insert into ff_schema_version (version, applied_at) values (999, 0)")
+    db.close()
+
+    for command in ("ls", "migrate", "submit"):
+        said = ff.refuses(command)
+        assert "schema_too_new" in said
+        assert "Hint: update this installation" in said
+    report = ff.run("doctor")
+    assert report.exit_code == 1
+    assert "✗ store" in report.stdout
+    assert "pip install --upgrade flowfabric" in report.stdout
+
+
+@pytest.mark.parametrize("command", [("ls",), ("migrate",), ("bench", "throughput")])
+def test_a_server_that_is_away_is_told_with_a_hint(command: tuple[str, ...]) -> None:
+    said = Terminal("postgresql://nobody:secret@127.0.0.1:1/none").refuses(*command)
+
+    assert said.startswith("ff: transport: ")
+    assert "Hint: is the address right and the server up? `ff doctor` looks closer" in said
+    assert "secret" not in said
+
+
+def test_doctor_tells_that_a_server_is_away() -> None:
+    answer = Terminal("postgresql://nobody:secret@127.0.0.1:1/none").run("doctor")
+
+    assert answer.exit_code == 1
+    assert "postgresql://nobody:…@127.0.0.1:1/none" in answer.stdout
+    assert "✗ store" in answer.stdout
+    assert "start the server, or name the right address" in answer.stdout
+    assert "secret" not in answer.output
+
+
+def test_an_unknown_kind_of_store_is_refused() -> None:
+    assert "'http' is no known store" in Terminal("http://example.org").refuses("ls")

@@ -1,0 +1,150 @@
+"""A store under watch: after every write the invariants of the specification (execution.md 2.3) hold for every row."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from flowfabric.model.event import FeedEvent, Topic
+from flowfabric.model.execution import Attempt, Execution
+from flowfabric.model.states import (
+    AttemptState,
+    BlockingReason,
+    EligibilityState,
+    LifecyclePhase,
+    OwnershipState,
+    TerminalOutcome,
+    public_state,
+)
+from flowfabric.rules import place, views
+from flowfabric.rules.change import Change
+from flowfabric.stores.base import Due, Held, Scan, Store, Take, Taken, Where
+from flowfabric.stores.rows import TABLES
+
+EVERYTHING = 1_000_000
+
+
+class Watched:
+    """Hands everything on to a store, counts what is asked of it, and looks at the rows after each write."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.calls: Counter[str] = Counter()
+        self.after_due: Callable[[], Awaitable[Any]] | None = None
+        self._epochs: dict[str, int] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        self.calls[name] += 1
+        return getattr(self.store, name)
+
+    async def commit(self, changes: Sequence[Change]) -> list[int | None]:
+        self.calls["commit"] += 1
+        verdicts = await self.store.commit(changes)
+        await self._look()
+        return verdicts
+
+    async def take(self, take: Take) -> Taken:
+        self.calls["take"] += 1
+        taken = await self.store.take(take)
+        await self._look()
+        return taken
+
+    async def renew(self, leases: Sequence[Held]) -> list[int | None]:
+        self.calls["renew"] += 1
+        ends = await self.store.renew(leases)
+        await self._look()
+        return ends
+
+    async def due(self, row: type[msgspec.Struct], column: str, *, limit: int, where: tuple[Where, ...] = ()) -> Due:
+        """What is due; `after_due` lets a test act between this look and whatever is done about it."""
+        self.calls["due"] += 1
+        due = await self.store.due(row, column, limit=limit, where=where)
+        if self.after_due is not None:
+            act, self.after_due = self.after_due, None
+            await act()
+        return due
+
+    async def _look(self) -> None:
+        ended: dict[str, list[Attempt]] = {}
+        for attempt in await self.store.scan(Scan(Attempt, limit=EVERYTHING)):
+            ended.setdefault(attempt.execution_id, []).append(attempt)
+        rows: list[Execution] = await self.store.scan(Scan(Execution, limit=EVERYTHING))
+        for row in rows:
+            before = self._epochs.get(row.execution_id, row.lease_epoch)
+            assert row.lease_epoch - before in (0, 1), "I7: an epoch grows by one per lease"
+            assert_invariants(row, ended.get(row.execution_id, []))
+        self._epochs = {row.execution_id: row.lease_epoch for row in rows}  # one that was purged may come again
+
+
+async def dump(store: Store) -> dict[str, list[Any]]:
+    """Every row and every event that a store keeps."""
+    kept: dict[str, list[Any]] = {}
+    for table in TABLES:
+        kept[table.name] = await store.scan(Scan(table.row, limit=EVERYTHING))
+    events: list[FeedEvent] = []
+    for topic in Topic:
+        events += (await store.feed(topic, 0, EVERYTHING)).events
+    kept["events"] = sorted(events, key=lambda told: told.position)
+    kept["lines"] = list(await store.lines())
+    return kept
+
+
+def assert_invariants(row: Execution, ended: list[Attempt]) -> None:
+    """I1 to I11, as far as one execution tells."""
+    derived = public_state(row.lifecycle_phase, row.eligibility_state, row.terminal_outcome)
+    assert row.public_state is derived, "I10: public_state is derived"
+    if row.lifecycle_phase is LifecyclePhase.TERMINAL:
+        _assert_terminal(row)
+    else:
+        assert row.terminal_outcome is TerminalOutcome.NONE, "I2"
+        assert row.purge_at is row.completed_at is None
+    if row.ownership_state is not OwnershipState.UNOWNED:
+        assert row.lifecycle_phase is LifecyclePhase.ACTIVE, "I3"
+    if row.lifecycle_phase is LifecyclePhase.ACTIVE:
+        _assert_active(row)
+    if row.lifecycle_phase is LifecyclePhase.RUNNABLE:
+        _assert_runnable(row)
+    attempts = views.attempts(row, ended)
+    assert [attempt.attempt_index for attempt in attempts] == list(range(row.total_attempt_count)), "I8"
+    assert (row.grant is None) == (row.granted_until is None), "I9: one slot"
+
+
+def _assert_terminal(row: Execution) -> None:
+    assert row.ownership_state is OwnershipState.UNOWNED, "I1"
+    assert row.eligibility_state is EligibilityState.NOT_APPLICABLE, "I1"
+    assert row.blocking_reason is BlockingReason.NONE, "I1"
+    assert row.terminal_outcome is not TerminalOutcome.NONE, "I1"
+    assert row.completed_at is not None
+    assert row.purge_at is not None
+    instants = {row.delay_until, row.lease_expires_at, row.deadline_at, row.attempt_timeout_at}
+    assert row.line is None, "I11"
+    assert instants == {None}, "I11"
+    assert row.grant is None, "6.2: a terminal transition discards the grant"
+
+
+def _assert_active(row: Execution) -> None:
+    assert row.eligibility_state is EligibilityState.NOT_APPLICABLE, "I4"
+    assert row.delay_until is None, "I11"
+    if row.ownership_state is OwnershipState.LEASED:
+        assert row.attempt_state is AttemptState.RUNNING_ATTEMPT, "I5"
+        assert None not in (row.lease_id, row.lease_expires_at, row.attempt_id, row.worker_id), "I5"
+        assert row.line is None, "I11"
+        assert row.lease_expired_at is row.lease_revoked_at is None
+    else:
+        assert row.attempt_state is AttemptState.ATTEMPT_INTERRUPTED, "I6"
+        assert row.line == place.takeover_line(row), "I11: it waits to be taken over"
+        revoked = row.ownership_state is OwnershipState.LEASE_REVOKED
+        assert revoked == (row.lease_expires_at is None) == (row.lease_revoked_at is not None)
+        assert revoked == (row.lease_expired_at is None)
+
+
+def _assert_runnable(row: Execution) -> None:
+    in_line = row.eligibility_state in (EligibilityState.ELIGIBLE_NOW, EligibilityState.BLOCKED_BY_ROUTE)
+    assert row.line == (place.line_of(row) if in_line else None), "I11: only what may be claimed stands in line"
+    delayed = row.eligibility_state is EligibilityState.NOT_ELIGIBLE_UNTIL_TIME
+    assert delayed == (row.delay_until is not None), "I11"
+    assert row.lease_expires_at is row.attempt_timeout_at is None, "I11"
+    assert row.next_type is place.NEXT_TYPE.get(row.attempt_state)

@@ -1,0 +1,286 @@
+"""Connections of the Postgres store: what a caller hears when one breaks, and that the store recovers by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+
+import asyncpg
+import pytest
+
+from flowfabric.clock import ManualClock
+from flowfabric.errors import StoreFault, StoreUnavailable
+from flowfabric.model.execution import Execution
+from flowfabric.rules.change import Guard, Insert, Patch
+from flowfabric.stores.base import Collision, Unstorable, Want
+from flowfabric.stores.postgres import PostgresStore
+from tests.conftest import Rival, migrate
+from tests.servers import PostgresServer, leave, postgres
+from tests.stores.samples import a_take, change, execution, line_up, one, waiting, write
+
+OURS = "select pid from pg_stat_activity where application_name = 'flowfabric' and datname = current_database()"
+NOBODY = "postgresql://postgres@127.0.0.1:{}/none"
+
+
+def doubt(error: pytest.ExceptionInfo[StoreUnavailable]) -> object:
+    return error.value.facts["in_doubt"]
+
+
+async def until_it_answers(store: PostgresStore) -> None:
+    """Ask again and again, as everyone does; each refusal says that this makes sense."""
+    refusals: list[StoreUnavailable] = []
+    async with asyncio.timeout(20):
+        while True:
+            try:
+                await store.ping()
+                break
+            except StoreUnavailable as error:
+                refusals.append(error)
+    assert all(error.retryable for error in refusals)
+
+
+class TestAConnectionThatIsKilled:
+    async def test_after_the_commit_was_sent_leaves_a_doubt(self, pg: PostgresStore, rival: Rival) -> None:
+        revision = await write(pg, Insert(execution("a")))
+        await rival.begin("select 1 from ff_exec_core where execution_id = 'a' for update")
+        patch = change(Patch(Execution, ("a",), {"priority": 5}), guards=[Guard(Execution, ("a",), revision)])
+        commit = asyncio.create_task(pg.commit([patch]))
+        (pid,) = await rival.blocks()
+
+        await rival.fetch("select pg_terminate_backend($1)", pid)
+
+        with pytest.raises(StoreUnavailable) as error:
+            await commit
+        assert doubt(error) is True
+        assert error.value.retryable
+        await rival.end("rollback")
+        assert (await one(pg, Execution, "a")).revision == revision  # a reload tells
+
+    async def test_while_idle_is_replaced_in_silence(self, pg: PostgresStore, rival: Rival, clock: ManualClock) -> None:
+        await asyncio.gather(*(pg.ping() for _ in range(5)))
+
+        await rival.fetch(
+            "select pg_terminate_backend(pid) from pg_stat_activity where application_name = 'flowfabric'"
+        )
+        await asyncio.sleep(0.05)  # until this process has heard of it
+
+        assert await pg.commit([change(Insert(execution("a")))]) == [clock.now]
+
+    async def test_during_a_read_is_replaced_and_the_read_repeated(self, pg: PostgresStore, rival: Rival) -> None:
+        await write(pg, Insert(execution("a")))
+        await rival.begin("lock table ff_exec_core in access exclusive mode")
+        load = asyncio.create_task(pg.load([Want(Execution, ("a",))]))
+        (pid,) = await rival.blocks()
+
+        await rival.fetch("select pg_terminate_backend($1)", pid)
+        await rival.blocks()
+        await rival.end("rollback")
+
+        assert [row.execution_id for row in (await load).rows[0]] == ["a"]
+
+    async def test_during_a_take_leaves_a_doubt(self, pg: PostgresStore, rival: Rival) -> None:
+        await line_up(pg, waiting("a"))
+        await rival.begin("lock table ff_batch in exclusive mode")
+        take = asyncio.create_task(pg.take(a_take(1)))
+        (pid,) = await rival.blocks()
+
+        await rival.fetch("select pg_terminate_backend($1)", pid)
+
+        with pytest.raises(StoreUnavailable) as error:
+            await take
+        assert doubt(error) is True
+        await rival.end("rollback")
+        assert len((await pg.take(a_take(1, prefix="again-"))).rows) == 1
+
+
+async def test_a_statement_that_is_stopped_by_the_server_was_not_written(pg: PostgresStore, rival: Rival) -> None:
+    await write(pg, Insert(execution("a")))
+    await rival.begin("select 1 from ff_exec_core where execution_id = 'a' for update")
+    commit = asyncio.create_task(pg.commit([change(Patch(Execution, ("a",), {"priority": 5}))]))
+    (pid,) = await rival.blocks()
+
+    await rival.fetch("select pg_cancel_backend($1)", pid)
+
+    with pytest.raises(StoreUnavailable) as error:
+        await commit
+    assert doubt(error) is False
+    assert error.value.source is StoreFault.TIMEOUT
+
+
+async def test_a_server_that_is_not_there_leaves_no_doubt() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        store = PostgresStore(NOBODY.format(unused.getsockname()[1]))
+        with pytest.raises(StoreUnavailable) as error:
+            await store.commit([change(Insert(execution("a")))])
+    assert doubt(error) is False
+    assert error.value.source is StoreFault.TRANSPORT
+    await store.close()
+
+
+async def test_a_database_that_is_not_there_is_told(database: str) -> None:
+    store = PostgresStore(postgres().dsn("ff_no_such_database"))
+    with pytest.raises(StoreUnavailable, match="ff_no_such_database"):
+        await store.open(migrate=True)
+    await store.close()
+
+
+async def test_attempts_to_connect_become_rarer() -> None:
+    attempts = 0
+
+    def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal attempts
+        attempts += 1
+        writer.close()
+
+    server = await asyncio.start_server(refuse, "127.0.0.1", 0)
+    store = PostgresStore(NOBODY.format(server.sockets[0].getsockname()[1]))
+
+    async def insist() -> None:
+        while True:
+            with pytest.raises(StoreUnavailable):
+                await store.ping()
+
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(insist(), 1)
+
+    assert 2 <= attempts <= 12
+    await store.close()
+    server.close()
+    await server.wait_closed()
+
+
+async def test_calls_wait_for_a_connection_when_all_are_busy(database: str, clock: ManualClock) -> None:
+    store = PostgresStore(database, clock, pool_size=2)
+
+    assert await asyncio.gather(*(store.ping() for _ in range(50))) == [clock.now] * 50
+
+    count = (
+        "select count(*) from pg_stat_activity where application_name = 'flowfabric' and datname = current_database()"
+    )
+    connection = await asyncpg.connect(database)
+    assert await connection.fetchval(count) == 2
+    await connection.close()
+    await store.close()
+
+
+async def test_a_cancelled_wait_for_a_connection_gives_its_turn_away(
+    database: str, rival: Rival, clock: ManualClock
+) -> None:
+    store = PostgresStore(database, clock, pool_size=1)
+    await write(store, Insert(execution("a")))
+    await rival.begin("select 1 from ff_exec_core where execution_id = 'a' for update")
+    held = asyncio.create_task(store.commit([change(Patch(Execution, ("a",), {"priority": 5}))]))
+    await rival.blocks()
+    waiting_calls = [asyncio.create_task(store.ping()) for _ in range(3)]
+    await asyncio.sleep(0)
+
+    waiting_calls[0].cancel()
+    await rival.end("rollback")
+
+    async with asyncio.timeout(5):
+        assert await held == [clock.now]
+        assert await asyncio.gather(*waiting_calls[1:]) == [clock.now] * 2
+    await store.close()
+
+
+async def test_a_closed_store_refuses_and_may_be_closed_again(database: str) -> None:
+    store = PostgresStore(database)
+    await store.ping()
+    store.notify(frozenset({"mail"}))
+
+    await store.close()
+    await store.close()
+
+    with pytest.raises(StoreUnavailable, match="closed"):
+        await store.ping()
+
+
+async def test_closing_ends_calls_that_are_under_way(database: str, rival: Rival) -> None:
+    store = PostgresStore(database)
+    await write(store, Insert(execution("a")))
+    await rival.begin("select 1 from ff_exec_core where execution_id = 'a' for update")
+    commit = asyncio.create_task(store.commit([change(Patch(Execution, ("a",), {"priority": 5}))]))
+    await rival.blocks()
+
+    await store.close()
+
+    with pytest.raises(StoreUnavailable) as error:
+        await commit
+    assert doubt(error) is True
+
+
+@pytest.mark.parametrize("poison", [{"tags": "a\0b"}, {"tags": "\ud800"}, {"priority": 2**63}, {"rank": 2**70}])
+async def test_a_value_that_cannot_be_kept_stops_its_batch_and_nothing_else(
+    database: str, clock: ManualClock, poison: dict[str, object]
+) -> None:
+    store = PostgresStore(database, clock, pool_size=1)
+    batch = [change(Insert(execution("a"))), change(Insert(execution("b", **poison)))]
+
+    with pytest.raises(Unstorable) as error:
+        await store.commit(batch)
+
+    assert not isinstance(error.value, Collision)
+    assert await one(store, Execution, "a") is None
+    assert await store.commit(batch[:1]) == [clock.now]
+    await store.close()
+
+
+@pytest.fixture
+async def own() -> AsyncIterator[PostgresServer]:
+    """A server to stop and kill."""
+    server = postgres("store-links")
+    yield server
+    server.start()
+    server.drop_database("ff")
+    leave("store-links")
+
+
+@pytest.mark.serial
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["restart", "kill"])
+async def test_the_store_recovers_when_its_server_does(own: PostgresServer, way: str) -> None:
+    dsn = own.create_database("ff")
+    await asyncio.to_thread(migrate, dsn)
+    store = PostgresStore(dsn)
+    woken = asyncio.Event()
+    store.on_wake(lambda topics: woken.set())
+    await asyncio.gather(*(store.ping() for _ in range(4)))
+    assert await store.commit([change(Insert(execution("a")))]) != [None]
+
+    await asyncio.to_thread(own.stop if way == "restart" else own.kill)
+    with pytest.raises(StoreUnavailable):
+        await store.commit([change(Insert(execution("b")))])
+    await asyncio.to_thread(own.start)
+
+    await until_it_answers(store)
+    assert [await one(store, Execution, name) is None for name in "ab"] == [False, True]
+    other = PostgresStore(dsn)
+    async with asyncio.timeout(20):
+        while not woken.is_set():  # the listener came back as well
+            other.notify(frozenset({"mail"}))
+            await asyncio.wait([asyncio.ensure_future(woken.wait())], timeout=0.1)
+    await store.close()
+    await other.close()
+
+
+@pytest.mark.serial
+@pytest.mark.slow
+async def test_a_server_without_a_free_place_is_told(own: PostgresServer) -> None:
+    dsn = own.create_database("ff")
+    own.execute("create role guest login password 'guest' connection limit 1")
+    guest = dsn.replace("postgres:", "guest:", 1)
+    guest = guest.replace(guest[guest.index("guest:") + 6 : guest.index("@")], "guest", 1)
+    first = await asyncpg.connect(guest)
+    store = PostgresStore(guest)
+
+    with pytest.raises(StoreUnavailable) as error:
+        await store.ping()
+    await first.close()
+    await until_it_answers(store)
+
+    assert doubt(error) is False
+    assert error.value.retryable
+    await store.close()
+    own.execute("drop role guest")
