@@ -19,6 +19,12 @@ class Sweeps(msgspec.Struct, frozen=True):
     pending_wp_expiry_ms: int = 5000
     child_ends_ms: int = 2000
     feed_trimmer_ms: int = 60_000
+    completion_dispatch_ms: int = 1000
+    dependency_reconciler_ms: int = 15_000
+    flow_projector_ms: int = 15_000
+    cancel_reconciler_ms: int = 15_000
+    edge_cancel_dispatcher_ms: int = 1000
+    edge_cancel_reconciler_ms: int = 10_000
     batch: int = 200
 
 
@@ -47,3 +53,4 @@ class Settings(msgspec.Struct, frozen=True):
     max_concurrent_stream_ops: int = 64
     feed_retention_ms: int = 7 * 24 * 60 * 60 * 1000  # how long subscribable events are kept
     secret_key: Secret | None = None  # encrypts signing keys at rest; without one they are kept as they are
+    dispatch: bool = True  # whether this process carries ends to those who wait for them, at once

@@ -30,6 +30,7 @@ from flowfabric.stores.base import Loaded, Scan, Store, Want
 from flowfabric.stores.rows import TABLE
 
 A = TypeVar("A")
+Rows = list[list[Any]]
 
 SEEN_LIMIT = 20_000
 PATIENCE_S = 15.0
@@ -41,7 +42,7 @@ class Doubt(msgspec.Struct, frozen=True):
 
     change: Change
     decision: Decision[Any]
-    rows: list[list[Any]]
+    rows: Rows
 
 
 class Core:
@@ -63,6 +64,7 @@ class Core:
         self._untold: set[str] = set()
         self._takeovers: set[str] = set()  # lanes where this process put work up for takeover
         self._looked_at: dict[str, int] = {}  # when this process last looked around in a lane
+        self.before_commit: Callable[[Change, Rows], Awaitable[Change]] | None = None  # may make a change carry more
         self.after_commit: list[Callable[[Change], None]] = []  # what this process does about a written change
 
     async def patiently(self, ask: Callable[[], Awaitable[A]]) -> A:
@@ -87,15 +89,17 @@ class Core:
     async def settle(
         self,
         wants: Sequence[Want],
-        decide: Callable[[list[list[Any]], int], Decision[A]],
+        decide: Callable[[Rows, int], Decision[A]],
         *,
-        trusting: list[list[Any]] | None = None,
+        trusting: Rows | None = None,
         doubts: Sequence[Doubt] = (),
+        further: Callable[[Rows], Awaitable[Rows]] | None = None,
     ) -> A:
         """Decide and commit until the rule has answered on rows that were still true when written.
 
         `trusting` are rows to decide on first without a look: a claimed sheet, or the absence of what is created.
         `doubts` are changes for the same end whose answer got lost: a root that shows one of them tells that it holds.
+        `further` looks at more, depending on what the first look found.
         """
         rows, now, misses = trusting, self.estimate.now(), 0
         fresh, pause = False, Pause()
@@ -109,12 +113,16 @@ class Core:
                     self.note(doubt.change, doubt.rows, committed_at or now)
                     answer: A = doubt.decision.unwrap(committed_at or now)
                     return answer
+                if further is not None:
+                    rows = rows + await further(rows)
             decision = decide(rows, now)
             if decision.change is None:
                 if fresh:
                     return decision.unwrap(now)
             else:
                 change = msgspec.structs.replace(decision.change, id=self.minter.change_id())
+                if self.before_commit is not None and not misses:
+                    change = await self.before_commit(change, rows)
                 try:
                     committed = await self.commits.add(change)
                 except errors.StoreUnavailable as lost:
@@ -153,7 +161,18 @@ class Core:
                     return doubt, None
         return None
 
-    def note(self, change: Change, rows: list[list[Any]], committed_at: int) -> None:
+    async def commit(self, change: Change) -> int | None:
+        """Write a change: the commit's time, or None when it was decided on what is no longer true."""
+        pause = Pause()
+        while True:
+            try:
+                return await self.commits.add(change)
+            except errors.StoreUnavailable as lost:
+                if lost.in_doubt:
+                    raise
+                await pause.or_raise()
+
+    def note(self, change: Change, rows: Rows, committed_at: int) -> None:
         """Remember and tell what a written change means to this process and to others."""
         self.estimate.hear(committed_at)
         topics: set[str] = set()
@@ -230,7 +249,7 @@ class Core:
             self._takeovers.add(line.lane_id)
 
     def _note_sheet(
-        self, execution_id: str, fields: dict[str, Any], revision: int, rows: list[list[Any]], committed_at: int
+        self, execution_id: str, fields: dict[str, Any], revision: int, rows: Rows, committed_at: int
     ) -> None:
         owned = fields.get("ownership_state")
         if owned is not None and owned is not OwnershipState.LEASED:
@@ -257,7 +276,12 @@ class Core:
         return open_handle(handle, self.store.tag)
 
 
-def _recognised(doubtful: dict[int, Doubt], rows: list[list[Any]]) -> tuple[Doubt, int | None] | None:
+def first(rows: Sequence[Any]) -> Any:
+    """The row of a want that names one, or None."""
+    return rows[0] if rows else None
+
+
+def _recognised(doubtful: dict[int, Doubt], rows: Rows) -> tuple[Doubt, int | None] | None:
     """The doubtful change that a root shows as its last one, and when it was written if the root tells."""
     for found in rows:
         for row in found:

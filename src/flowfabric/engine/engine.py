@@ -8,6 +8,12 @@ from typing import Self
 import msgspec
 
 from flowfabric.engine import wait_sweeps
+from flowfabric.engine.cancelling import Cancelling
+from flowfabric.engine.dispatch import Dispatcher
+from flowfabric.engine.flow_cancels import FlowCancels
+from flowfabric.engine.flow_reads import FlowReads
+from flowfabric.engine.flow_sweeps import FlowSweeps
+from flowfabric.engine.folding import Folding
 from flowfabric.engine.gates import Gates
 from flowfabric.engine.pulling import Pulling
 from flowfabric.engine.reads import Reads
@@ -15,10 +21,11 @@ from flowfabric.engine.signals import Signals
 from flowfabric.engine.streams import StreamOps, Streams
 from flowfabric.engine.subscriptions import Subscriptions
 from flowfabric.engine.suspensions import Suspensions
-from flowfabric.engine.sweeper import Pass, Sweeper
+from flowfabric.engine.sweeper import Pass, Sweep, Sweeper
 from flowfabric.engine.vault import Vault
 from flowfabric.engine.wakes import stream_topic
 from flowfabric.ids import ExecutionId, LaneId, Minter, RandomMinter, mint_solo, parse_lane_id
+from flowfabric.rules.feeds import Filter
 from flowfabric.settings import Settings
 from flowfabric.stores.base import Schema, Store
 
@@ -30,7 +37,7 @@ class Capabilities(msgspec.Struct, frozen=True):
     operations: tuple[str, ...]
 
 
-class Engine(Suspensions, Signals, Streams, Gates, Pulling, Reads, Subscriptions):
+class Engine(FlowCancels, FlowReads, Suspensions, Signals, Streams, Gates, Pulling, Reads, Subscriptions):
     """A durable execution engine on one store. Use it as an async context manager, or call `close`."""
 
     def __init__(
@@ -47,8 +54,17 @@ class Engine(Suspensions, Signals, Streams, Gates, Pulling, Reads, Subscriptions
         self._sweeper: Sweeper | None = None
         self.vault = Vault(self.settings.secret_key)
         self.stream_ops = StreamOps(self.settings.max_concurrent_stream_ops)
-        self.writers, self.folding, self.folds = {}, {}, set()
+        self.writers, self.taking_in, self.folds = {}, {}, set()
         self.after_commit += [self.follow_streams, self.follow_children]
+        self._turns = {}
+        self._background = set()
+        dispatch = self.settings.dispatch
+        self.folding = Folding(self, keeps_siblings=dispatch)
+        self.cancelling = Cancelling(self, self.folding)
+        self.dispatcher = Dispatcher(self, self.folding, self.cancelling.cancel_siblings, enabled=dispatch)
+        self.before_commit = self.dispatcher.carry
+        self.after_commit.append(self.dispatcher.follow)
+        self._flow_sweeps = FlowSweeps(self, self)
         store.on_wake(self.wakes.fire)
 
     async def ping(self) -> int:
@@ -67,7 +83,7 @@ class Engine(Suspensions, Signals, Streams, Gates, Pulling, Reads, Subscriptions
     def start_sweeps(self) -> None:
         """Run the background sweeps in this process too; any number of processes may."""
         if self._sweeper is None:
-            self._sweeper = Sweeper(self, self.settings.sweeps, wait_sweeps.sweeps(self))
+            self._sweeper = Sweeper(self, self.settings.sweeps, self._more_sweeps())
             self._sweeper.start()
 
     async def stop_sweeps(self) -> int:
@@ -75,9 +91,12 @@ class Engine(Suspensions, Signals, Streams, Gates, Pulling, Reads, Subscriptions
         sweeper, self._sweeper = self._sweeper, None
         return 0 if sweeper is None else await sweeper.stop()
 
-    async def sweep_once(self, name: str) -> Pass:
-        """One pass of a sweep, now."""
-        return await Sweeper(self, self.settings.sweeps, wait_sweeps.sweeps(self)).sweep_once(name)
+    async def sweep_once(self, name: str, chosen: Filter | None = None) -> Pass:
+        """One pass of a sweep, now; `chosen` restricts the sweeps of flows that act on single executions."""
+        return await Sweeper(self, self.settings.sweeps, self._more_sweeps(chosen)).sweep_once(name)
+
+    def _more_sweeps(self, chosen: Filter | None = None) -> tuple[Sweep, ...]:
+        return (*wait_sweeps.sweeps(self), *self._flow_sweeps.sweeps(chosen))
 
     async def close(self) -> None:
         """Stop sweeping, let what is on its way arrive, and let go of the store. A second call does nothing."""
@@ -86,6 +105,8 @@ class Engine(Suspensions, Signals, Streams, Gates, Pulling, Reads, Subscriptions
         self.wakes.fire_all(stream_topic(""))
         await self.frames_written()
         await self.folds_done()
+        await self.finish_background()
+        await self.dispatcher.close()
         await self.commits.drained()
         await self.store.close()
 

@@ -6,7 +6,7 @@ Whatever is wrong with it, the answer is a `ValidationError`; what comes out can
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -15,6 +15,8 @@ from flowfabric.rules import capabilities, expiry, limits
 from flowfabric.rules.claim import GrantOrder
 from flowfabric.rules.create import CreateExecution
 from flowfabric.rules.lease import Fence, Holder
+
+T = TypeVar("T")
 
 MAX_ATTEMPT_INDEX = 2**32 - 1
 MAX_EPOCH = 2**64 - 1
@@ -30,6 +32,13 @@ class ClaimOrder(msgspec.Struct, frozen=True, gc=False):
     lease_ttl_ms: int
 
 
+def parsed(value: T | errors.FabricError) -> T:
+    """What a rule made of a part of a request; its refusal is raised."""
+    if isinstance(value, errors.FabricError):
+        raise value
+    return value
+
+
 # ---------------------------------------------------------------------------------------------------------------
 # Names
 
@@ -37,6 +46,21 @@ class ClaimOrder(msgspec.Struct, frozen=True, gc=False):
 def execution(execution_id: object) -> ids.ExecutionId:
     """An execution id."""
     return ids.parse_execution_id(limits.text("execution_id", execution_id))
+
+
+def member(name: str, execution_id: object) -> ids.ExecutionId:
+    """The id of an execution that plays a part, named as that part."""
+    return ids.parse_execution_id(limits.text(name, execution_id))
+
+
+def flow(flow_id: object) -> ids.FlowId:
+    """A flow's id."""
+    return ids.FlowId(ids.parse_uuid(limits.text("flow_id", flow_id), "flow_id"))
+
+
+def edge(edge_id: object) -> str:
+    """An edge's id."""
+    return ids.parse_uuid(limits.text("edge_id", edge_id), "edge_id")
 
 
 def lane(lane_id: object) -> ids.LaneId:

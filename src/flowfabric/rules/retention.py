@@ -7,13 +7,14 @@ from collections.abc import Sequence
 import msgspec
 
 from flowfabric.model.execution import Attempt, Execution, Payload, Result
+from flowfabric.model.flow import Dependency
 from flowfabric.model.gate import ChildEnd, GateMemo, Mail, StepMemo
 from flowfabric.model.states import LifecyclePhase
 from flowfabric.model.stream import Frame, Stream, Summary
 from flowfabric.model.suspension import Remembered, Signal, Suspension, Waitpoint
 from flowfabric.rules.change import Change, Decision, Delete, seen
 
-OWNED: tuple[type[msgspec.Struct], ...] = (Attempt, Result, Payload)
+OWNED: tuple[type[msgspec.Struct], ...] = (Attempt, Result, Payload, Dependency)
 STREAMS: tuple[type[msgspec.Struct], ...] = (Frame, Summary, Stream)
 WAITS: tuple[type[msgspec.Struct], ...] = (Signal, Remembered, GateMemo, Mail, ChildEnd, Suspension)
 

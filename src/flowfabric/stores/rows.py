@@ -13,6 +13,19 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import msgspec
 
 from flowfabric.model.execution import Attempt, Execution, IdempotencyKey, LineKey, Payload, Result
+from flowfabric.model.flow import (
+    CancelBacklog,
+    Dependency,
+    Dispatch,
+    Edge,
+    EdgeGroup,
+    Flow,
+    FlowMember,
+    FlowSummary,
+    Outgoing,
+    PendingCancel,
+    PendingCancelGroup,
+)
 from flowfabric.model.gate import ChildEnd, GateMemo, Mail, StepMemo
 from flowfabric.model.keys import Keystore, SigningKey
 from flowfabric.model.stream import Frame, Stream, Summary
@@ -118,6 +131,35 @@ TABLES: tuple[Table, ...] = (
     _table("ff_stream", Stream, "execution_id", "attempt_index"),
     _table("ff_frame", Frame, "execution_id", "attempt_index", "page", "ms", "seq", root=Stream),
     _table("ff_stream_summary", Summary, "execution_id", "attempt_index", root=Stream),
+    _table("ff_flow_core", Flow, "flow_id", indexes=(("partition", "flow_id"), ("project_at", "flow_id"))),
+    _table("ff_flow_member", FlowMember, "flow_id", "execution_id", root=Flow),
+    _table("ff_edge", Edge, "flow_id", "edge_id", root=Flow, indexes=(("downstream_execution_id", "edge_id"),)),
+    _table("ff_edge_outgoing", Outgoing, "upstream_execution_id", "edge_id", root=Flow),
+    _table(
+        "ff_edge_group",
+        EdgeGroup,
+        "flow_id",
+        "downstream_execution_id",
+        indexes=(("waiting_since", "flow_id", "downstream_execution_id"),),
+    ),
+    _table(
+        "ff_dependency",
+        Dependency,
+        "downstream_execution_id",
+        "edge_id",
+        indexes=(("unfolded_at", "downstream_execution_id", "edge_id"),),
+    ),
+    _table("ff_dispatch", Dispatch, "execution_id", indexes=(("due_at", "execution_id"),)),
+    _table(
+        "ff_pending_cancel_groups",
+        PendingCancelGroup,
+        "flow_id",
+        "downstream_execution_id",
+        indexes=(("flagged_at", "flow_id", "downstream_execution_id"),),
+    ),
+    _table("ff_cancel_backlog", CancelBacklog, "flow_id", indexes=(("due_at", "flow_id"),)),
+    _table("ff_cancel_backlog_member", PendingCancel, "flow_id", "execution_id", root=CancelBacklog),
+    _table("ff_flow_summary", FlowSummary, "flow_id", root=Flow),
 )
 
 TABLE: dict[type[msgspec.Struct], Table] = {table.row: table for table in TABLES}
