@@ -16,6 +16,7 @@ import msgspec
 from flowfabric import errors
 from flowfabric.clock import Estimate
 from flowfabric.engine.commits import Commits
+from flowfabric.engine.meters import Meters
 from flowfabric.engine.wakes import FEED, Wakes, due_topic, end_topic, lane_topic
 from flowfabric.handles import Handle, HandleFields, open_handle
 from flowfabric.ids import Minter
@@ -57,12 +58,14 @@ class Core:
         self.estimate = Estimate()
         self.wakes = Wakes()
         self.commits = Commits(store)
+        self.meters = Meters()
         self.chance: Callable[[], float] = random.random
         self._seen: dict[str, Execution] = {}
         self._lines: dict[str, set[LineKey]] = {}
         self.planned: dict[tuple[type[msgspec.Struct], str], int] = {}  # when this process looks at an instant next
         self._untold: set[str] = set()
-        self._takeovers: set[str] = set()  # lanes where this process put work up for takeover
+        self._decided_lanes: set[str] = set()  # lanes where this process put work that is claimed by decision
+        self._takeovers: set[str] = set()  # those where some of it is up for takeover
         self._looked_at: dict[str, int] = {}  # when this process last looked around in a lane
         self.before_commit: Callable[[Change, Rows], Awaitable[Change]] | None = None  # may make a change carry more
         self.after_commit: list[Callable[[Change], None]] = []  # what this process does about a written change
@@ -246,13 +249,15 @@ class Core:
         self.note_line(line)
         topics.add(lane_topic(line.lane_id))
         if line.decided:
-            self._takeovers.add(line.lane_id)
+            self._decided_lanes.add(line.lane_id)
 
     def _note_sheet(
         self, execution_id: str, fields: dict[str, Any], revision: int, rows: Rows, committed_at: int
     ) -> None:
         owned = fields.get("ownership_state")
         if owned is not None and owned is not OwnershipState.LEASED:
+            if owned is not OwnershipState.UNOWNED and (line := fields.get("line")):
+                self._takeovers.add(line.lane_id)
             self._seen.pop(execution_id, None)
             return
         for found in rows:

@@ -8,6 +8,7 @@ from typing import Self
 import msgspec
 
 from flowfabric.engine import wait_sweeps
+from flowfabric.engine.admission_sweeps import admission_sweeps
 from flowfabric.engine.cancelling import Cancelling
 from flowfabric.engine.dispatch import Dispatcher
 from flowfabric.engine.flow_cancels import FlowCancels
@@ -17,11 +18,13 @@ from flowfabric.engine.folding import Folding
 from flowfabric.engine.gates import Gates
 from flowfabric.engine.pulling import Pulling
 from flowfabric.engine.reads import Reads
+from flowfabric.engine.retention import Retention
 from flowfabric.engine.signals import Signals
 from flowfabric.engine.streams import StreamOps, Streams
 from flowfabric.engine.subscriptions import Subscriptions
 from flowfabric.engine.suspensions import Suspensions
-from flowfabric.engine.sweeper import Pass, Sweep, Sweeper
+from flowfabric.engine.sweeper import Pass, Sweeper
+from flowfabric.engine.unblocking import Unblocking
 from flowfabric.engine.vault import Vault
 from flowfabric.engine.wakes import stream_topic
 from flowfabric.ids import ExecutionId, LaneId, Minter, RandomMinter, mint_solo, parse_lane_id
@@ -37,7 +40,7 @@ class Capabilities(msgspec.Struct, frozen=True):
     operations: tuple[str, ...]
 
 
-class Engine(FlowCancels, FlowReads, Suspensions, Signals, Streams, Gates, Pulling, Reads, Subscriptions):
+class Engine(FlowCancels, FlowReads, Suspensions, Signals, Streams, Gates, Pulling, Reads, Retention, Subscriptions):
     """A durable execution engine on one store. Use it as an async context manager, or call `close`."""
 
     def __init__(
@@ -65,6 +68,8 @@ class Engine(FlowCancels, FlowReads, Suspensions, Signals, Streams, Gates, Pulli
         self.before_commit = self.dispatcher.carry
         self.after_commit.append(self.dispatcher.follow)
         self._flow_sweeps = FlowSweeps(self, self)
+        self.after_commit += [self.follow_messages]
+        self._unblocking = Unblocking(self)
         store.on_wake(self.wakes.fire)
 
     async def ping(self) -> int:
@@ -83,7 +88,7 @@ class Engine(FlowCancels, FlowReads, Suspensions, Signals, Streams, Gates, Pulli
     def start_sweeps(self) -> None:
         """Run the background sweeps in this process too; any number of processes may."""
         if self._sweeper is None:
-            self._sweeper = Sweeper(self, self.settings.sweeps, self._more_sweeps())
+            self._sweeper = self.sweeper()
             self._sweeper.start()
 
     async def stop_sweeps(self) -> int:
@@ -91,12 +96,18 @@ class Engine(FlowCancels, FlowReads, Suspensions, Signals, Streams, Gates, Pulli
         sweeper, self._sweeper = self._sweeper, None
         return 0 if sweeper is None else await sweeper.stop()
 
-    async def sweep_once(self, name: str, chosen: Filter | None = None) -> Pass:
-        """One pass of a sweep, now; `chosen` restricts the sweeps of flows that act on single executions."""
-        return await Sweeper(self, self.settings.sweeps, self._more_sweeps(chosen)).sweep_once(name)
+    async def sweep_once(self, name: str, chosen: Filter | None = None, *, batch: int | None = None) -> Pass:
+        """One pass of a sweep, now; `chosen` restricts the sweeps over executions."""
+        return await self.sweeper(chosen).sweep_once(name, batch)
 
-    def _more_sweeps(self, chosen: Filter | None = None) -> tuple[Sweep, ...]:
-        return (*wait_sweeps.sweeps(self), *self._flow_sweeps.sweeps(chosen))
+    def sweeper(self, chosen: Filter | None = None) -> Sweeper:
+        """All sweeps, not yet running."""
+        more = (
+            *wait_sweeps.sweeps(self),
+            *self._flow_sweeps.sweeps(chosen),
+            *admission_sweeps(self, self._unblocking, chosen),
+        )
+        return Sweeper(self, self.settings.sweeps, more, chosen)
 
     async def close(self) -> None:
         """Stop sweeping, let what is on its way arrive, and let go of the store. A second call does nothing."""
@@ -107,6 +118,8 @@ class Engine(FlowCancels, FlowReads, Suspensions, Signals, Streams, Gates, Pulli
         await self.folds_done()
         await self.finish_background()
         await self.dispatcher.close()
+        self.stop_timers()
+        await self.delivered()
         await self.commits.drained()
         await self.store.close()
 

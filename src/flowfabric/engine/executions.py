@@ -393,10 +393,10 @@ class Executions(Core):
         execution = intake.execution(execution_id)
         return await self.settle_execution(execution, expiry.mark_lease_expired_if_due)
 
-    async def purge_execution(self, execution_id: str) -> bool:
+    async def purge_execution(self, execution_id: str, *, default_retention_ms: int | None = None) -> bool:
         """Remove a finished execution whose retention is over, with everything it owns."""
-        execution = intake.execution(execution_id)
-        gone = await self.settle_execution(execution, retention.purge)
+        execution, default = intake.execution(execution_id), default_retention_ms
+        gone = await self.settle_execution(execution, lambda row, now: retention.purge(row, now, None, default))
         if isinstance(gone, bool):
             return gone
         named: list[str] = []
@@ -407,7 +407,8 @@ class Executions(Core):
             named += [one.waitpoint_id for one in found]
             if len(found) < WAITPOINTS_PAGE:
                 break
-        return await self.settle_execution(execution, lambda row, now: retention.purge(row, now, named)) is True
+        went = await self.settle_execution(execution, lambda row, now: retention.purge(row, now, named, default))
+        return went is True
 
     # -- operators and schedulers -------------------------------------------------------------------------------
 

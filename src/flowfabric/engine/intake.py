@@ -23,13 +23,14 @@ MAX_EPOCH = 2**64 - 1
 
 
 class ClaimOrder(msgspec.Struct, frozen=True, gc=False):
-    """Who wants work, from which lane, for how long at a time."""
+    """Who wants work, from which lane, for how long at a time, and whether budgets and quotas are asked."""
 
     lane_id: str
     worker_id: str
     worker_instance_id: str
     capabilities: frozenset[str]
     lease_ttl_ms: int
+    admission: bool = False
 
 
 def parsed(value: T | errors.FabricError) -> T:
@@ -198,7 +199,13 @@ def offered(tokens: object) -> frozenset[str]:
 
 
 def claim_order(
-    lane_id: object, worker_id: object, worker_instance_id: object, tokens: object, lease_ttl_ms: object
+    lane_id: object,
+    worker_id: object,
+    worker_instance_id: object,
+    tokens: object,
+    lease_ttl_ms: object,
+    *,
+    admission: bool = False,
 ) -> ClaimOrder:
     """A worker's wish for work."""
     return ClaimOrder(
@@ -207,6 +214,7 @@ def claim_order(
         instance(worker_instance_id),
         offered(tokens),
         limits.duration("lease_ttl_ms", lease_ttl_ms),
+        admission,
     )
 
 

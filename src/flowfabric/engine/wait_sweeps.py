@@ -37,8 +37,8 @@ def sweeps(engine: Waiting) -> tuple[Sweep, ...]:
         return Pass(await engine.trim_feed(), 0)
 
     return (
-        Sweep("suspension_timeout", Suspension, "due_at", time_out),
-        Sweep("pending_wp_expiry", Waitpoint, "pending_until", engine.expire_pending_waitpoint),
-        Sweep("child_ends", ChildEnd, "due_at", take_in),
+        Sweep("suspension_timeout", "due_at", time_out, row=Suspension),
+        Sweep("pending_wp_expiry", "pending_until", engine.expire_pending_waitpoint, row=Waitpoint),
+        Sweep("child_ends", "due_at", take_in, row=ChildEnd),
         Sweep("feed_trimmer", whole=trim),
     )

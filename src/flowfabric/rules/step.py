@@ -15,7 +15,7 @@ from flowfabric.model.states import (
     TerminalOutcome,
     public_state,
 )
-from flowfabric.rules import closing, lease, successors
+from flowfabric.rules import admission, closing, lease, successors
 from flowfabric.rules.change import NOW, Change, FromNow, Guard, Patch, Write, live, seen
 from flowfabric.rules.policy import decode_terms
 
@@ -79,7 +79,7 @@ def ended(
         also += successors.settled(row, outcome)
     return Change(
         guards=(guard or seen(row),),
-        writes=writes + also,
+        writes=writes + also + admission.released_at_end(row),
         events=(completion(row, outcome, released=released if was_active else None, details=details),),
     )
 
@@ -97,6 +97,8 @@ LIFE_LEAVES = lease.Leftovers(
     "grant",
     "current_suspension_id",
     "current_waitpoint_id",
+    "blocked_on",
+    "blocked_at",
 )
 
 

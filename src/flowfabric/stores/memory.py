@@ -76,9 +76,23 @@ class Shelf:
         """A column as conditions and orders see it."""
         return encode(getattr(row, column), self._line_of)
 
+    def narrowed(self, where: Sequence[Where]) -> Iterator[Any]:
+        """Rows among which are all that meet the conditions: those of an index, if one of them names its column."""
+        for one in where:
+            if one.op == "=" and one.value is not None and one.column in self.indexes:
+                return self._of(self.indexes[one.column], encode(one.value, self._line_of))
+        return iter(self.rows.values())
+
     def meets(self, row: Any, where: Sequence[Where]) -> bool:
         """Whether the row meets all conditions."""
         return all(self._meets(self.value(row, one.column), one) for one in where)
+
+    def _of(self, entries: list[tuple[Any, ...]], value: Any) -> Iterator[Any]:
+        width = len(self.codec.table.key)
+        place = bisect_left(entries, (value,))
+        while place < len(entries) and entries[place][0] == value:
+            yield self.rows[entries[place][-width:]]
+            place += 1
 
     def _meets(self, value: Any, one: Where) -> bool:
         if one.op in ("set", "unset"):
@@ -202,7 +216,7 @@ class MemoryStore:
             order = scan.order + tuple(name for name in shelf.codec.table.key if name not in scan.order)
             after = scan.after and tuple(encode(value, self._line_id) for value in scan.after)
             found = []
-            for row in shelf.rows.values():
+            for row in shelf.narrowed(scan.where):
                 if not shelf.meets(row, scan.where):
                     continue  # before its place is looked at: only a row that meets the conditions has to have one
                 place = tuple(shelf.value(row, column) for column in order)

@@ -32,10 +32,8 @@ from flowfabric.testing.virtual import VirtualTime
 EPOCH_MS = 1_700_000_000_000
 SELDOM_MS = 100 * 24 * 60 * 60 * 1000
 # No hint gets lost in one process, and sweeps sleep until the next instant: nobody has to look in between.
-SETTINGS = Settings(
-    poll_ms=SELDOM_MS,
-    sweeps=Sweeps(**{name: SELDOM_MS for name in Sweeps.__struct_fields__ if name.endswith("_ms")}),
-)
+SEEN_SELDOM: dict[str, Any] = {name: SELDOM_MS for name in Sweeps.__struct_fields__ if name.endswith("_ms")}
+SETTINGS = Settings(poll_ms=SELDOM_MS, sweeps=Sweeps(**SEEN_SELDOM))
 
 
 class Ballots:
