@@ -70,7 +70,14 @@ class Engine(FlowCancels, FlowReads, Suspensions, Signals, Streams, Gates, Pulli
         self._flow_sweeps = FlowSweeps(self, self)
         self.after_commit += [self.follow_messages]
         self._unblocking = Unblocking(self)
-        store.on_wake(self.wakes.fire)
+        store.on_wake(self._woken)
+
+    def _woken(self, topics: frozenset[str]) -> None:
+        """Another process says what happened; one that cannot say wakes everybody."""
+        if topics:
+            self.wakes.fire(topics)
+        else:
+            self.wakes.fire_all("")
 
     async def ping(self) -> int:
         """The store's time, in milliseconds since the epoch."""
