@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
 from flowfabric import errors
 from flowfabric.engine.streams import Visibility
+from flowfabric.engine.wakes import stream_topic
 from flowfabric.handles import Handle, HandleKind
 from flowfabric.model.answers import Claimed
 from flowfabric.model.stream import FrameMode
 from flowfabric.rules.frames import StreamPage, parse_cursor
 from flowfabric.rules.streams import BestEffort
 from tests.scenarios.play import LEASE_MS, Play
-from tests.scenarios.waits import Waits
+from tests.scenarios.waits import Waits, until
 
 
 def texts(page: StreamPage) -> list[str]:
@@ -24,7 +26,7 @@ def texts(page: StreamPage) -> list[str]:
 
 
 async def best_effort(play: Play, held: Claimed, payload: bytes = b"x", **given: int) -> int:
-    mode = BestEffort(**given)  # type: ignore[arg-type]
+    mode = BestEffort(**given)
     appended = await play.engine.append_frame(held.handle, payload, mode=FrameMode.BEST_EFFORT, best_effort=mode)
     return appended.frame_count
 
@@ -63,7 +65,7 @@ async def test_ss_048_stale_appenders(play: Play) -> None:
     held = await play.claimed()
     e = held.execution_id
     fields = held.handle.fields
-    wrong = [
+    wrong: list[dict[str, Any]] = [
         {"lease_epoch": 2},
         {"attempt_index": 1},
         {"lease_id": "99999999-9999-4999-8999-999999999999"},
@@ -210,11 +212,9 @@ async def tailing(play: Play, e: str, **given: object) -> asyncio.Task[tuple[Str
         page = await play.engine.tail_stream(e, 0, **given)  # type: ignore[arg-type]
         return page, time.monotonic() - begun
 
-    before = play.engine.stream_ops.running
+    waiting = play.engine.wakes.waiting(stream_topic(e))
     task = asyncio.create_task(timed())
-    while play.engine.stream_ops.running == before and not task.done():
-        await asyncio.sleep(0)
-    await asyncio.sleep(0.03)
+    await until(lambda: play.engine.wakes.waiting(stream_topic(e)) > waiting)
     return task
 
 

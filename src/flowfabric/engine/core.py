@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence, Set
 from typing import Any, TypeVar
 
 import msgspec
@@ -99,7 +99,7 @@ class Core:
         """
         rows, now, misses = trusting, self.estimate.now(), 0
         fresh, pause = False, Pause()
-        doubtful = {doubt.change.id: doubt for doubt in doubts}
+        doubtful = {doubt.change.id: doubt for doubt in doubts} if doubts else {}
         while True:
             if rows is None:
                 loaded = await self.load(wants)
@@ -116,12 +116,12 @@ class Core:
             else:
                 change = msgspec.structs.replace(decision.change, id=self.minter.change_id())
                 try:
-                    committed = await self._commit(change)
+                    committed = await self.commits.add(change)
                 except errors.StoreUnavailable as lost:
-                    if not lost.in_doubt:
-                        raise
-                    doubtful[change.id] = Doubt(change, decision, rows)
                     await pause.or_raise()
+                    if not lost.in_doubt:
+                        continue  # nothing was written, and what it was decided on may still be true
+                    doubtful[change.id] = Doubt(change, decision, rows)
                     committed = None
                 if committed is not None:
                     self.note(change, rows, committed)
@@ -131,12 +131,12 @@ class Core:
                     await asyncio.sleep(random.random() * min(0.1, 0.002 * 2**misses))
             rows = None
 
-    async def settle_execution(
+    def settle_execution(
         self, execution_id: str, decide: Callable[[Execution | None, int], Decision[A]], *, trust: bool = False
-    ) -> A:
+    ) -> Awaitable[A]:
         """Settle a decision about one execution; `trust` may begin with the sheet remembered from its claim."""
         seen = self._seen.get(execution_id) if trust else None
-        return await self.settle(
+        return self.settle(
             (Want(Execution, (execution_id,)),),
             lambda rows, now: decide(rows[0][0] if rows[0] else None, now),
             trusting=None if seen is None else [[seen]],
@@ -148,20 +148,12 @@ class Core:
             inserts = [write.row for write in doubt.change.writes if isinstance(write, Insert)]
             inserts = [row for row in inserts if isinstance(row, MINTED)]
             wants = [Want(type(row), tuple(getattr(row, name) for name in TABLE[type(row)].key)) for row in inserts]
+            if not wants:
+                continue
             for row, found in zip(inserts, (await self.load(wants)).rows, strict=True):
                 if found and is_as_meant(found[0], row):
                     return doubt, None
         return None
-
-    async def _commit(self, change: Change) -> int | None:
-        pause = Pause()
-        while True:
-            try:
-                return await self.commits.add(change)
-            except errors.StoreUnavailable as lost:
-                if lost.in_doubt:
-                    raise
-                await pause.or_raise()
 
     def note(self, change: Change, rows: list[list[Any]], committed_at: int) -> None:
         """Remember and tell what a written change means to this process and to others."""
@@ -181,11 +173,11 @@ class Core:
             if event.outcome is not None:
                 topics.add(end_topic(event.execution_id))
         if topics:
-            self.tell(frozenset(topics))
+            self.tell(topics)
         for follow in self.after_commit:
             follow(change)
 
-    def tell(self, topics: frozenset[str]) -> None:
+    def tell(self, topics: Set[str]) -> None:
         """Wake whoever waits for these, here and in other processes."""
         self.wakes.fire(topics)
         if not self._untold:
@@ -295,9 +287,10 @@ def applied(row: Execution, fields: dict[str, Any], revision: int, committed_at:
 class Pause:
     """A growing, jittered wait between tries, until patience runs out; it begins with the first failure."""
 
+    __slots__ = ("_patience_s", "_tries", "_until")
+
     def __init__(self, patience_s: float = PATIENCE_S) -> None:
         self._patience_s = patience_s
-        self._until = 0.0
         self._tries = 0
 
     async def or_raise(self) -> None:

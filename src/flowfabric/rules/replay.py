@@ -20,6 +20,15 @@ from flowfabric.rules.change import Change, Decision, Delete, Patch, Write, refu
 from flowfabric.rules.operate import operator_event
 from flowfabric.rules.policy import decode_terms
 
+FORMER_LIFE_LEAVES = lease.Leftovers(
+    "failure_reason",
+    "cancellation_reason",
+    "cancelled_by",
+    "progress_pct",
+    "progress_message",
+    "progress_updated_at",
+)
+
 
 def replay(row: Execution | None) -> Decision[Replayed]:
     """Make a terminal execution claimable again; its history, payload, tags, retries and epoch stay.
@@ -41,15 +50,7 @@ def replay(row: Execution | None) -> Decision[Replayed]:
         lineage=lease.encode_lineage(Lineage(replayed_from_attempt_index=row.attempt_index)),
         completed_at=None,
         purge_at=None,
-        **lease.cleared(
-            row,
-            "failure_reason",
-            "cancellation_reason",
-            "cancelled_by",
-            "progress_pct",
-            "progress_message",
-            "progress_updated_at",
-        ),
+        **FORMER_LIFE_LEAVES.cleared(row),
     )
     details = {"replay_count": row.replay_count + 1, "replay_type": "normal", "branch": "normal"}
     change = Change(

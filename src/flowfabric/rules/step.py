@@ -55,23 +55,18 @@ def ended(
     reasons with which these close, if they are open and the outcome does not say it all.
     """
     was_active = row.lifecycle_phase is LifecyclePhase.ACTIVE
-    fields.update(
-        lifecycle_phase=LifecyclePhase.TERMINAL,
-        eligibility_state=EligibilityState.NOT_APPLICABLE,
-        terminal_outcome=outcome,
-        completed_at=NOW,
-        purge_at=FromNow(retention_ms(row)),
-    )
+    fields |= ENDED
+    fields["terminal_outcome"] = outcome
+    fields["purge_at"] = FromNow(retention_ms(row))
     if row.blocking_reason is not BlockingReason.NONE:
         fields["blocking_reason"] = BlockingReason.NONE
     if row.attempt_index is not None:
         fields["attempt_state"] = AttemptState.ATTEMPT_TERMINAL
-    fields.update(lease.cleared(row, "blocking_text", "delay_until", "deadline_at", "granted_until", "grant"))
-    fields.update(lease.cleared(row, "current_suspension_id", "current_waitpoint_id"))
+    fields |= LIFE_LEAVES.cleared(row)
     if was_active:
-        fields.update(lease.release(row))
-    else:
-        fields.update(lease.cleared(row, "line"))
+        fields |= lease.release(row)
+    elif row.line is not None:
+        fields["line"] = None
     writes: tuple[Write, ...] = (moved(row, fields),)
     if lease.has_open_attempt(row):
         writes += (lease.attempt_ended(row, attempt, reason=attempt_reason, category=category),)
@@ -83,6 +78,22 @@ def ended(
         writes=writes + also,
         events=(completion(row, outcome, released=released if was_active else None, details=details),),
     )
+
+
+ENDED: dict[str, Any] = {
+    "lifecycle_phase": LifecyclePhase.TERMINAL,
+    "eligibility_state": EligibilityState.NOT_APPLICABLE,
+    "completed_at": NOW,
+}
+LIFE_LEAVES = lease.Leftovers(
+    "blocking_text",
+    "delay_until",
+    "deadline_at",
+    "granted_until",
+    "grant",
+    "current_suspension_id",
+    "current_waitpoint_id",
+)
 
 
 def completion(row: Execution, outcome: TerminalOutcome, *, released: str | None, details: str | None = None) -> Event:
