@@ -34,7 +34,6 @@ BATCH_FRAMES = 500
 BATCH_BYTES = 4 * 1024 * 1024
 MAX_BLOCK_MS = 30_000
 RETRY_HINT_MS = 25
-BEST_EFFORT = BestEffort()
 
 
 class Visibility(StrEnum):
@@ -111,7 +110,7 @@ class Streams(Core):
         kind: FrameKind | str = FrameKind.EVENT,
         frame_type: str = "",
         mode: FrameMode | str = FrameMode.DURABLE,
-        best_effort: BestEffort = BEST_EFFORT,
+        best_effort: BestEffort = wait_intake.BEST_EFFORT,
         correlation_id: str | None = None,
         seq: int | None = None,
     ) -> Appended:
