@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -11,7 +13,6 @@ from flowfabric.engine.suspensions import AlreadySatisfied, SuspendDetails, Susp
 from flowfabric.ids import ExecutionId, partition_of
 from flowfabric.model.answers import Claimed
 from flowfabric.model.condition import AllOf, ByName, Condition, Count, CountKind, Single, Wildcard
-from flowfabric.model.suspension import TimeoutBehavior
 from flowfabric.rules.feeds import SignalNews
 from flowfabric.rules.signals import Accepted, Duplicate, SignalArgs
 from flowfabric.rules.suspend_args import Binding, Fresh, SuspendArgs, UsePending
@@ -135,6 +136,13 @@ class Waits:
         await self.engine.sweep_once("suspension_timeout")
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    """Let others work until this is so."""
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 - what is waited for is somebody else's doing, without an event
+            await asyncio.sleep(0.001)
+
+
 def partition(e: str) -> int:
     return partition_of(ExecutionId(e))
 
@@ -142,6 +150,3 @@ def partition(e: str) -> int:
 def plain(value: Any) -> str:
     """What printing or encoding a record gives away."""
     return f"{value!r} {value} {msgspec.json.encode(value, enc_hook=repr)!r}"
-
-
-__all__ = ["ANY", "TimeoutBehavior", "Waits", "count", "named", "partition", "plain"]

@@ -20,11 +20,11 @@ from flowfabric.engine.meters import Meters
 from flowfabric.engine.wakes import FEED, Wakes, due_topic, end_topic, lane_topic
 from flowfabric.handles import Handle, HandleFields, open_handle
 from flowfabric.ids import Minter
+from flowfabric.model.event import TOPIC_FIELDS
 from flowfabric.model.execution import Execution, LineKey
-from flowfabric.model.gate import Mail
 from flowfabric.model.states import LifecyclePhase, OwnershipState
 from flowfabric.model.stream import Frame
-from flowfabric.model.suspension import Signal, Waitpoint
+from flowfabric.model.suspension import Waitpoint
 from flowfabric.rules.change import Change, Decision, FromNow, Insert, Patch, Put
 from flowfabric.settings import Settings
 from flowfabric.stores.base import Loaded, Scan, Store, Want
@@ -35,7 +35,8 @@ Rows = list[list[Any]]
 
 SEEN_LIMIT = 20_000
 PATIENCE_S = 15.0
-MINTED = (Signal, Mail, Waitpoint, Frame)  # rows whose ids, or content and place, are one call's own
+MINTED = (Waitpoint, Frame)  # rows that are told in no feed, and whose ids or places are one call's own
+HISTORY = 1000
 
 
 class Doubt(msgspec.Struct, frozen=True):
@@ -154,13 +155,22 @@ class Core:
         )
 
     async def _overtaken(self, doubtful: dict[int, Doubt]) -> tuple[Doubt, int | None] | None:
-        """The doubtful change that others have written over since: a row that nobody else would insert is there."""
+        """The doubtful change that others have written over since: what it told, or a row of its own, is there."""
         for doubt in doubtful.values():
+            for event in doubt.change.events[:1]:
+                topic = next(topic for topic, field in TOPIC_FIELDS.items() if getattr(event, field) is not None)
+                told = await self.patiently(
+                    lambda event=event, topic=topic: self.store.history(event.execution_id, topic, HISTORY)
+                )
+                if found := next((one for one in told if one.event == event), None):
+                    return doubt, found.at
             inserts = [write.row for write in doubt.change.writes if isinstance(write, Insert)]
             inserts = [row for row in inserts if isinstance(row, MINTED)]
             wants = [Want(type(row), tuple(getattr(row, name) for name in TABLE[type(row)].key)) for row in inserts]
-            for row, found in zip(inserts, (await self.load(wants)).rows, strict=True):
-                if found and is_as_meant(found[0], row):
+            if not wants:
+                continue
+            for row, kept in zip(inserts, (await self.load(wants)).rows, strict=True):
+                if kept and is_as_meant(kept[0], row):
                     return doubt, None
         return None
 

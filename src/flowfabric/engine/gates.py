@@ -179,8 +179,8 @@ class Gates(Keys):
 
     def follow_children(self, change: Change) -> None:
         """Take a child's end in at once; the sweep does it when this process cannot."""
-        for write in change.writes:
-            if isinstance(write, Put) and isinstance(write.row, ChildEnd) and write.row.due_at is not None:
+        for write in change.writes:  # compared by type: this runs for every change
+            if type(write) is Put and type(write.row) is ChildEnd and write.row.due_at is not None:
                 parent = write.row.parent_id
                 if parent in self.taking_in:
                     self.taking_in[parent] = True

@@ -24,7 +24,7 @@ from flowfabric.handles import Handle
 from flowfabric.model.execution import Execution
 from flowfabric.model.stream import Frame, FrameKind, FrameMode, Stream, Summary
 from flowfabric.rules import frames, limits, streams
-from flowfabric.rules.change import Change, Insert, Patch, Put
+from flowfabric.rules.change import Change, Patch, Put
 from flowfabric.rules.frames import Position, StreamPage, SummaryView
 from flowfabric.rules.lease import Fence
 from flowfabric.rules.streams import Appended, BestEffort, FrameArgs
@@ -34,7 +34,6 @@ BATCH_FRAMES = 500
 BATCH_BYTES = 4 * 1024 * 1024
 MAX_BLOCK_MS = 30_000
 RETRY_HINT_MS = 25
-BEST_EFFORT = BestEffort()
 
 
 class Visibility(StrEnum):
@@ -111,7 +110,7 @@ class Streams(Core):
         kind: FrameKind | str = FrameKind.EVENT,
         frame_type: str = "",
         mode: FrameMode | str = FrameMode.DURABLE,
-        best_effort: BestEffort = BEST_EFFORT,
+        best_effort: BestEffort = wait_intake.BEST_EFFORT,
         correlation_id: str | None = None,
         seq: int | None = None,
     ) -> Appended:
@@ -171,14 +170,12 @@ class Streams(Core):
 
     def follow_streams(self, change: Change) -> None:
         """Wake those who wait for frames, or for the end of them."""
-        for write in change.writes:
-            match write:
-                case Patch(row=row, key=(execution_id, _)) if row is Stream:
-                    self.tell(frozenset({stream_topic(execution_id)}))
-                case Put(row=Stream() as stream) | Insert(row=Stream() as stream):
-                    self.tell(frozenset({stream_topic(stream.execution_id)}))
-                case _:
-                    pass
+        for write in change.writes:  # compared by type: this runs for every change
+            if type(write) is Put:
+                if type(write.row) is Stream:
+                    self.tell({stream_topic(write.row.execution_id)})
+            elif type(write) is Patch and write.row is Stream:
+                self.tell({stream_topic(write.key[0])})
 
     # -- read -----------------------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from flowfabric.rules.tokens import WaitpointToken
 
 AUTO_RESUME_ALIAS = "auto_resume"
 MOST_WAITPOINTS = 1000
+BEST_EFFORT = BestEffort()
 
 
 def waitpoint(waitpoint_id: object) -> str:
@@ -155,27 +156,31 @@ def frame(
     payload: object, kind: object, frame_type: object, mode: object, best_effort: object, correlation_id: object
 ) -> FrameInput:
     """A frame; one that is too large is refused before anything is asked about the lease."""
-    if not isinstance(payload, bytes | bytearray | memoryview):
+    if type(payload) is not bytes and not isinstance(payload, bytes | bytearray | memoryview):
         raise errors.InvalidInput("payload: not bytes")
-    size = memoryview(payload).nbytes
+    size = len(payload) if type(payload) is bytes else memoryview(payload).nbytes
     if size > streams.MAX_FRAME_BYTES:
         raise errors.RetentionLimitExceeded(f"{size} bytes, the limit is {streams.MAX_FRAME_BYTES}")
-    kinds: FrameKind = _member(FrameKind, "kind", kind)
+    kinds: FrameKind = kind if type(kind) is FrameKind else _member(FrameKind, "kind", kind)
     named = limits.text("frame_type", frame_type, limit=limits.MAX_NAME_BYTES)
-    if not isinstance(best_effort, BestEffort):
-        raise errors.InvalidInput("best_effort: not a BestEffort")
-    limits.integer("ttl_ms", best_effort.ttl_ms, most=limits.MAX_DURATION_MS)
-    for name in ("maxlen_floor", "maxlen_ceiling"):
-        limits.integer(name, getattr(best_effort, name))
-    if not isinstance(best_effort.ema_alpha, float | int):
-        raise errors.InvalidInput("ema_alpha: not a number")
     return FrameInput(
         bytes(payload),
         named or kinds.value,
-        _member(FrameMode, "mode", mode),
-        best_effort,
+        mode if type(mode) is FrameMode else _member(FrameMode, "mode", mode),
+        BEST_EFFORT if best_effort is BEST_EFFORT else _best_effort(best_effort),
         limits.optional_text("correlation_id", correlation_id) or None,
     )
+
+
+def _best_effort(given: object) -> BestEffort:
+    if not isinstance(given, BestEffort):
+        raise errors.InvalidInput("best_effort: not a BestEffort")
+    limits.integer("ttl_ms", given.ttl_ms, most=limits.MAX_DURATION_MS)
+    for name in ("maxlen_floor", "maxlen_ceiling"):
+        limits.integer(name, getattr(given, name))
+    if not isinstance(given.ema_alpha, float | int):
+        raise errors.InvalidInput("ema_alpha: not a number")
+    return given
 
 
 def message(args: object) -> MailArgs:

@@ -23,6 +23,10 @@ class Wakes:
         """Wake everyone who waits for a topic that begins like this."""
         self.fire([topic for topic in self._waiters if topic.startswith(prefix)])
 
+    def waiting(self, topic: str) -> int:
+        """How many wait for a hint about this."""
+        return len(self._waiters.get(topic, ()))
+
     def expect(self, *topics: str) -> asyncio.Future[None]:
         """A future for the next hint. Ask for it before looking, so that nothing falls between look and wait."""
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()

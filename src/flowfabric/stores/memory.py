@@ -72,6 +72,22 @@ class Shelf:
         keys = islice(self.keys, bisect_left(self.keys, prefix), None)
         return [*takewhile(lambda key: key[: len(prefix)] == prefix, keys)]
 
+    def among(self, scan: Scan) -> Iterator[Any]:
+        """The rows that a list may hold: those whose key begins with what its conditions say, after its place."""
+        given = {one.column: one.value for one in scan.where if one.op == "="}
+        names = self.codec.table.key
+        prefix = tuple(given[name] for name in takewhile(given.__contains__, names))
+        if not prefix:
+            yield from self.rows.values()
+            return
+        start = prefix
+        if scan.after is not None and scan.order[: len(scan.after)] == names[: len(scan.after)]:
+            start = max(prefix, scan.after)
+        for key in islice(self.keys, bisect_left(self.keys, start), None):
+            if key[: len(prefix)] != prefix:
+                return
+            yield self.rows[key]
+
     def value(self, row: Any, column: str) -> Any:
         """A column as conditions and orders see it."""
         return encode(getattr(row, column), self._line_of)

@@ -71,6 +71,7 @@ class Feed:
 
     async def trim(self, before: int, limit: int) -> int:
         """Drop the oldest events that were told before an instant; how many went."""
+        await self.end()  # whatever is committed has its position then, and only what has one can be told to be lost
         words = numbered(_STATEMENTS["trim"], ("limit", "before", "most"))
         return int(await self._links.write(lambda connection: connection.fetchval(words, limit, before, MOST_EVENTS)))
 

@@ -55,8 +55,7 @@ commit;
 -- name: trim
 -- Drop the oldest batches that were told before an instant, up to so many; how many events went.
 with oldest as (
-    select b.batch_id, b.position, b.at from ff_feed f, ff_batch b
-     where b.position > f.trimmed and b.position <= f.trimmed + :limit
+    select batch_id, position, at from ff_batch where position is not null order by position limit :limit
 ),
 stop as (
     select coalesce(min(position) filter (where at >= :before), max(position) + 1) as position from oldest
