@@ -16,6 +16,7 @@ import msgspec
 from flowfabric import errors
 from flowfabric.clock import Estimate
 from flowfabric.engine.commits import Commits
+from flowfabric.engine.loads import Loads
 from flowfabric.engine.wakes import FEED, Wakes, due_topic, end_topic, lane_topic
 from flowfabric.handles import Handle, HandleFields, open_handle
 from flowfabric.ids import Minter
@@ -52,6 +53,7 @@ class Core:
         self.estimate = Estimate()
         self.wakes = Wakes()
         self.commits = Commits(store)
+        self.loads = Loads(store)
         self.chance: Callable[[], float] = random.random
         self._seen: dict[str, Execution] = {}
         self._lines: dict[str, set[LineKey]] = {}
@@ -73,7 +75,7 @@ class Core:
 
     async def load(self, wants: Sequence[Want]) -> Loaded:
         """Rows and the store's time."""
-        loaded = await self.patiently(lambda: self.store.load(wants))
+        loaded = await self.patiently(lambda: self.loads.load(wants))
         self.estimate.hear(loaded.now)
         return loaded
 
