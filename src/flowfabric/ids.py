@@ -11,7 +11,9 @@ import os
 import random
 import re
 import struct
+import weakref
 from enum import StrEnum
+from functools import lru_cache
 from typing import Final, NewType, Protocol
 
 import msgspec
@@ -40,7 +42,6 @@ MAX_WORKER_BYTES: Final = 256
 _CANONICAL_UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}").fullmatch
 _ANY_UUID = re.compile(r"[0-9a-fA-F]{32}|[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}").fullmatch
 _DECIMAL = re.compile(r"0|[1-9][0-9]{0,4}").fullmatch
-_NOT_PRINTABLE = re.compile(r"[^\x20-\x7e]").search
 _BLANK_OR_CONTROL = re.compile(r"[\s\x00-\x1f\x7f-\x9f\ud800-\udfff]").search  # half a character is no character
 
 
@@ -123,15 +124,16 @@ class LaneIdNonPrintable(InvalidInput):
 
 def parse_lane_id(text: str) -> LaneId:
     """1 to 64 printable ASCII bytes; else `LaneIdEmpty`, `LaneIdTooLong` or `LaneIdNonPrintable`."""
+    if text.isascii() and text.isprintable() and 0 < len(text) <= MAX_LANE_BYTES:
+        return LaneId(text)
     if not text:
         raise LaneIdEmpty("lane_id: empty")
     length = len(text.encode("utf-8", "surrogatepass"))
     if length > MAX_LANE_BYTES:
         raise LaneIdTooLong(f"lane_id: too long: {length} bytes", length=length)
-    if offender := _NOT_PRINTABLE(text):
-        # Everything before the first offender is ASCII, so its place among the characters is its place among the bytes.
-        raise LaneIdNonPrintable(f"lane_id: non-printable byte at index {offender.start()}", index=offender.start())
-    return LaneId(text)
+    # Everything before the first offender is ASCII, so its place among the characters is its place among the bytes.
+    place = next(place for place, character in enumerate(text) if not " " <= character <= "~")
+    raise LaneIdNonPrintable(f"lane_id: non-printable byte at index {place}", index=place)
 
 
 def parse_worker_id(text: str) -> WorkerId:
@@ -242,7 +244,12 @@ def flow_partition(flow_id: FlowId, counts: PartitionCounts) -> int:
 
 def solo_partition(lane: LaneId, counts: PartitionCounts) -> int:
     """Where executions without a flow live: with their lane."""
-    return crc16(lane.encode()) % counts.flow
+    return _solo_partition(lane, counts.flow)
+
+
+@lru_cache(maxsize=1024)
+def _solo_partition(lane: LaneId, flow_partitions: int) -> int:
+    return crc16(lane.encode()) % flow_partitions
 
 
 def budget_partition(budget_id: BudgetId, counts: PartitionCounts) -> int:
@@ -279,40 +286,46 @@ class RandomMinter:
     Safe in threads: taking from the end of a list is one step. Safe after a fork: a child begins with none in stock.
     """
 
+    _uuids: list[str]
+    _numbers: list[int]
+
     def __init__(self) -> None:
-        self._pid = os.getpid()
-        self._uuids: list[str] = []
-        self._numbers: list[int] = []
+        self.forget()
+        _MINTERS.add(self)
 
     def uuid(self) -> str:
         """A version 4 UUID that nobody has seen before."""
         try:
-            if self._pid == os.getpid():
-                return self._uuids.pop()
+            return self._uuids.pop()
         except IndexError:
-            pass
-        digits = os.urandom(16 * _STOCK).hex()
-        self._restock()
-        self._uuids = [_version_4(digits[start : start + 32]) for start in range(0, 32 * _STOCK, 32)]
-        return _version_4(os.urandom(16).hex())
+            digits = os.urandom(16 * _STOCK).hex()
+            self._uuids = [_version_4(digits[start : start + 32]) for start in range(0, 32 * _STOCK, 32)]
+            return _version_4(os.urandom(16).hex())
 
     def change_id(self) -> int:
         """A positive 63-bit number that no other change carries."""
         try:
-            if self._pid == os.getpid():
-                return self._numbers.pop()
+            return self._numbers.pop()
         except IndexError:
-            pass
-        self._restock()
-        self._numbers = [number >> 1 or 1 for number in struct.unpack(f"<{_STOCK}Q", os.urandom(8 * _STOCK))]
-        return int.from_bytes(os.urandom(8)) >> 1 or 1
+            self._numbers = [number >> 1 or 1 for number in struct.unpack(f"<{_STOCK}Q", os.urandom(8 * _STOCK))]
+            return int.from_bytes(os.urandom(8)) >> 1 or 1
 
-    def _restock(self) -> None:
-        if self._pid != os.getpid():
-            self._uuids, self._numbers, self._pid = [], [], os.getpid()
+    def forget(self) -> None:
+        """Give nothing out that was fetched before."""
+        self._uuids, self._numbers = [], []
 
 
 _STOCK: Final = 256
+_MINTERS: Final[weakref.WeakSet[RandomMinter]] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    # Told by the system rather than by asking for the process id: that takes longer than minting.
+    for minter in _MINTERS:
+        minter.forget()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 class SeededMinter:

@@ -84,10 +84,10 @@ async def dump(store: Store) -> dict[str, list[Any]]:
     kept: dict[str, list[Any]] = {}
     for table in TABLES:
         kept[table.name] = await store.scan(Scan(table.row, limit=EVERYTHING))
-    events: list[FeedEvent] = []
+    events: dict[int, FeedEvent] = {}  # by position: one event may belong to several feeds
     for topic in Topic:
-        events += (await store.feed(topic, 0, EVERYTHING)).events
-    kept["events"] = sorted(events, key=lambda told: told.position)
+        events |= {told.position: told for told in (await store.feed(topic, 0, EVERYTHING)).events}
+    kept["events"] = [events[position] for position in sorted(events)]
     kept["lines"] = list(await store.lines())
     return kept
 

@@ -63,6 +63,12 @@ async def test_only_the_lines_asked_for_are_taken_from(store: Store) -> None:
     assert names(await store.take(a_take(10, LineKey("never written"), OTHER))) == ["a"]
 
 
+async def test_a_line_named_twice_is_one_line(store: Store) -> None:
+    await line_up(store, waiting("a", 1), waiting("b", 2))
+
+    assert names(await store.take(a_take(10, MAIL, MAIL))) == ["a", "b"]
+
+
 async def test_nothing_is_taken_from_nothing(store: Store, clock: ManualClock) -> None:
     await line_up(store, waiting("a"))
 

@@ -11,7 +11,7 @@ processes began: always when it found nothing, and about once a second when it i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 from flowfabric import errors, ids
@@ -149,31 +149,37 @@ class Claims(Executions, Keys):
         if not lines:
             return []
         pause = Pause()
+        doubtful: list[Take] = []
         while True:
             stamps = tuple(Stamp(self.minter.uuid(), self.minter.uuid(), self.minter.change_id()) for _ in range(limit))
             take = Take(lines, stamps, order.worker_id, order.worker_instance_id, order.lease_ttl_ms, lease.CLAIMED)
             try:
                 taken = await self.store.take(take)
             except errors.StoreUnavailable as lost:
-                if lost.in_doubt and (found := await self._find_taken(take)):
-                    return found
+                if lost.in_doubt:
+                    doubtful.append(take)
+                    if found := await self._find_taken(doubtful):
+                        return found
                 await pause.or_raise()
                 continue
             self.estimate.hear(taken.now)
+            if doubtful and not taken.rows:  # perhaps the doubtful one arrived just after we had looked for it
+                return await self._find_taken(doubtful)
             if taken.rows:
                 self.tell(frozenset({FEED}))
                 self.note_taken([row for row, _ in taken.rows])
             return [self._claimed(row, payload, order.lease_ttl_ms) for row, payload in taken.rows]
 
-    async def _find_taken(self, take: Take) -> list[answers.Claimed]:
-        """After a lost answer: the rows that carry the stamps, if the take happened."""
-        leases = tuple(stamp.lease_id for stamp in take.stamps)
+    async def _find_taken(self, takes: Sequence[Take]) -> list[answers.Claimed]:
+        """After lost answers: the rows that carry the stamps, if one of the takes happened."""
+        leases = tuple(stamp.lease_id for take in takes for stamp in take.stamps)
         where = (Where("lease_expires_at", "set"), Where("lease_id", "in", leases))
         rows = await self.scan(Scan(Execution, where, ("rank", "execution_id"), limit=len(leases)))
         if not rows:
             return []
         loaded = await self.load([Want(Payload, (row.execution_id,)) for row in rows])
-        return [self._claimed(row, found[0], take.lease_ttl_ms) for row, found in zip(rows, loaded.rows, strict=True)]
+        ttl = takes[0].lease_ttl_ms
+        return [self._claimed(row, found[0], ttl) for row, found in zip(rows, loaded.rows, strict=True)]
 
     def _claimed(self, row: Execution, payload: Payload, lease_ttl_ms: int) -> answers.Claimed:
         self.remember(row)

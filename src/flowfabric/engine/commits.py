@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 from flowfabric import errors
 from flowfabric.rules.change import Change
@@ -24,35 +25,34 @@ class Commits:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._waiting: deque[tuple[Change, asyncio.Future[int | None]]] = deque()
-        self._lanes: set[asyncio.Task[None]] = set()
+        self._under_way: set[asyncio.Task[Any]] = set()
         self._running = 0  # counted by the lanes themselves: a task that has just returned is not running any more
 
-    async def add(self, change: Change) -> int | None:
+    def add(self, change: Change) -> asyncio.Future[int | None]:
         """Write a change with whatever else is waiting: the commit's time, or None when a guard did not hold."""
         verdict: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
         self._waiting.append((change, verdict))
         self._start_lane()
-        return await verdict
+        return verdict
 
-    async def add_all(self, changes: Sequence[Change]) -> list[Verdict]:
-        """Write many changes of one caller, in order, a batch at a time; one that fails does not fail the others."""
-        limit = self._store.batch_limit
-        verdicts: list[Verdict] = []
-        for start in range(0, len(changes), limit):
-            verdicts += await self._write(changes[start : start + limit])
-        return verdicts
+    def send(self, changes: Sequence[Change]) -> asyncio.Task[list[Verdict]]:
+        """Write a batch that one caller put together, at once; one change that fails does not fail the others."""
+        writing = asyncio.create_task(self._write(changes))
+        self._under_way.add(writing)
+        writing.add_done_callback(self._under_way.discard)
+        return writing
 
     async def drained(self) -> None:
         """Wait until nothing is on its way."""
-        while self._lanes:
-            await asyncio.wait(self._lanes)
+        while self._under_way:
+            await asyncio.wait(self._under_way)
 
     def _start_lane(self) -> None:
         if self._running < self._store.commit_lanes:
             self._running += 1
             lane = asyncio.create_task(self._run_lane())
-            self._lanes.add(lane)
-            lane.add_done_callback(self._lanes.discard)
+            self._under_way.add(lane)
+            lane.add_done_callback(self._under_way.discard)
 
     async def _run_lane(self) -> None:
         try:

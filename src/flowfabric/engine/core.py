@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence, Set
 from typing import Any, TypeVar
 
 import msgspec
@@ -100,7 +100,7 @@ class Core:
         """
         rows, now, misses = trusting, self.estimate.now(), 0
         fresh, pause = False, Pause()
-        doubtful = {doubt.change.id: doubt for doubt in doubts}
+        doubtful = {doubt.change.id: doubt for doubt in doubts} if doubts else {}
         while True:
             if rows is None:
                 loaded = await self.load(wants)
@@ -121,12 +121,12 @@ class Core:
                 if self.before_commit is not None and not misses:
                     change = await self.before_commit(change, rows)
                 try:
-                    committed = await self.commit(change)
+                    committed = await self.commits.add(change)
                 except errors.StoreUnavailable as lost:
-                    if not lost.in_doubt:
-                        raise
-                    doubtful[change.id] = Doubt(change, decision, rows)
                     await pause.or_raise()
+                    if not lost.in_doubt:
+                        continue  # nothing was written, and what it was decided on may still be true
+                    doubtful[change.id] = Doubt(change, decision, rows)
                     committed = None
                 if committed is not None:
                     self.note(change, rows, committed)
@@ -136,27 +136,16 @@ class Core:
                     await asyncio.sleep(random.random() * min(0.1, 0.002 * 2**misses))
             rows = None
 
-    async def settle_execution(
+    def settle_execution(
         self, execution_id: str, decide: Callable[[Execution | None, int], Decision[A]], *, trust: bool = False
-    ) -> A:
+    ) -> Awaitable[A]:
         """Settle a decision about one execution; `trust` may begin with the sheet remembered from its claim."""
         seen = self._seen.get(execution_id) if trust else None
-        return await self.settle(
+        return self.settle(
             (Want(Execution, (execution_id,)),),
             lambda rows, now: decide(rows[0][0] if rows[0] else None, now),
             trusting=None if seen is None else [[seen]],
         )
-
-    async def commit(self, change: Change) -> int | None:
-        """Write a change: the commit's time, or None when it was decided on what is no longer true."""
-        pause = Pause()
-        while True:
-            try:
-                return await self.commits.add(change)
-            except errors.StoreUnavailable as lost:
-                if lost.in_doubt:
-                    raise
-                await pause.or_raise()
 
     def note(self, change: Change, rows: Rows, committed_at: int) -> None:
         """Remember and tell what a written change means to this process and to others."""
@@ -176,11 +165,11 @@ class Core:
             if event.outcome is not None:
                 topics.add(end_topic(event.execution_id))
         if topics:
-            self.tell(frozenset(topics))
+            self.tell(topics)
         for follow in self.after_commit:
             follow(change)
 
-    def tell(self, topics: frozenset[str]) -> None:
+    def tell(self, topics: Set[str]) -> None:
         """Wake whoever waits for these, here and in other processes."""
         self.wakes.fire(topics)
         if not self._untold:
@@ -287,9 +276,10 @@ def applied(row: Execution, fields: dict[str, Any], revision: int, committed_at:
 class Pause:
     """A growing, jittered wait between tries, until patience runs out; it begins with the first failure."""
 
+    __slots__ = ("_patience_s", "_tries", "_until")
+
     def __init__(self, patience_s: float = PATIENCE_S) -> None:
         self._patience_s = patience_s
-        self._until = 0.0
         self._tries = 0
 
     async def or_raise(self) -> None:

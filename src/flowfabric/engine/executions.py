@@ -9,10 +9,11 @@ import msgspec
 
 from flowfabric import errors
 from flowfabric.engine import intake
-from flowfabric.engine.core import Core, Doubt, Rows, first
+from flowfabric.engine.bulk import BulkCreate, settle_create
+from flowfabric.engine.core import Core, Rows, first
 from flowfabric.handles import Handle, HandleFields
 from flowfabric.model import answers
-from flowfabric.model.execution import Execution, IdempotencyKey
+from flowfabric.model.execution import Execution
 from flowfabric.model.flow import Dependency, EdgeGroup
 from flowfabric.rules import (
     cancel,
@@ -29,7 +30,7 @@ from flowfabric.rules import (
     tags,
 )
 from flowfabric.rules.change import Decision, FromNow
-from flowfabric.rules.create import CreateExecution, create
+from flowfabric.rules.create import CreateExecution
 from flowfabric.rules.lease import Fence
 from flowfabric.stores.base import Held, Want
 
@@ -77,64 +78,17 @@ class Executions(Core):
                 execution_deadline_at=execution_deadline_at,
             )
         )
-        return await self._create(ask)
+        return await settle_create(self, ask, trusting=True)
 
     async def create(self, ask: CreateExecution) -> answers.Created | answers.Duplicate:
         """The same for a request that stands ready."""
-        return await self._create(intake.creation(ask))
-
-    async def _create(self, ask: CreateExecution) -> answers.Created | answers.Duplicate:
-        wants, nothing = _create_wants(ask)
-        return await self.settle(wants, lambda rows, now: _create(rows, ask, now), trusting=nothing)
+        return await settle_create(self, intake.creation(ask), trusting=True)
 
     async def create_executions(
         self, asks: Iterable[CreateExecution]
     ) -> list[answers.Created | answers.Duplicate | errors.FabricError]:
         """Create many in as few round trips as there are batches; each answer stands for itself, refusals included."""
-        results: list[Any] = []
-        changes, places = [], []
-        checked: list[CreateExecution | None] = []
-        now = self.estimate.now()
-        taken: set[Any] = set()
-        for ask in intake.each("asks", asks):
-            place = len(results)
-            results.append(None)
-            try:
-                ask = intake.creation(ask)
-            except errors.FabricError as refused:
-                checked.append(None)
-                results[place] = refused
-                continue
-            checked.append(ask)
-            wants, nothing = _create_wants(ask)
-            decision = _create(nothing, ask, now)
-            roots = {(want.row, want.key) for want in wants}
-            if decision.change is not None and taken.isdisjoint(roots):
-                taken |= roots
-                places.append((place, decision))
-                changes.append(msgspec.structs.replace(decision.change, id=self.minter.change_id()))
-        verdicts = await self.commits.add_all(changes)
-        doubts: dict[int, Doubt] = {}
-        for (place, decision), change, verdict in zip(places, changes, verdicts, strict=True):
-            if isinstance(verdict, int):
-                self.note(change, [], verdict)
-                results[place] = decision.unwrap(verdict)
-            elif isinstance(verdict, errors.StoreUnavailable) and verdict.in_doubt:
-                doubts[place] = Doubt(change, decision, [])
-        for place, asked in enumerate(checked):  # duplicates, refusals and lost answers: one by one, on a fresh look
-            if results[place] is None and asked is not None:
-                results[place] = await self._create_carefully(asked, doubts.get(place))
-        return results
-
-    async def _create_carefully(
-        self, ask: CreateExecution, doubt: Doubt | None
-    ) -> answers.Created | answers.Duplicate | errors.FabricError:
-        wants, _ = _create_wants(ask)
-        doubts = () if doubt is None else (doubt,)
-        try:
-            return await self.settle(wants, lambda rows, now: _create(rows, ask, now), doubts=doubts)
-        except errors.FabricError as refused:
-            return refused
+        return await BulkCreate(self).create(intake.each("asks", asks))
 
     # -- the holder's verbs -------------------------------------------------------------------------------------
 
@@ -516,16 +470,3 @@ class Executions(Core):
 
 def _fence(fields: HandleFields) -> Fence:
     return Fence(fields.lease_id, fields.lease_epoch, fields.attempt_id)
-
-
-def _create_wants(ask: CreateExecution) -> tuple[tuple[Want, ...], list[list[Any]]]:
-    wants: tuple[Want, ...] = (Want(Execution, (ask.execution_id,)),)
-    if ask.idempotency_key:
-        wants += (Want(IdempotencyKey, (ask.partition, ask.digest)),)
-    return wants, [[] for _ in wants]
-
-
-def _create(rows: list[list[Any]], ask: CreateExecution, now: int) -> Decision[answers.Created | answers.Duplicate]:
-    existing = rows[0][0] if rows[0] else None
-    remembered = rows[1][0] if len(rows) > 1 and rows[1] else None
-    return create(existing, remembered, ask, now)

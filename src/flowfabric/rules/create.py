@@ -6,6 +6,7 @@ import hashlib
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from flowfabric import errors
 from flowfabric.model.answers import Created, Duplicate
@@ -99,22 +100,13 @@ def _born(ask: CreateExecution, terms: Terms, terms_text: str | None, delay_unti
     deadline: Any = ask.execution_deadline_at
     if not deadline and terms.execution_deadline_ms:
         deadline = at(terms.execution_deadline_ms)
-    return Execution(
+    return replace(
+        DELAYED if waits else CLAIMABLE,
         execution_id=ask.execution_id,
         partition=ask.partition,
         namespace=ask.namespace,
         lane_id=ask.lane_id,
         priority=priority,
-        created_at=at(0),
-        last_transition_at=at(0),
-        last_mutation_at=at(0),
-        lifecycle_phase=LifecyclePhase.RUNNABLE,
-        ownership_state=OwnershipState.UNOWNED,
-        eligibility_state=EligibilityState.NOT_ELIGIBLE_UNTIL_TIME if waits else EligibilityState.ELIGIBLE_NOW,
-        blocking_reason=BlockingReason.WAITING_FOR_DELAY if waits else BlockingReason.WAITING_FOR_WORKER,
-        terminal_outcome=TerminalOutcome.NONE,
-        attempt_state=AttemptState.PENDING_FIRST_ATTEMPT,
-        public_state=PublicState.DELAYED if waits else PublicState.WAITING,
         tags=write_tags(ask.tags),
         required_capabilities=required,
         terms=terms_text,
@@ -123,9 +115,34 @@ def _born(ask: CreateExecution, terms: Terms, terms_text: str | None, delay_unti
         deadline_at=deadline or None,
         line=line,
         rank=at(place.rank_offset(priority, terms)),
-        next_type=AttemptType.INITIAL,
         next_timeout_ms=terms.attempt_timeout_ms,
     )
+
+
+CLAIMABLE = Execution(
+    execution_id="",
+    partition=0,
+    namespace="",
+    lane_id="",
+    priority=0,
+    created_at=at(0),
+    last_transition_at=at(0),
+    last_mutation_at=at(0),
+    lifecycle_phase=LifecyclePhase.RUNNABLE,
+    ownership_state=OwnershipState.UNOWNED,
+    eligibility_state=EligibilityState.ELIGIBLE_NOW,
+    blocking_reason=BlockingReason.WAITING_FOR_WORKER,
+    terminal_outcome=TerminalOutcome.NONE,
+    attempt_state=AttemptState.PENDING_FIRST_ATTEMPT,
+    public_state=PublicState.WAITING,
+    next_type=AttemptType.INITIAL,
+)
+DELAYED = replace(
+    CLAIMABLE,
+    eligibility_state=EligibilityState.NOT_ELIGIBLE_UNTIL_TIME,
+    blocking_reason=BlockingReason.WAITING_FOR_DELAY,
+    public_state=PublicState.DELAYED,
+)
 
 
 def _payload(ask: CreateExecution) -> Payload:

@@ -7,6 +7,7 @@ lease has lapsed as well, and the lapse is marked on the way.
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -179,16 +180,27 @@ def acquire(
 
 def release(row: Execution) -> dict[str, Any]:
     """The fields of a row whose lease ended. Ids, epoch and index stay as the record of the last lease."""
-    fields: dict[str, Any] = {"ownership_state": OwnershipState.UNOWNED, "lease_expires_at": None}
-    fields.update(
-        cleared(row, "attempt_timeout_at", "line", "lease_expired_at", "lease_revoked_at", "lease_revoke_reason")
-    )
-    return fields
+    return {**RELEASED, **LEASE_LEAVES.cleared(row)}
 
 
-def cleared(row: Execution, *names: str) -> dict[str, Any]:
-    """Those of the fields that are set, to be unset; so that a change stays as narrow as what it changes."""
-    return {name: None for name in names if getattr(row, name) is not None}
+class Leftovers:
+    """Fields that something leaves behind."""
+
+    def __init__(self, *names: str) -> None:
+        self._names = names
+        self._values = attrgetter(*names)
+        self._none = (None,) * len(names)
+
+    def cleared(self, row: Execution) -> dict[str, None]:
+        """Those that are set, to be unset; so that a change stays as narrow as what it changes."""
+        values = self._values(row)
+        if values == self._none:
+            return {}
+        return {name: None for name, value in zip(self._names, values, strict=True) if value is not None}
+
+
+RELEASED: dict[str, Any] = {"ownership_state": OwnershipState.UNOWNED, "lease_expires_at": None}
+LEASE_LEAVES = Leftovers("attempt_timeout_at", "line", "lease_expired_at", "lease_revoked_at", "lease_revoke_reason")
 
 
 def lease_event(row: Execution, name: str, *, reason: str | None = None, details: str | None = None) -> Event:

@@ -19,6 +19,15 @@ from flowfabric.rules.change import NOW, Change, Decision, Delete, Patch, Write,
 from flowfabric.rules.operate import operator_event
 from flowfabric.rules.policy import decode_terms
 
+FORMER_LIFE_LEAVES = lease.Leftovers(
+    "failure_reason",
+    "cancellation_reason",
+    "cancelled_by",
+    "progress_pct",
+    "progress_message",
+    "progress_updated_at",
+)
+
 
 def replay(row: Execution | None, *, branch: str = "normal", groups_reset: int | None = None) -> Decision[Replayed]:
     """Make a terminal execution claimable again; its history, payload, tags, retries and epoch stay.
@@ -40,15 +49,7 @@ def replay(row: Execution | None, *, branch: str = "normal", groups_reset: int |
         lineage=lease.encode_lineage(Lineage(replayed_from_attempt_index=row.attempt_index)),
         completed_at=None,
         purge_at=None,
-        **lease.cleared(
-            row,
-            "failure_reason",
-            "cancellation_reason",
-            "cancelled_by",
-            "progress_pct",
-            "progress_message",
-            "progress_updated_at",
-        ),
+        **FORMER_LIFE_LEAVES.cleared(row),
     )
     details = {"replay_count": row.replay_count + 1, "replay_type": branch, "branch": branch}
     if groups_reset is not None:

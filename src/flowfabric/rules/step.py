@@ -54,22 +54,18 @@ def ended(
     wait for this end to the dependency reconciler.
     """
     was_active = row.lifecycle_phase is LifecyclePhase.ACTIVE
-    fields.update(
-        lifecycle_phase=LifecyclePhase.TERMINAL,
-        eligibility_state=EligibilityState.NOT_APPLICABLE,
-        terminal_outcome=outcome,
-        completed_at=NOW,
-        purge_at=FromNow(retention_ms(row)),
-    )
+    fields |= ENDED
+    fields["terminal_outcome"] = outcome
+    fields["purge_at"] = FromNow(retention_ms(row))
     if row.blocking_reason is not BlockingReason.NONE:
         fields["blocking_reason"] = BlockingReason.NONE
     if row.attempt_index is not None:
         fields.setdefault("attempt_state", AttemptState.ATTEMPT_TERMINAL)
-    fields.update(lease.cleared(row, "blocking_text", "delay_until", "deadline_at", "granted_until", "grant"))
+    fields |= LIFE_LEAVES.cleared(row)
     if was_active:
-        fields.update(lease.release(row))
-    else:
-        fields.update(lease.cleared(row, "line"))
+        fields |= lease.release(row)
+    elif row.line is not None:
+        fields["line"] = None
     writes: tuple[Write, ...] = (moved(row, fields),)
     if lease.has_open_attempt(row):
         writes += (lease.attempt_ended(row, attempt, reason=attempt_reason, category=category),)
@@ -80,6 +76,14 @@ def ended(
         writes=writes + also,
         events=(completion(row, outcome, released=released if was_active else None, details=details),),
     )
+
+
+ENDED: dict[str, Any] = {
+    "lifecycle_phase": LifecyclePhase.TERMINAL,
+    "eligibility_state": EligibilityState.NOT_APPLICABLE,
+    "completed_at": NOW,
+}
+LIFE_LEAVES = lease.Leftovers("blocking_text", "delay_until", "deadline_at", "granted_until", "grant")
 
 
 def completion(row: Execution, outcome: TerminalOutcome, *, released: str | None, details: str | None = None) -> Event:

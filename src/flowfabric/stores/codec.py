@@ -84,8 +84,10 @@ def encode_column(values: Sequence[Any], line_of: LineOf, now: int) -> Sequence[
     A column at a time, because most columns hold nothing that needs encoding, and that is quickly seen.
     """
     kinds = set(map(type, values))
-    if str in kinds and "\0" in "".join(filter(None, values)):
-        raise Unstorable("a text contains NUL")
+    if kinds <= _TEXT:
+        if str in kinds and "\0" in "".join(filter(None, values)):
+            raise Unstorable("a text contains NUL")
+        return values
     if kinds <= _PLAIN:
         return values
     if FromNow in kinds:
@@ -95,7 +97,8 @@ def encode_column(values: Sequence[Any], line_of: LineOf, now: int) -> Sequence[
     return [value if type(value) in _PLAIN else encode(value, line_of) for value in values]
 
 
-_PLAIN = frozenset({int, str, bytes, bool, float, type(None)})
+_TEXT = frozenset({str, type(None)})
+_PLAIN = _TEXT | {int, bytes, bool, float}
 
 
 def encode(value: Any, line_of: LineOf) -> Any:

@@ -160,7 +160,7 @@ class MemoryStore:
         with self._lock:
             now = self._clock()
             shelf, payloads = self._shelves[Execution], self._shelves[Payload]
-            heads = merge(*(self._free(line, now) for line in take.lines))
+            heads = merge(*(self._free(line, now) for line in set(take.lines)))
             chosen = [(shelf.rows[key,], stamp) for (_, key), stamp in zip(heads, take.stamps, strict=False)]
             rows = []
             for row, stamp in chosen:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import asyncpg
@@ -12,6 +11,9 @@ from flowfabric.handles import BackendTag
 from flowfabric.stores.base import Collision, Unstorable
 
 SHOWN: dict[str, Any] = {"backend": BackendTag.POSTGRES.title}
+
+# What a connection can end with. The driver's "internal" error is what a call meets when the server has just left.
+BROKEN = (OSError, asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError, TimeoutError)
 
 # By the first letters of the server's code (appendix A of its manual).
 _CONNECTION = ("08", "57P", "58")  # connection exception, operator's intervention, system error
@@ -43,18 +45,17 @@ class Fault:
         self.lost = False  # whether the connection can no longer be trusted
 
 
-def is_passing(error: BaseException) -> bool:
-    """Whether the same statement may simply be sent again: nothing of it was done."""
-    return isinstance(error, asyncpg.PostgresError) and error.sqlstate in _PASSING
+class Undone(StoreUnavailable):
+    """The server undid a statement for the sake of another one; it may be sent again."""
 
 
 def translated(error: Any, fault: Fault, *, gone: bool) -> Any:
-    """The error as the port knows it; what did not come from the server, and cancellation, stays what it is."""
+    """The error as the port knows it; what did not come from the server or its connection stays what it is."""
     if isinstance(error, asyncpg.PostgresError):
         code: str = error.sqlstate or ""
         if not fault.connecting and not gone:
             if code in _PASSING:
-                return error
+                return Undone(str(error), **SHOWN, source=StoreFault.TRANSPORT, in_doubt=False)
             if code == "23505":
                 return Collision(str(error))
             if code.startswith(_VALUES):
@@ -64,10 +65,10 @@ def translated(error: Any, fault: Fault, *, gone: bool) -> Any:
         return _unavailable(error, source, fault)
     if isinstance(error, OverflowError | UnicodeError):
         return Unstorable(str(error))
-    if isinstance(error, asyncio.TimeoutError | TimeoutError):
+    if isinstance(error, TimeoutError):
         fault.lost = True
         return _unavailable(error, StoreFault.TIMEOUT, fault)
-    if isinstance(error, OSError) or (gone and isinstance(error, asyncpg.InterfaceError)):
+    if isinstance(error, OSError | asyncpg.InternalClientError) or (gone and isinstance(error, asyncpg.InterfaceError)):
         fault.lost = True
         return _unavailable(error, StoreFault.TRANSPORT, fault)
     return error

@@ -111,6 +111,8 @@ class Habits:
             habit |= OFFSETS
         if types - _NO_VALUE:
             habit |= VALUES
+        if not types.isdisjoint(_NOT_WHOLE):
+            raise Unstorable("a column of whole numbers keeps nothing else")
         if types <= _INTS:
             lists.append(" ".join(map(str, values)))
         else:
@@ -125,6 +127,7 @@ class Habits:
 
 
 _INTS = frozenset({int})
+_NOT_WHOLE = frozenset({str, bytes, float, bool})
 
 
 def _joined(values: Sequence[Any]) -> str | None:

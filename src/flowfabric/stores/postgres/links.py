@@ -22,9 +22,9 @@ from typing import Any, TypeVar
 
 import asyncpg
 
-from flowfabric.errors import FabricError, StoreUnavailable
+from flowfabric.errors import StoreUnavailable
 from flowfabric.stores.base import Unstorable
-from flowfabric.stores.postgres.faults import SHOWN, Fault, is_passing, translated
+from flowfabric.stores.postgres.faults import BROKEN, SHOWN, Fault, Undone, translated
 
 T = TypeVar("T")
 Work = Callable[[Any], Awaitable[T]]
@@ -32,7 +32,7 @@ Work = Callable[[Any], Awaitable[T]]
 CONNECT_SECONDS = 10.0
 STATEMENT_SECONDS = 60.0
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.05, 2.0
-SENDS = 8  # of a batch that met a deadlock
+SENDS = 8  # of a statement that meets deadlocks
 
 # Statements know their rows by key or walk an index, and their plans are kept. A plan that was made while a table was
 # almost empty shall not read all of it later on, so other ways are ruled out. Where a pooler does not pass this on,
@@ -63,29 +63,24 @@ class Links:
         self._closed = False
 
     async def read(self, work: Work[T]) -> T:
-        """Do something that may be done twice; a connection that breaks meanwhile is replaced once."""
-        return await self.run(work, again=True)
+        """Do something that may be done twice: a connection that breaks meanwhile is replaced once."""
+        return await self._insist(work, twice=True)
 
     async def write(self, work: Work[T], *, alone: bool = False) -> T:
-        """Do something that the server may ask to repeat, for a deadlock or a conflict of snapshots."""
-        for sent in range(1, SENDS + 1):
+        """Do something that is not to be done twice; `alone` says that it brings its own transaction."""
+        return await self._insist(work, alone=alone)
+
+    async def _insist(self, work: Work[T], *, twice: bool = False, alone: bool = False) -> T:
+        """Do it, again and again while the server undoes it for a deadlock or a conflict of snapshots."""
+        for sent in range(1, SENDS):
             try:
-                return await self.run(work, alone=alone)
-            except asyncpg.PostgresError as error:
-                if not is_passing(error):
-                    raise
-                if sent == SENDS:
-                    raise StoreUnavailable(
-                        f"refused {SENDS} times: {error}", **SHOWN, source="transport", in_doubt=False
-                    ) from error
-            await asyncio.sleep(random.uniform(0, 0.002 * 2**sent))
-        raise AssertionError("unreachable")
+                return await self._run(work, twice=twice, alone=alone)
+            except Undone:
+                await asyncio.sleep(random.uniform(0, 0.002 * 2**sent))
+        return await self._run(work, twice=twice, alone=alone)
 
-    async def run(self, work: Work[T], *, again: bool = False, alone: bool = False) -> T:
-        """Do something on a connection; errors of the connection come out as `StoreUnavailable`.
-
-        `again` does it a second time when the connection broke; `alone` says that it brings its own transaction.
-        """
+    async def _run(self, work: Work[T], *, twice: bool, alone: bool) -> T:
+        """Do it on a connection; errors of the driver come out as those of the port."""
         connection = await self._acquire()
         fault = Fault()
         try:
@@ -93,26 +88,30 @@ class Links:
                 fault.sent = True
                 return await work(connection)
             return await in_transaction(connection, work, fault)
-        except BaseException as error:
+        except Exception as error:
             raised = translated(error, fault, gone=connection.is_closed())
-            if fault.lost or not isinstance(error, Exception):
-                connection.terminate()
-            elif isinstance(raised, Unstorable):
+            if isinstance(raised, Unstorable):
                 await self._end_exchange(connection)
-            if not (fault.lost and again):
+            if fault.lost:
+                connection.terminate()
+            if not (fault.lost and twice):
                 if raised is error:
                     raise
                 raise raised from error
+        except BaseException:
+            connection.terminate()  # cancelled: what was sent is still under way
+            raise
         finally:
             self._release(connection)
-        return await self.run(work)
+        return await self._run(work, twice=False, alone=alone)
 
     async def _end_exchange(self, connection: Any) -> None:
         """A value that the driver refuses leaves the server waiting, locks in hand, for the rest of the exchange."""
         try:
             await connection.execute("select 1")
-        except (OSError, asyncpg.PostgresError, asyncpg.InterfaceError, TimeoutError):
+        except BaseException:
             connection.terminate()
+            raise
 
     async def connect(self) -> Any:
         """A new connection, after the pause that earlier failures ask for; the caller owns it."""
@@ -121,7 +120,7 @@ class Links:
             await asyncio.sleep(wait)
         try:
             connection = await self._connect()
-        except (OSError, asyncpg.PostgresError, asyncpg.InterfaceError, TimeoutError) as error:
+        except BROKEN as error:
             self._pause = min(LONGEST_PAUSE, max(SHORTEST_PAUSE, self._pause * 2))
             self._not_before = loop.time() + self._pause * random.uniform(0.5, 1)
             raise translated(error, Fault(connecting=True), gone=True) from error
@@ -199,7 +198,7 @@ class Links:
             connection.terminate()
         while self._idle:
             connection = self._idle.pop()
-            with suppress(OSError, asyncpg.PostgresError, asyncpg.InterfaceError, TimeoutError):
+            with suppress(*BROKEN):
                 await connection.close(timeout=1)
             connection.terminate()
 
@@ -211,7 +210,7 @@ async def in_transaction(connection: Any, work: Work[T], fault: Fault | None = N
     await connection.execute("begin isolation level read committed read write")
     try:
         done = await work(connection)
-    except (asyncpg.PostgresError, asyncpg.InterfaceError, FabricError, ValueError):
+    except Exception:
         if not connection.is_closed():
             await connection.execute("rollback")
         raise

@@ -56,7 +56,7 @@ class PostgresStore:
         self._wake = Wake(self._links)
 
     async def open(self, *, migrate: bool) -> Schema:
-        return await self._links.run(
+        return await self._links.write(
             lambda connection: in_transaction(connection, lambda inside: schema.bring_up(inside, migrate=migrate))
         )
 

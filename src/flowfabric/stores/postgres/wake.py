@@ -18,6 +18,7 @@ import asyncpg
 import msgspec
 
 from flowfabric.errors import FabricError
+from flowfabric.stores.postgres.faults import BROKEN
 from flowfabric.stores.postgres.links import Links, in_transaction
 
 CHANNEL = "ff_wake"
@@ -63,7 +64,7 @@ class Wake:
 
     async def _run(self) -> None:
         while True:
-            with suppress(FabricError, OSError, asyncpg.PostgresError, asyncpg.InterfaceError, TimeoutError):
+            with suppress(FabricError, *BROKEN):
                 connection = await self._links.connect()
                 try:
                     await self._serve(connection)

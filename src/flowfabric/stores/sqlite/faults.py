@@ -41,8 +41,7 @@ def translated(error: Exception) -> Exception:
     known: Exception | None = None
     if isinstance(error, apsw.ConstraintError) and getattr(error, "extendedresult", None) in _TAKEN:
         known = Collision(str(error))
-    # The driver refuses what it cannot bind: too large a number, half a character, a foreign type.
-    elif isinstance(error, (*_UNSTORABLE, OverflowError, UnicodeEncodeError, TypeError)):
+    elif isinstance(error, (*_UNSTORABLE, OverflowError, UnicodeEncodeError)):  # the last two before it was sent
         known = Unstorable(str(error))
     elif isinstance(error, OSError):  # of the lock file
         known = unavailable(str(error), StoreFault.TRANSPORT)

@@ -99,16 +99,12 @@ RENEW = _filled("renew", 3)
 @cache
 def heads(lines: int) -> str:
     """The first rows of so many lines: (line, now) for each, then how many rows."""
-    columns = TABLE[Execution].column_names
-    # SQLite merges the branches of a compound by its order, row by row: each line is read only as far as needed.
-    branch = _TEXT["line_rows"].format(columns=", ".join(columns))
-    payload = (
-        f"length(p.{column.name})" if column.kind is bytes else f"p.{column.name}" for column in TABLE[Payload].columns
-    )
+    payload = TABLE[Payload].columns
     return _TEXT["heads"].format(
-        head_columns=", ".join(f"h.{name}" for name in columns),
-        payload_columns=", ".join(payload),
-        lines=" UNION ALL ".join([branch] * lines),
+        columns=", ".join(f"r.{name}" for name in TABLE[Execution].column_names),
+        payload_columns=", ".join(f"length(p.{one.name})" if one.kind is bytes else f"p.{one.name}" for one in payload),
+        # SQLite merges the branches of a compound by its order, row by row: each line is read only as far as needed.
+        lines=" UNION ALL ".join([_TEXT["line_heads"]] * lines),
     )
 
 

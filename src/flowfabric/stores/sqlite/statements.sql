@@ -46,12 +46,14 @@ INSERT INTO ff_event (at, {events}) SELECT * FROM (VALUES {rows}) WHERE column1 
 -- name: heads
 -- The first rows of some lines that are under no grant, best rank first, as one JSON array; their payload bytes follow
 -- end to end, with each length in its row.
-SELECT json_group_array(json_array({head_columns}, {payload_columns})), CAST(group_concat(p.input_payload, '') AS BLOB)
+SELECT json_group_array(json_array({columns}, {payload_columns})), CAST(group_concat(p.input_payload, '') AS BLOB)
   FROM ({lines} ORDER BY rank, execution_id LIMIT ?) AS h
- CROSS JOIN ff_payload AS p ON p.execution_id = h.execution_id;
+ CROSS JOIN ff_exec_core AS r ON r.rowid = h.row
+ CROSS JOIN ff_payload AS p ON p.execution_id = r.execution_id;
 
--- name: line_rows
-SELECT {columns} FROM ff_exec_core WHERE line = ? AND (granted_until IS NULL OR granted_until <= ?)
+-- name: line_heads
+SELECT rowid AS row, rank, execution_id FROM ff_exec_core
+ WHERE line = ? AND (granted_until IS NULL OR granted_until <= ?)
 
 -- name: refused_renewals
 -- The number of each lease that is not in force, among rows of (number, execution, attempt index and id, lease id and

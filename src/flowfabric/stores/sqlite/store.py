@@ -66,6 +66,8 @@ class SQLiteStore:
 
     async def open(self, *, migrate: bool) -> Schema:
         refuse_network(self._path)
+        for desk in (self._writer, self._loader, self._lister):
+            desk.own()
         return await self._writer.do(lambda db: schema.prepare(db, migrate=migrate, now=self._clock()))
 
     async def close(self) -> None:
@@ -134,7 +136,8 @@ class SQLiteStore:
     def _connect(self) -> apsw.Connection:
         db = apsw.Connection(str(self._path), statementcachesize=STATEMENTS)
         db.set_busy_timeout(BUSY_MS)
-        db.pragma("journal_mode", "wal")
+        with self._turn:  # only one may turn a new file into one with a log
+            db.pragma("journal_mode", "wal")
         db.pragma("synchronous", self._synchronous)
         db.pragma("cache_size", -CACHE_KIB)
         db.wal_autocheckpoint(CHECKPOINT_PAGES)

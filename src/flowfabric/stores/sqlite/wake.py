@@ -26,7 +26,7 @@ class Wake:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._name = f"{os.getpid()}-{token_hex(4)}"
+        self._name = ""
         self._socket: socket.socket | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._listeners: list[tuple[asyncio.AbstractEventLoop, Callback]] = []
@@ -60,6 +60,7 @@ class Wake:
     def _bind(self, loop: asyncio.AbstractEventLoop) -> bool:
         bell = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         bell.setblocking(False)
+        self._name = f"{os.getpid()}-{token_hex(4)}"
         try:
             self._folder.mkdir(exist_ok=True)
             with _short(self._folder) as folder:

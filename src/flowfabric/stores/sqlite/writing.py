@@ -170,7 +170,7 @@ def _tell(db: apsw.Connection, lines: LinesOfWriter, events: Sequence[Event], no
 
 def _heads(db: apsw.Connection, lines: LinesOfWriter, take: Take, now: int) -> list[tuple[Execution, Payload]]:
     """The rows to claim as they are now, in rank order, and their payloads."""
-    numbers = [number for number in (lines.number(db, line) for line in take.lines) if number != UNKNOWN]
+    numbers = {lines.number(db, line) for line in take.lines} - {UNKNOWN}
     if not numbers or not take.stamps:
         return []
     asked = [value for number in numbers for value in (number, now)]
@@ -203,6 +203,9 @@ def _many(db: apsw.Connection, statement: sql.Rows, rows: Sequence[Row], *rest: 
         size = min(most, 1 << (left - 1).bit_length())
         values = [*chain.from_iterable(rows[begin : begin + size])]
         values += [None] * (size * width - len(values))
-        answers += db.execute(statement(size), (*values, *rest))
+        try:
+            answers += db.execute(statement(size), (*values, *rest))
+        except TypeError as error:  # of the driver, which takes only what SQLite knows
+            raise Unstorable(str(error)) from error
         begin, left = begin + size, left - size
     return answers

@@ -1,0 +1,118 @@
+"""Creating many: while one batch is on its way, the next one is decided.
+
+Most of a bulk create meets nothing in its way, so it is decided on the belief that nothing is there, a batch at a time.
+Whatever the store then refuses (a duplicate, a lost answer, a store that was away) is looked at again on its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Iterable
+from itertools import islice
+from typing import Any
+
+import msgspec
+
+from flowfabric import errors
+from flowfabric.engine import intake
+from flowfabric.engine.commits import Verdict
+from flowfabric.engine.core import Core, Doubt
+from flowfabric.model import answers
+from flowfabric.model.execution import Execution, IdempotencyKey
+from flowfabric.rules.change import Change, Decision
+from flowfabric.rules.create import CreateExecution, create
+from flowfabric.stores.base import Want
+
+Answer = answers.Created | answers.Duplicate
+
+
+class Creation(msgspec.Struct, frozen=True):
+    """An execution on its way: its place among the answers, and what to write for it."""
+
+    place: int
+    ask: CreateExecution
+    decision: Decision[Answer]
+    change: Change
+
+
+class BulkCreate:
+    """One call that creates many."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._answers: list[Any] = []
+        self._named: set[object] = set()  # ids and keys of this call: a second one is looked at after the first
+        self._sent: deque[tuple[list[Creation], asyncio.Task[list[Verdict]]]] = deque()
+        self._again: list[tuple[int, CreateExecution, tuple[Doubt, ...]]] = []
+
+    async def create(self, asks: Iterable[CreateExecution]) -> list[Answer | errors.FabricError]:
+        """One answer for each, in their order, refusals included."""
+        store, waiting = self._core.store, iter(asks)
+        while some := list(islice(waiting, store.batch_limit)):
+            now = self._core.estimate.now()
+            batch = [creation for ask in some if (creation := self._decided(ask, now)) is not None]
+            if len(self._sent) == store.commit_lanes:
+                await self._arrived()
+            self._sent.append((batch, self._core.commits.send([creation.change for creation in batch])))
+            await asyncio.sleep(0)  # it leaves before the next batch is decided
+        while self._sent:
+            await self._arrived()
+        looked = await asyncio.gather(*(self._looked_at(ask, doubts) for _, ask, doubts in self._again))
+        for (place, _, _), answer in zip(self._again, looked, strict=True):
+            self._answers[place] = answer
+        return self._answers
+
+    def _decided(self, ask: CreateExecution, now: int) -> Creation | None:
+        place = len(self._answers)
+        self._answers.append(None)
+        try:
+            ask = intake.creation(ask)
+        except errors.FabricError as refused:
+            self._answers[place] = refused
+            return None
+        names: tuple[object, ...] = (ask.execution_id,)
+        if ask.idempotency_key:
+            names += ((ask.partition, ask.digest),)
+        decision = create(None, None, ask, now)
+        if decision.change is None or not self._named.isdisjoint(names):
+            self._again.append((place, ask, ()))
+            return None
+        self._named.update(names)
+        change = msgspec.structs.replace(decision.change, id=self._core.minter.change_id())
+        return Creation(place, ask, decision, change)
+
+    async def _arrived(self) -> None:
+        """Wait for the oldest batch; what became of it."""
+        batch, writing = self._sent.popleft()
+        for creation, verdict in zip(batch, await writing, strict=True):
+            if isinstance(verdict, int):
+                self._core.note(creation.change, [], verdict)
+                self._answers[creation.place] = creation.decision.unwrap(verdict)
+            elif isinstance(verdict, errors.StoreUnavailable) and verdict.in_doubt:
+                doubt = Doubt(creation.change, creation.decision, [])
+                self._again.append((creation.place, creation.ask, (doubt,)))
+            else:
+                self._again.append((creation.place, creation.ask, ()))
+
+    async def _looked_at(self, ask: CreateExecution, doubts: tuple[Doubt, ...]) -> Answer | errors.FabricError:
+        try:
+            return await settle_create(self._core, ask, doubts=doubts)
+        except errors.FabricError as refused:
+            return refused
+
+
+async def settle_create(
+    core: Core, ask: CreateExecution, *, trusting: bool = False, doubts: tuple[Doubt, ...] = ()
+) -> Answer:
+    """Create one; `trusting` begins with the belief that neither id nor key is known."""
+    wants: tuple[Want, ...] = (Want(Execution, (ask.execution_id,)),)
+    if ask.idempotency_key:
+        wants += (Want(IdempotencyKey, (ask.partition, ask.digest)),)
+
+    def decide(rows: list[list[Any]], now: int) -> Decision[Answer]:
+        existing = rows[0][0] if rows[0] else None
+        remembered = rows[1][0] if len(rows) > 1 and rows[1] else None
+        return create(existing, remembered, ask, now)
+
+    return await core.settle(wants, decide, trusting=[[] for _ in wants] if trusting else None, doubts=doubts)
