@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -66,9 +67,9 @@ class Dispatcher:
                 child, edge_id = write.key
                 self._settled.setdefault(Child(flow_id, child), set()).add(edge_id)
             elif type(write) is Put and type(row) is Dispatch:
-                self._start(self.deliver(row.execution_id))
+                self._start(partial(self.deliver, row.execution_id))
             elif type(write) is Put and type(row) is PendingCancelGroup:
-                self._start(self._cancel_siblings(Child(row.flow_id, row.downstream_execution_id)))
+                self._start(partial(self._cancel_siblings, Child(row.flow_id, row.downstream_execution_id)))
         self._start_round()
 
     async def idle(self) -> None:
@@ -87,14 +88,14 @@ class Dispatcher:
         await asyncio.gather(*late, return_exceptions=True)
         return len(late)
 
-    def _start(self, work: Awaitable[object]) -> None:
+    def _start(self, work: Callable[[], Awaitable[object]]) -> None:
         task = asyncio.create_task(self._safely(work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _safely(self, work: Awaitable[object]) -> None:
+    async def _safely(self, work: Callable[[], Awaitable[object]]) -> None:
         try:
-            await work
+            await work()
         except errors.FabricError as fault:
             logger.warning("left to the sweeps: %s", fault)
         except Exception:
@@ -103,7 +104,7 @@ class Dispatcher:
     def _start_round(self) -> None:
         if self._rounds < ROUNDS and self._settled.keys() - self._folded_now:
             self._rounds += 1
-            self._start(self._run_rounds())
+            self._start(self._run_rounds)
 
     async def _run_rounds(self) -> None:
         try:

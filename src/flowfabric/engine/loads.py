@@ -23,6 +23,7 @@ class Loads:
         self._store = store
         self._waiting: deque[tuple[Sequence[Want], asyncio.Future[Loaded]]] = deque()
         self._lanes: set[asyncio.Task[None]] = set()
+        self._running = 0  # counted by the lanes themselves: a task that has just returned is not running any more
 
     async def load(self, wants: Sequence[Want]) -> Loaded:
         """The rows of each want, and the store's time."""
@@ -30,29 +31,34 @@ class Loads:
             return await self._store.load(wants)
         answer: asyncio.Future[Loaded] = asyncio.get_running_loop().create_future()
         self._waiting.append((wants, answer))
-        if len(self._lanes) < LANES:
+        if self._running < LANES:
+            self._running += 1
             lane = asyncio.create_task(self._run_lane())
             self._lanes.add(lane)
             lane.add_done_callback(self._lanes.discard)
         return await answer
 
     async def _run_lane(self) -> None:
-        while batch := self._next_batch():
-            try:
-                loaded = await self._store.load([want for wants, _ in batch for want in wants])
-            except BaseException as error:  # every caller of this trip must hear of it
-                for _, answer in batch:
-                    if not answer.done():
-                        answer.set_exception(error)
-                if not isinstance(error, Exception):
-                    raise
-                continue
-            begin = 0
-            for wants, answer in batch:
-                end = begin + len(wants)
+        try:
+            while batch := self._next_batch():
+                await self._ask(batch)
+        finally:
+            self._running -= 1
+
+    async def _ask(self, batch: list[tuple[Sequence[Want], asyncio.Future[Loaded]]]) -> None:
+        try:
+            loaded = await self._store.load([want for wants, _ in batch for want in wants])
+        except Exception as error:  # whatever it is, every caller of this trip must hear of it and no lane may die
+            for _, answer in batch:
                 if not answer.done():
-                    answer.set_result(Loaded(loaded.now, loaded.rows[begin:end]))
-                begin = end
+                    answer.set_exception(error)
+            return
+        begin = 0
+        for wants, answer in batch:
+            end = begin + len(wants)
+            if not answer.done():
+                answer.set_result(Loaded(loaded.now, loaded.rows[begin:end]))
+            begin = end
 
     def _next_batch(self) -> list[tuple[Sequence[Want], asyncio.Future[Loaded]]]:
         batch: list[tuple[Sequence[Want], asyncio.Future[Loaded]]] = []
