@@ -56,7 +56,8 @@ class Pooler:
     """The smallest pooler in transaction mode: clients take turns on a few servers.
 
     A client keeps its server until the server says that no transaction is open; the next one gets the server that was
-    free for longest, so that a client hardly meets the same one twice in a row. With `sessions` it keeps it for good.
+    free for longest, so that a client hardly meets the same one twice in a row. Like some real ones it takes a flush
+    outside of a transaction for an end, too. With `sessions` a client keeps its server for good.
     """
 
     def __init__(self, dsn: str, *, sessions: bool = False) -> None:
@@ -139,7 +140,7 @@ class Pooler:
 
     async def _turn(self, client: Peer, server: Peer, message: Message) -> None:
         """Pass on what both say until the server is ready for another client."""
-        unanswered = 0
+        unanswered, status, flushed = 0, b"I", False
         asked, answered = asyncio.ensure_future(_now(message)), asyncio.ensure_future(server.said.get())
         try:
             while True:
@@ -148,13 +149,20 @@ class Pooler:
                     if asked.result() == END:
                         return
                     unanswered += asked.result()[0] in b"SQ"  # each sync and each query is answered with "ready"
+                    flushed = asked.result()[0] == b"H"
                     server.tell(*asked.result())
                     asked = asyncio.ensure_future(client.said.get())
                 elif answered.done():
                     kind, body = answered.result()
                     client.tell(kind, body)
-                    unanswered -= kind == b"Z"
-                    if kind == b"Z" and not unanswered and body == b"I" and not self._sessions:
+                    if kind == b"Z":
+                        unanswered, status = unanswered - 1, body
+                        if not unanswered and status == b"I" and not self._sessions:
+                            return
+                    elif flushed and kind in b"Tn" and status == b"I" and not self._sessions:
+                        server.tell(b"S", b"")
+                        while (await server.said.get())[0] != b"Z":
+                            pass
                         return
                     answered = asyncio.ensure_future(server.said.get())
         finally:

@@ -10,7 +10,7 @@ import asyncio
 from collections import deque
 from collections.abc import Iterable
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -36,6 +36,14 @@ class Creation(msgspec.Struct, frozen=True):
     change: Change
 
 
+class Unsettled(NamedTuple):
+    """One to be looked at again, and the change for it whose answer got lost, if there is one."""
+
+    place: int
+    ask: CreateExecution
+    doubts: tuple[Doubt, ...] = ()
+
+
 class BulkCreate:
     """One call that creates many."""
 
@@ -44,7 +52,7 @@ class BulkCreate:
         self._answers: list[Any] = []
         self._named: set[object] = set()  # ids and keys of this call: a second one is looked at after the first
         self._sent: deque[tuple[list[Creation], asyncio.Task[list[Verdict]]]] = deque()
-        self._again: list[tuple[int, CreateExecution, tuple[Doubt, ...]]] = []
+        self._again: list[Unsettled] = []
 
     async def create(self, asks: Iterable[CreateExecution]) -> list[Answer | errors.FabricError]:
         """One answer for each, in their order, refusals included."""
@@ -58,9 +66,9 @@ class BulkCreate:
             await asyncio.sleep(0)  # it leaves before the next batch is decided
         while self._sent:
             await self._arrived()
-        looked = await asyncio.gather(*(self._looked_at(ask, doubts) for _, ask, doubts in self._again))
-        for (place, _, _), answer in zip(self._again, looked, strict=True):
-            self._answers[place] = answer
+        left = sorted(self._again, key=lambda one: one.place)
+        while left:
+            left = await self._look_again(left)
         return self._answers
 
     def _decided(self, ask: CreateExecution, now: int) -> Creation | None:
@@ -71,12 +79,9 @@ class BulkCreate:
         except errors.FabricError as refused:
             self._answers[place] = refused
             return None
-        names: tuple[object, ...] = (ask.execution_id,)
-        if ask.idempotency_key:
-            names += ((ask.partition, ask.digest),)
-        decision = create(None, None, ask, now)
+        names, decision = _names(ask), create(None, None, ask, now)
         if decision.change is None or not self._named.isdisjoint(names):
-            self._again.append((place, ask, ()))
+            self._again.append(Unsettled(place, ask))
             return None
         self._named.update(names)
         change = msgspec.structs.replace(decision.change, id=self._core.minter.change_id())
@@ -91,15 +96,30 @@ class BulkCreate:
                 self._answers[creation.place] = creation.decision.unwrap(verdict)
             elif isinstance(verdict, errors.StoreUnavailable) and verdict.in_doubt:
                 doubt = Doubt(creation.change, creation.decision, [])
-                self._again.append((creation.place, creation.ask, (doubt,)))
+                self._again.append(Unsettled(creation.place, creation.ask, (doubt,)))
             else:
-                self._again.append((creation.place, creation.ask, ()))
+                self._again.append(Unsettled(creation.place, creation.ask))
 
-    async def _looked_at(self, ask: CreateExecution, doubts: tuple[Doubt, ...]) -> Answer | errors.FabricError:
-        try:
-            return await settle_create(self._core, ask, doubts=doubts)
-        except errors.FabricError as refused:
-            return refused
+    async def _look_again(self, left: list[Unsettled]) -> list[Unsettled]:
+        """Settle side by side what has nothing in common; the others, which have to wait for those before them."""
+        named: set[object] = set()
+        ready: list[Unsettled] = []
+        later: list[Unsettled] = []
+        for one in left:
+            names = _names(one.ask)
+            (ready if named.isdisjoint(names) else later).append(one)
+            named.update(names)
+        settling = (settle_create(self._core, one.ask, doubts=one.doubts) for one in ready)
+        for one, answer in zip(ready, await asyncio.gather(*settling, return_exceptions=True), strict=True):
+            if isinstance(answer, BaseException) and not isinstance(answer, errors.FabricError):
+                raise answer
+            self._answers[one.place] = answer
+        return later
+
+
+def _names(ask: CreateExecution) -> tuple[object, ...]:
+    """What makes two creates the same one."""
+    return (ask.execution_id, (ask.partition, ask.digest)) if ask.idempotency_key else (ask.execution_id,)
 
 
 async def settle_create(

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from flowfabric.errors import StoreUnavailable
 from flowfabric.handles import BackendTag
 from flowfabric.model.event import FeedEvent, Topic
 from flowfabric.model.execution import LineKey
@@ -93,7 +94,12 @@ class PostgresStore:
         missing = take.stamps[len(taken.rows) :]
         if missing and seen == taking.REACH * len(take.stamps):
             # Others held so many of the heads that were looked at: look further.
-            more, _ = await self._take(take, missing, lines, taking.LONG_REACH)
+            try:
+                more, _ = await self._take(take, missing, lines, taking.LONG_REACH)
+            except StoreUnavailable:
+                if not taken.rows:
+                    raise
+                return taken  # these are claimed, whatever became of the others
             rows = sorted(taken.rows + more.rows, key=lambda row: (row[0].rank, row[0].execution_id))
             taken = Taken(more.now, rows)
         return taken

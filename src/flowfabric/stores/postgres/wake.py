@@ -37,7 +37,7 @@ class Wake:
         self._unsent: set[str] = set()
         self._work = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._hears = False
+        self._closed = False
 
     def send(self, topics: frozenset[str]) -> None:
         """Tell other processes, soon."""
@@ -52,6 +52,7 @@ class Wake:
 
     async def close(self) -> None:
         """Stop; what was not sent yet is lost."""
+        self._closed = True
         if self._task is not None:
             self._task.cancel()
             with suppress(asyncio.CancelledError):
@@ -59,7 +60,7 @@ class Wake:
 
     def _stir(self) -> None:
         self._work.set()
-        if self._task is None:
+        if self._task is None and not self._closed:
             self._task = asyncio.get_running_loop().create_task(self._run(), name="flowfabric-wake")
 
     async def _run(self) -> None:
@@ -84,7 +85,10 @@ class Wake:
                     await connection.add_listener(CHANNEL, self._heard)
             topics, self._unsent = self._unsent, set()
             for payload in _payloads(topics):
-                await in_transaction(connection, partial(_notify, payload=payload))
+                if self._links.cached:
+                    await _notify(connection, payload)
+                else:
+                    await in_transaction(connection, partial(_notify, payload=payload))
             await self._work.wait()
 
     def _heard(self, connection: Any, pid: int, channel: str, payload: str) -> None:

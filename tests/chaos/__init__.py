@@ -1,0 +1,1 @@
+"""Many processes, killed ones, and a server that goes away."""

@@ -1,0 +1,16 @@
+"""Stores that several processes can share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """The address of an empty store, one kind after the other."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path / 'ff.db'}"
+    database: str = request.getfixturevalue("database")
+    return database

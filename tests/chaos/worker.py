@@ -1,0 +1,129 @@
+"""A process of a worker, for tests to start and to kill.
+
+    python -m tests.chaos.worker drain URL --submit 1250     submits, and works until everybody's work is done
+    python -m tests.chaos.worker toil URL                    works for ever
+    python -m tests.chaos.worker hold URL                    stops in the middle of its first batch, and never goes on
+    python -m tests.chaos.worker sweep URL                   runs the background sweeps
+
+It says what it does, a line each: `submitted ID`, `claimed ID EPOCH`, `completed ID EPOCH`, `holding`, `sweeping`, and
+`refused KIND` when a lease turned out to be somebody else's by then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+
+import flowfabric
+from flowfabric.engine.engine import Engine
+from flowfabric.engine.pulling import CreateExecution
+from flowfabric.errors import ExecutionNotActive, LeaseExpired, StaleLease
+from flowfabric.model.answers import Claimed
+from flowfabric.settings import Settings, Sweeps
+
+LANE = "default"
+QUICK = Settings(
+    sweeps=Sweeps(
+        lease_expiry_ms=100, delayed_promoter_ms=100, attempt_timeout_ms=100, execution_deadline_ms=100, batch=5
+    )
+)
+UNFINISHED = ("waiting", "active", "delayed")
+
+
+def say(*words: object) -> None:
+    print(*words, flush=True)
+
+
+def me() -> dict[str, str]:
+    return {"worker_id": "chaos", "worker_instance_id": f"chaos-{os.getpid()}"}
+
+
+async def submit(engine: Engine, count: int, *, told: bool = True) -> None:
+    asks = [
+        CreateExecution(
+            execution_id=engine.new_execution_id(LANE),
+            partition=0,
+            namespace="chaos",
+            lane_id=LANE,
+            execution_kind="task",
+            input_payload=b"x" * 100,
+        )
+        for _ in range(count)
+    ]
+    for start in range(0, count, 100):
+        for answer in await engine.create_executions(asks[start : start + 100]):
+            if isinstance(answer, Exception):
+                raise answer
+            if told:
+                say("submitted", answer.execution_id)
+
+
+async def claim(engine: Engine, ttl: int, limit: int = 20) -> list[Claimed]:
+    claimed = await engine.claim_many(LANE, limit, **me(), lease_ttl_ms=ttl, max_wait_ms=200)
+    for one in claimed:
+        say("claimed", one.execution_id, one.lease_epoch)
+    return claimed
+
+
+async def finish(engine: Engine, claimed: Claimed) -> None:
+    try:
+        await engine.complete(claimed.handle, result=claimed.execution_id.encode())
+    except (LeaseExpired, StaleLease, ExecutionNotActive) as late:
+        say("refused", late.kind)
+    else:
+        say("completed", claimed.execution_id, claimed.lease_epoch)
+
+
+async def is_anything_left(engine: Engine) -> bool:
+    for state in UNFINISHED:
+        if (await engine.search_executions(public_state=state, limit=1)).executions:
+            return True
+    return False
+
+
+async def work(engine: Engine, ttl: int, *, ends: bool) -> None:
+    while True:
+        claimed = await claim(engine, ttl)
+        await asyncio.gather(*(finish(engine, one) for one in claimed))
+        if ends and not claimed and not await is_anything_left(engine):
+            return
+
+
+async def hold(engine: Engine, ttl: int) -> None:
+    claimed: list[Claimed] = []
+    while not claimed:
+        claimed = await claim(engine, ttl)
+    for one in claimed[: len(claimed) // 2]:
+        await finish(engine, one)
+    say("holding")
+    await asyncio.Event().wait()
+
+
+async def sweep(engine: Engine) -> None:
+    engine.start_sweeps()
+    say("sweeping")
+    await asyncio.Event().wait()
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("role", choices=("drain", "toil", "hold", "sweep"))
+    parser.add_argument("url")
+    parser.add_argument("--submit", type=int, default=0)
+    parser.add_argument("--ttl", type=int, default=15_000)
+    asked = parser.parse_args()
+    async with await flowfabric.connect(asked.url, settings=QUICK) as engine:
+        match asked.role:
+            case "drain" | "toil":
+                await submit(engine, asked.submit)
+                await work(engine, asked.ttl, ends=asked.role == "drain")
+            case "hold":
+                await hold(engine, asked.ttl)
+            case _:
+                await sweep(engine)
+    say("done")
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

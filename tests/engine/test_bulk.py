@@ -1,0 +1,116 @@
+"""Creating many in one call: batches overlap, answers keep their order, and nothing is made twice."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from flowfabric import CreateExecution, Engine, FabricError, StoreUnavailable
+from flowfabric.clock import ManualClock
+from flowfabric.model.answers import Created, Duplicate
+from flowfabric.rules.change import Change
+from flowfabric.stores.base import Store
+from flowfabric.stores.memory import MemoryStore
+
+
+class Narrow(MemoryStore):
+    """A store of small batches that tells how many were under way at once, and can be away for a while."""
+
+    commit_lanes = 2
+    batch_limit = 10
+
+    def __init__(self, clock: ManualClock) -> None:
+        super().__init__(clock)
+        self.under_way = self.most = self.batches = self.away = 0
+
+    async def commit(self, changes: Sequence[Change]) -> list[int | None]:
+        self.batches += 1
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
+        for _ in range(5):  # a journey takes a few turns of the loop
+            await asyncio.sleep(0)
+        self.under_way -= 1
+        if self.away:
+            self.away -= 1
+            raise StoreUnavailable("away", backend="memory", source="transport", in_doubt=False)
+        return await super().commit(changes)
+
+
+def asks(engine: Engine, count: int, **more: str) -> list[CreateExecution]:
+    return [
+        CreateExecution(
+            execution_id=engine.new_execution_id(),
+            partition=0,
+            namespace="n",
+            lane_id="default",
+            execution_kind="task",
+            **more,  # type: ignore[arg-type]
+        )
+        for _ in range(count)
+    ]
+
+
+async def found(engine: Engine) -> int:
+    return len((await engine.search_executions(limit=1000)).executions)
+
+
+async def test_a_batch_is_decided_while_the_one_before_is_on_its_way(clock: ManualClock) -> None:
+    store = Narrow(clock)
+    engine = Engine(store)
+
+    answers = await engine.create_executions(wanted := asks(engine, 55))
+
+    assert [answer.execution_id for answer in answers] == [ask.execution_id for ask in wanted]
+    assert store.batches == 6
+    assert store.most == 2
+
+
+@pytest.mark.parametrize("away", [1, 2, 6])
+async def test_a_store_that_is_away_for_a_moment_costs_a_second_look(clock: ManualClock, away: int) -> None:
+    store = Narrow(clock)
+    engine = Engine(store)
+    store.away = away
+
+    answers = await engine.create_executions(asks(engine, 55))
+
+    assert {type(answer) for answer in answers} == {Created}
+    assert await found(engine) == 55
+    assert store.batches < 6 + 60  # what failed together is written together again
+
+
+async def test_of_two_with_one_key_the_first_wins(store: Store, clock: ManualClock) -> None:
+    engine = Engine(store)
+    first, second = asks(engine, 2, idempotency_key="k")
+
+    assert await engine.create_executions([first, second, first]) == [
+        Created(first.execution_id, "waiting"),  # type: ignore[arg-type]
+        Duplicate(first.execution_id),
+        Duplicate(first.execution_id),
+    ]
+
+
+async def test_the_first_wins_also_when_the_key_was_known_and_forgotten(store: Store, clock: ManualClock) -> None:
+    engine = Engine(store)
+    (old,) = asks(engine, 1, idempotency_key="k")
+    await engine.create(old)
+    clock.pass_ms(24 * 60 * 60 * 1000)
+    first, second = asks(engine, 2, idempotency_key="k")
+
+    answers = await engine.create_executions([first, second])
+
+    assert answers[0] == Created(first.execution_id, "waiting")  # type: ignore[arg-type]
+    assert answers[1] == Duplicate(first.execution_id)
+
+
+async def test_a_refusal_stands_between_its_neighbours(store: Store) -> None:
+    engine = Engine(store)
+    good, bad, fine = asks(engine, 1), asks(engine, 1, policy="{"), asks(engine, 1)
+
+    answers = await engine.create_executions([*good, *bad, *fine])
+
+    assert isinstance(answers[1], FabricError)
+    assert answers[1].kind == "invalid_policy_json"
+    assert [type(answer) for answer in (answers[0], answers[2])] == [Created, Created]
+    assert await found(engine) == 2
