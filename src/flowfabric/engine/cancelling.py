@@ -67,7 +67,7 @@ class Cancelling:
                 else:
                     changes.append(msgspec.structs.replace(decision.change, id=self._core.minter.change_id()))
                     asked.append(name)
-            verdicts = await self._core.commits.add_all(changes)
+            verdicts = await self._core.commits.send(changes) if changes else []
             left = []
             for name, change, verdict in zip(asked, changes, verdicts, strict=True):
                 if isinstance(verdict, errors.FabricError):

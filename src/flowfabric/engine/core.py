@@ -16,6 +16,7 @@ import msgspec
 from flowfabric import errors
 from flowfabric.clock import Estimate
 from flowfabric.engine.commits import Commits
+from flowfabric.engine.loads import Loads
 from flowfabric.engine.meters import Meters
 from flowfabric.engine.wakes import FEED, Wakes, due_topic, end_topic, lane_topic
 from flowfabric.handles import Handle, HandleFields, open_handle
@@ -60,6 +61,7 @@ class Core:
         self.wakes = Wakes()
         self.commits = Commits(store)
         self.meters = Meters()
+        self.loads = Loads(store)
         self.chance: Callable[[], float] = random.random
         self._seen: dict[str, Execution] = {}
         self._lines: dict[str, set[LineKey]] = {}
@@ -82,7 +84,7 @@ class Core:
 
     async def load(self, wants: Sequence[Want]) -> Loaded:
         """Rows and the store's time."""
-        loaded = await self.patiently(lambda: self.store.load(wants))
+        loaded = await self.patiently(lambda: self.loads.load(wants))
         self.estimate.hear(loaded.now)
         return loaded
 
@@ -173,17 +175,6 @@ class Core:
                 if kept and is_as_meant(kept[0], row):
                     return doubt, None
         return None
-
-    async def commit(self, change: Change) -> int | None:
-        """Write a change: the commit's time, or None when it was decided on what is no longer true."""
-        pause = Pause()
-        while True:
-            try:
-                return await self.commits.add(change)
-            except errors.StoreUnavailable as lost:
-                if lost.in_doubt:
-                    raise
-                await pause.or_raise()
 
     def note(self, change: Change, rows: Rows, committed_at: int) -> None:
         """Remember and tell what a written change means to this process and to others."""

@@ -14,6 +14,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -58,18 +60,16 @@ class Dispatcher:
         """A change was written: take up what it leaves to be done."""
         if not self._enabled:
             return
+        flow_id = change.events[0].flow_id if change.events and change.events[0].outcome else None
         for write in change.writes:
-            match write:
-                case Patch(row=row, key=(child, edge_id), fields={"unfolded_at": noted}) if row is Dependency:
-                    if noted is not None and change.events and change.events[0].outcome:
-                        flow_id = change.events[0].flow_id or ""
-                        self._settled.setdefault(Child(flow_id, child), set()).add(edge_id)
-                case Put(row=Dispatch(execution_id=execution_id)):
-                    self._start(self.deliver(execution_id))
-                case Put(row=PendingCancelGroup(flow_id=flow_id, downstream_execution_id=child)):
-                    self._start(self._cancel_siblings(Child(flow_id, child)))
-                case _:
-                    pass
+            row: Any = write.row
+            if type(write) is Patch and row is Dependency and flow_id and write.fields.get("unfolded_at") is not None:
+                child, edge_id = write.key
+                self._settled.setdefault(Child(flow_id, child), set()).add(edge_id)
+            elif type(write) is Put and type(row) is Dispatch:
+                self._start(partial(self.deliver, row.execution_id))
+            elif type(write) is Put and type(row) is PendingCancelGroup:
+                self._start(partial(self._cancel_siblings, Child(row.flow_id, row.downstream_execution_id)))
         self._start_round()
 
     async def idle(self) -> None:
@@ -88,14 +88,14 @@ class Dispatcher:
         await asyncio.gather(*late, return_exceptions=True)
         return len(late)
 
-    def _start(self, work: Awaitable[object]) -> None:
+    def _start(self, work: Callable[[], Awaitable[object]]) -> None:
         task = asyncio.create_task(self._safely(work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _safely(self, work: Awaitable[object]) -> None:
+    async def _safely(self, work: Callable[[], Awaitable[object]]) -> None:
         try:
-            await work
+            await work()
         except errors.FabricError as fault:
             logger.warning("left to the sweeps: %s", fault)
         except Exception:
@@ -104,7 +104,7 @@ class Dispatcher:
     def _start_round(self) -> None:
         if self._rounds < ROUNDS and self._settled.keys() - self._folded_now:
             self._rounds += 1
-            self._start(self._run_rounds())
+            self._start(self._run_rounds)
 
     async def _run_rounds(self) -> None:
         try:

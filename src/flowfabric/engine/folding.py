@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from flowfabric import errors
-from flowfabric.engine.core import Core, first
+from flowfabric.engine.core import Core, Pause, first
 from flowfabric.model.execution import Execution, Payload, Result
 from flowfabric.model.flow import Dependency, EdgeGroup, Flow, GroupState, PendingCancel
 from flowfabric.model.states import TerminalOutcome
@@ -77,11 +77,10 @@ class Folding:
         for one in settled:
             todo.setdefault(one.child, []).append(one)
         done: list[Fold] = []
-        alone = False
-        misses = 0
+        alone, misses, pause = False, 0, Pause()
         while todo:
             batch = _batch(todo)
-            folds = await self._fold_once(batch, alone=alone)
+            folds = await self._fold_once(batch, pause, alone=alone)
             for fold in folds:
                 todo[fold.child] = todo[fold.child][len(batch[fold.child]) :]
                 if not todo[fold.child]:
@@ -93,7 +92,7 @@ class Folding:
                 await asyncio.sleep(self._core.chance() * min(0.05, 0.001 * 2**misses))
         return done
 
-    async def _fold_once(self, batch: dict[Child, list[Settled]], *, alone: bool) -> list[Fold]:
+    async def _fold_once(self, batch: dict[Child, list[Settled]], pause: Pause, *, alone: bool) -> list[Fold]:
         cases = await self._cases(batch)
         await self._look_around(cases)
         folds: list[Fold] = []
@@ -117,7 +116,7 @@ class Folding:
                 written.append(([case], [answer], decision.change))
         written += [(cases, answers, joins.joined(*changes)) for cases, answers, changes in together.values()]
         changes = [msgspec.structs.replace(change, id=self._core.minter.change_id()) for _, _, change in written]
-        times = await asyncio.gather(*(self._write(change) for change in changes))
+        times = await asyncio.gather(*(self._write(change, pause) for change in changes))
         for (members, answers, _), change, committed_at in zip(written, changes, times, strict=True):
             if committed_at is None:
                 continue
@@ -128,12 +127,14 @@ class Folding:
             self._core.note(change, [], committed_at)
         return folds
 
-    async def _write(self, change: Change) -> int | None:
+    async def _write(self, change: Change, pause: Pause) -> int | None:
+        """The commit's time, or None when the change was not written and has to be decided again."""
         try:
-            return await self._core.commit(change)
+            return await self._core.commits.add(change)
         except errors.StoreUnavailable as lost:
+            await pause.or_raise()
             if not lost.in_doubt:
-                raise
+                return None
         loaded = await self._core.load((Want(EdgeGroup, change.guards[0].key),))
         group = first(loaded.rows[0])
         return loaded.now if group is not None and group.revision == change.id else None

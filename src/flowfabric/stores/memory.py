@@ -72,8 +72,19 @@ class Shelf:
         keys = islice(self.keys, bisect_left(self.keys, prefix), None)
         return [*takewhile(lambda key: key[: len(prefix)] == prefix, keys)]
 
-    def among(self, scan: Scan) -> Iterator[Any]:
-        """The rows that a list may hold: those whose key begins with what its conditions say, after its place."""
+    def value(self, row: Any, column: str) -> Any:
+        """A column as conditions and orders see it."""
+        return encode(getattr(row, column), self._line_of)
+
+    def narrowed(self, scan: Scan) -> Iterator[Any]:
+        """Rows among which are all that a list may hold: those of an index or a key that its conditions name."""
+        for one in scan.where:
+            if one.op == "=" and one.value is not None and one.column in self.indexes:
+                return self._of(self.indexes[one.column], encode(one.value, self._line_of))
+        return self._among(scan)
+
+    def _among(self, scan: Scan) -> Iterator[Any]:
+        """Those whose key begins with what the conditions say, after the place of the list."""
         given = {one.column: one.value for one in scan.where if one.op == "="}
         names = self.codec.table.key
         prefix = tuple(given[name] for name in takewhile(given.__contains__, names))
@@ -87,17 +98,6 @@ class Shelf:
             if key[: len(prefix)] != prefix:
                 return
             yield self.rows[key]
-
-    def value(self, row: Any, column: str) -> Any:
-        """A column as conditions and orders see it."""
-        return encode(getattr(row, column), self._line_of)
-
-    def narrowed(self, where: Sequence[Where]) -> Iterator[Any]:
-        """Rows among which are all that meet the conditions: those of an index, if one of them names its column."""
-        for one in where:
-            if one.op == "=" and one.value is not None and one.column in self.indexes:
-                return self._of(self.indexes[one.column], encode(one.value, self._line_of))
-        return iter(self.rows.values())
 
     def meets(self, row: Any, where: Sequence[Where]) -> bool:
         """Whether the row meets all conditions."""
@@ -232,7 +232,7 @@ class MemoryStore:
             order = scan.order + tuple(name for name in shelf.codec.table.key if name not in scan.order)
             after = scan.after and tuple(encode(value, self._line_id) for value in scan.after)
             found = []
-            for row in shelf.narrowed(scan.where):
+            for row in shelf.narrowed(scan):
                 if not shelf.meets(row, scan.where):
                     continue  # before its place is looked at: only a row that meets the conditions has to have one
                 place = tuple(shelf.value(row, column) for column in order)
