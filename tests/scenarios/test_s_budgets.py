@@ -146,7 +146,8 @@ async def test_s_059_the_reported_dimension_follows_request_order_on_the_admin_c
     worker = await play.engine.report_usage(held.handle, B, {"y": 1, "x": 1})
     spender = await play.engine.record_spend(B, held.execution_id, {"y": 1, "x": 1})
 
-    assert (admin.dimension, worker.dimension, spender.dimension) == ("y", "x", "x")
+    assert admin == HardBreach("y", current_usage=1, hard_limit=1)
+    assert worker == spender == HardBreach("x", current_usage=1, hard_limit=1)
 
 
 async def test_s_060_dedup_on_success(play: Play) -> None:

@@ -186,9 +186,7 @@ async def test_a_policy_is_defined_once_and_read_back(play: Play) -> None:
     )
     assert created == QuotaPolicyCreated(Q)
     async with play.untouched():
-        again = await play.engine.create_quota_policy(
-            Q, window_seconds=1, max_requests_per_window=1, max_concurrent=1
-        )
+        again = await play.engine.create_quota_policy(Q, window_seconds=1, max_requests_per_window=1, max_concurrent=1)
 
     assert again == QuotaPolicyExists(Q)
     assert await play.engine.read_quota_policy_limits(Q) == QuotaLimits(60, 2, 1, 5)

@@ -20,7 +20,7 @@ ROUTE_BLOCKED = "runnable/unowned/blocked_by_route/waiting_for_capable_worker/no
 
 async def register(play: Play, instance: str = "i1", worker: str = "pool", **given: Any) -> Any:
     """What a worker that registers hears."""
-    what = {"lanes": ["default"], "liveness_ttl_ms": 1000} | given
+    what: dict[str, Any] = {"lanes": ["default"], "liveness_ttl_ms": 1000} | given
     return await play.engine.register_worker(worker_instance_id=instance, worker_id=worker, **what)
 
 

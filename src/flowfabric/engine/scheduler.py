@@ -191,8 +191,12 @@ class Scheduler(Claims, Budgets, Quotas, Workers):
         )
 
     async def _refuse(self, row: Execution, reason: BlockingReason, detail: str, on: str, seen: Pass) -> None:
+        """Block a row by what is in its way; room that it leaves unused elsewhere is for others."""
         if await self.hold_up(row, reason, detail, on):
             seen.refused.add((reason, on))
+            seen.refused.update(
+                (BlockingReason.WAITING_FOR_QUOTA, policy) for policy in decode_terms(row.terms).quota_policy_ids
+            )
 
     async def _give_back(self, admitted: Admitted) -> None:
         """Release exactly what this call got."""

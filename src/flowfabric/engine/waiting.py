@@ -29,38 +29,58 @@ LATEST_LOOK_MS = 1000
 
 
 class Room:
-    """What budgets and quota policies have left, looked up once and counted down while work is set free."""
+    """What budgets and quota policies have left, looked up once and counted down while work is set free.
 
-    def __init__(self, books: Books) -> None:
+    `only` looks at one of them: work that waits for it is set free when there is room there, whatever else is in its
+    way; the next claim finds that out, and it waits for that instead.
+    """
+
+    def __init__(self, books: Books, only: str | None = None) -> None:
         self._books = books
+        self._only = only
         self._spent: dict[str, bool] = {}
         self._left: dict[str, int | None] = {}
 
     async def learn(self, rows: Sequence[Execution]) -> None:
-        """Know what these rows depend on."""
-        terms = [decode_terms(row.terms) for row in rows]
-        unknown = sorted({budget for one in terms for budget in one.budget_ids} - self._spent.keys())
+        """Know what these rows depend on; raises when that cannot be read, so that they stay where they are."""
+        unknown = sorted({budget for row in rows for budget in self._budgets(row)} - self._spent.keys())
         if unknown:
             _, sheets = await self._books.budget_chains.look(unknown)
             for name, sheet in sheets.items():
+                if corrupt := budgets.corruption(sheet):
+                    raise corrupt
                 self._spent[name] = budgets.exhausted(sheet.dimensions.values()) is not None
-        unknown = sorted({policy for one in terms for policy in one.quota_policy_ids} - self._left.keys())
+        unknown = sorted({policy for row in rows for policy in self._policies(row)} - self._left.keys())
         if unknown:
             now, policies = await self._books.quota_chains.look(unknown)
             for name, policy in policies.items():
+                numbers = admission.limits_of(policy.root)
+                if isinstance(numbers, errors.FabricError):
+                    raise numbers
                 self._left[name] = admission.room(policy, now)
 
     def admits(self, row: Execution) -> bool:
         """Whether nothing of what blocked this row is in its way any more; if so, it takes its share."""
-        terms = decode_terms(row.terms)
-        if row.blocking_reason is not BlockingReason.WAITING_FOR_QUOTA:
-            return not any(self._spent[budget] for budget in terms.budget_ids)
-        if any(self._left[policy] == 0 for policy in terms.quota_policy_ids):
+        policies = self._policies(row)
+        if any(self._spent[budget] for budget in self._budgets(row)):
             return False
-        for policy in terms.quota_policy_ids:
+        if any(self._left[policy] == 0 for policy in policies):
+            return False
+        for policy in policies:
             left = self._left[policy]
             self._left[policy] = None if left is None else left - 1
         return True
+
+    def _budgets(self, row: Execution) -> list[str]:
+        """The budgets that a row which waits for one depends on."""
+        if row.blocking_reason is BlockingReason.WAITING_FOR_QUOTA:
+            return []
+        return [name for name in decode_terms(row.terms).budget_ids if self._only in (None, name)]
+
+    def _policies(self, row: Execution) -> list[str]:
+        if row.blocking_reason is not BlockingReason.WAITING_FOR_QUOTA:
+            return []
+        return [name for name in decode_terms(row.terms).quota_policy_ids if self._only in (None, name)]
 
 
 class Waiting(Books, Executions):
@@ -115,7 +135,7 @@ class Waiting(Books, Executions):
     async def _wake(self, reason: BlockingReason, name: str) -> bool:
         where = (Where("blocked_on", "=", place.blocked_on(reason, name)),)
         after: tuple[int, str] | None = None
-        room = Room(self)
+        room = Room(self, only=name)
         try:
             for _ in range(MOST_PAGES):
                 scan = Scan(Execution, where, ("rank", "execution_id"), after, PAGE)
@@ -126,7 +146,7 @@ class Waiting(Books, Executions):
                 if not freed:
                     return True
                 after = rows[-1].rank, rows[-1].execution_id
-        except errors.StoreUnavailable as away:
+        except errors.FabricError as away:
             logger.warning("what waits for %s %s is left to the sweep: %s", reason.value, name, away)
         return True
 

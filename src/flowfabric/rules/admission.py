@@ -180,6 +180,9 @@ def release(
 
 def released_at_end(row: Execution) -> tuple[Put, ...]:
     """The messages by which the end of a life gives its slots back, in the commit that ends it."""
+    policies = decode_terms(row.terms).quota_policy_ids
+    if not policies:
+        return ()
     origin = row.execution_id.partition("}")[0] + "}"
     return tuple(
         outbox.message(
@@ -189,7 +192,7 @@ def released_at_end(row: Execution) -> tuple[Put, ...]:
             policy,
             Release(row.execution_id, row.replay_count),
         )
-        for policy in decode_terms(row.terms).quota_policy_ids
+        for policy in policies
     )
 
 
