@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Sequence, Set
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -161,9 +162,7 @@ class Core:
         for doubt in doubtful.values():
             for event in doubt.change.events[:1]:
                 topic = next(topic for topic, field in TOPIC_FIELDS.items() if getattr(event, field) is not None)
-                told = await self.patiently(
-                    lambda event=event, topic=topic: self.store.history(event.execution_id, topic, HISTORY)
-                )
+                told = await self.patiently(partial(self.store.history, event.execution_id, topic, HISTORY))
                 if found := next((one for one in told if one.event == event), None):
                     return doubt, found.at
             inserts = [write.row for write in doubt.change.writes if isinstance(write, Insert)]
