@@ -1,8 +1,8 @@
 """Lives that wait: suspends, waitpoints, signals and streams as moves, beside all the others.
 
-Signals are sent early, late, twice and in any order; keys rotate in the middle of a wait; time lands just before, on and
-just after what ends it. Tokens, waitpoints and whole signals that were used up stay in play. What may never happen is
-asked here in plain words, without a look at the rules.
+Signals are sent early, late, twice and in any order; keys rotate in the middle of a wait; time lands just before, on
+and just after what ends it. Tokens, waitpoints and whole signals that were used up stay in play. What may never happen
+is asked here in plain words, without a look at the rules.
 """
 
 from __future__ import annotations
