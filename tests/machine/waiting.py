@@ -309,6 +309,6 @@ def _met(node: Any, progress: dict[str, list[str]], path: str) -> bool:
         return path in progress
     node = node["Composite"]
     if node["kind"] == "Count":
-        return len(set(progress.get(path, ()))) >= node["n"]
+        return len(set(progress.get(path, ()))) >= int(node["n"])
     below = (f"members[{n}]" if path == "<root>" else f"{path}.members[{n}]" for n in range(len(node["members"])))
     return all(_met(member, progress, place) for member, place in zip(node["members"], below, strict=True))

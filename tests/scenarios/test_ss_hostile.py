@@ -134,9 +134,10 @@ async def test_twisted_signals_are_refused_and_leave_no_trace(play: Play, waits:
             args = waits.signal(held.execution_id, "go", p.waitpoint_id, p.waitpoint_token)
             with pytest.raises(errors.ValidationError):
                 await play.engine.deliver_signal(msgspec.structs.replace(args, **bad))
-        for nonsense in (None, {}, "signal", b""):
+        nothings: list[Any] = [None, {}, "signal", b""]
+        for nonsense in nothings:
             with pytest.raises(errors.InvalidInput):
-                await play.engine.deliver_signal(nonsense)  # type: ignore[arg-type]
+                await play.engine.deliver_signal(nonsense)
 
 
 def deep(levels: int) -> Any:

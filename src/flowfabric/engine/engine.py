@@ -16,6 +16,7 @@ from flowfabric.engine.streams import StreamOps, Streams
 from flowfabric.engine.subscriptions import Subscriptions
 from flowfabric.engine.suspensions import Suspensions
 from flowfabric.engine.sweeper import Pass, Sweeper
+from flowfabric.engine.together import Together
 from flowfabric.engine.vault import Vault
 from flowfabric.engine.wakes import stream_topic
 from flowfabric.ids import ExecutionId, LaneId, Minter, RandomMinter, mint_solo, parse_lane_id
@@ -46,6 +47,7 @@ class Engine(Suspensions, Signals, Streams, Gates, Pulling, Reads, Subscriptions
         self.schema = schema or Schema(0, 0)
         self._sweeper: Sweeper | None = None
         self.vault = Vault(self.settings.secret_key)
+        self.together = Together(self)
         self.stream_ops = StreamOps(self.settings.max_concurrent_stream_ops)
         self.writers, self.folding, self.folds = {}, {}, set()
         self.after_commit += [self.follow_streams, self.follow_children]
