@@ -22,7 +22,7 @@ from flowfabric.engine.meters import Meters
 from flowfabric.engine.wakes import FEED, Wakes, due_topic, end_topic, lane_topic
 from flowfabric.handles import Handle, HandleFields, open_handle
 from flowfabric.ids import Minter
-from flowfabric.model.event import TOPIC_FIELDS
+from flowfabric.model.event import TOPIC_FIELDS, Event, FeedEvent
 from flowfabric.model.execution import Execution, LineKey
 from flowfabric.model.states import LifecyclePhase, OwnershipState
 from flowfabric.model.stream import Frame
@@ -160,11 +160,8 @@ class Core:
     async def _overtaken(self, doubtful: dict[int, Doubt]) -> tuple[Doubt, int | None] | None:
         """The doubtful change that others have written over since: what it told, or a row of its own, is there."""
         for doubt in doubtful.values():
-            for event in doubt.change.events[:1]:
-                topic = next(topic for topic, field in TOPIC_FIELDS.items() if getattr(event, field) is not None)
-                told = await self.patiently(partial(self.store.history, event.execution_id, topic, HISTORY))
-                if found := next((one for one in told if one.event == event), None):
-                    return doubt, found.at
+            if doubt.change.events and (told := await self._told(doubt.change.events[0])) is not None:
+                return doubt, told.at
             inserts = [write.row for write in doubt.change.writes if isinstance(write, Insert)]
             inserts = [row for row in inserts if isinstance(row, MINTED)]
             wants = [Want(type(row), tuple(getattr(row, name) for name in TABLE[type(row)].key)) for row in inserts]
@@ -174,6 +171,12 @@ class Core:
                 if kept and is_as_meant(kept[0], row):
                     return doubt, None
         return None
+
+    async def _told(self, event: Event) -> FeedEvent | None:
+        """An event as it stands in its execution's history, if it does."""
+        topic = next(topic for topic, field in TOPIC_FIELDS.items() if getattr(event, field) is not None)
+        told = await self.patiently(lambda: self.store.history(event.execution_id, topic, HISTORY))
+        return next((one for one in told if one.event == event), None)
 
     def note(self, change: Change, rows: Rows, committed_at: int) -> None:
         """Remember and tell what a written change means to this process and to others."""

@@ -24,6 +24,7 @@ from flowfabric.engine.streams import StreamOps, Streams
 from flowfabric.engine.subscriptions import Subscriptions
 from flowfabric.engine.suspensions import Suspensions
 from flowfabric.engine.sweeper import Pass, Sweeper
+from flowfabric.engine.together import Together
 from flowfabric.engine.unblocking import Unblocking
 from flowfabric.engine.vault import Vault
 from flowfabric.engine.wakes import stream_topic
@@ -56,6 +57,7 @@ class Engine(FlowCancels, FlowReads, Suspensions, Signals, Streams, Gates, Pulli
         self.schema = schema or Schema(0, 0)
         self._sweeper: Sweeper | None = None
         self.vault = Vault(self.settings.secret_key)
+        self.together = Together(self)
         self.stream_ops = StreamOps(self.settings.max_concurrent_stream_ops)
         self.writers, self.taking_in, self.folds = {}, {}, set()
         self.after_commit += [self.follow_streams, self.follow_children]

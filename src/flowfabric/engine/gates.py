@@ -171,8 +171,10 @@ class Gates(Keys):
             Want(Suspension, (ask.execution_id,)),
             Want(Remembered, (ask.execution_id, ask.scope, key)),
         )
-        return await self.settle(
-            wants, lambda rows, now: mailbox.send(_first(rows[0]), _first(rows[1]), _first(rows[2]), ask, now)
+        return await self.together.settle(
+            ask.execution_id,
+            wants,
+            lambda rows, now: mailbox.send(_first(rows[0]), _first(rows[1]), _first(rows[2]), ask, now),
         )
 
     # -- children -------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import msgspec
 
 from flowfabric import errors
 from flowfabric.engine.core import Core
+from flowfabric.engine.together import Together
 from flowfabric.engine.vault import UNREADABLE, Vault
 from flowfabric.model.keys import Keystore, SigningKey
 from flowfabric.rules import limits, tokens
@@ -28,6 +29,7 @@ class Keys(Core):
     """What can be done to signing keys."""
 
     vault: Vault
+    together: Together
 
     async def seed_waitpoint_hmac_secret(self, kid: str, secret_hex: str) -> tokens.Seeded | tokens.AlreadySeeded:
         """Install the first signing key; call it on every start, it never overwrites."""

@@ -159,7 +159,7 @@ class Signals(Keys):
             row, root, waitpoint, remembered = (_first(found) for found in rows[:4])
             return signals.deliver(Scene(row, root, waitpoint, remembered, self.keys_in(rows[5])), ask, now)
 
-        return await self.settle(wants, decide)
+        return await self.together.settle(ask.execution_id, wants, decide)
 
     async def deliver_approval_signal(
         self,

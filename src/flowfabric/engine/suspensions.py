@@ -130,9 +130,9 @@ class Suspensions(Keys):
             )
             return suspending.suspend(scene, args, fence, holder, now)
 
-        return self._told(execution_id, await self.settle(wants, decide), signers)
+        return self._handed_out(execution_id, await self.settle(wants, decide), signers)
 
-    def _told(self, execution_id: str, outcome: Outcome, keys: list[SigningKey]) -> Suspended | AlreadySatisfied:
+    def _handed_out(self, execution_id: str, outcome: Outcome, keys: list[SigningKey]) -> Suspended | AlreadySatisfied:
         made = [
             WaitpointDetails(
                 one.waitpoint_id,

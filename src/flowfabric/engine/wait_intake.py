@@ -44,9 +44,9 @@ def token(value: object) -> WaitpointToken:
     """A token as a sender shows it; what is wrong with it is for the rules."""
     if isinstance(value, WaitpointToken):
         return value
-    if not isinstance(value, str):
-        raise errors.InvalidToken("missing_token" if value is None else "invalid_token")
-    return WaitpointToken(value)
+    if value is not None and not isinstance(value, str):
+        raise errors.InvalidInput("waitpoint_token: not a text")
+    return WaitpointToken(value or "")
 
 
 def suspension(args: object) -> SuspendArgs:

@@ -208,7 +208,7 @@ def parse_condition(plain: object) -> Condition:
             plain = to_plain(plain)  # records are not checked when they are made
         condition = _node(plain, strict=True)
         limits.text("resume_condition", write_condition(condition))
-    except (AttributeError, TypeError, ValueError, RecursionError) as fault:
+    except (AssertionError, AttributeError, TypeError, ValueError, RecursionError) as fault:
         raise InvalidInput("resume_condition: not a condition") from fault
     for text in (*referenced_keys(condition), *_names(condition)):
         limits.text("resume_condition", text)
@@ -238,7 +238,13 @@ def to_plain(condition: Condition) -> Any:
 
 
 def _plain_matcher(matcher: Matcher) -> Any:
-    return {"ByName": matcher.name} if isinstance(matcher, ByName) else "Wildcard"
+    match matcher:
+        case ByName(name=name):
+            return {"ByName": name}
+        case Wildcard():
+            return "Wildcard"
+        case _:
+            assert_never(matcher)
 
 
 def _node(plain: Any, *, strict: bool, depth: int = 1) -> Condition:

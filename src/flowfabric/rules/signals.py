@@ -33,7 +33,7 @@ class SignalArgs(msgspec.Struct, frozen=True, kw_only=True):
     waitpoint_id: str
     signal_id: str
     signal_name: str
-    waitpoint_token: tokens.WaitpointToken
+    waitpoint_token: tokens.WaitpointToken | str
     signal_category: str = ""
     source_type: str = ""
     source_identity: str = ""
@@ -47,6 +47,10 @@ class SignalArgs(msgspec.Struct, frozen=True, kw_only=True):
     resume_delay_ms: int | None = None
     max_signals_per_execution: int = SIGNAL_CAP
     signal_maxlen: int = LOG_LENGTH
+
+    def __post_init__(self) -> None:
+        if isinstance(self.waitpoint_token, str):  # a plain text would show itself whenever this is printed
+            msgspec.structs.force_setattr(self, "waitpoint_token", tokens.WaitpointToken(self.waitpoint_token))
 
     @property
     def dedups(self) -> bool:
@@ -106,7 +110,7 @@ def deliver(scene: Scene, ask: SignalArgs, now: int) -> Decision[Accepted | Dupl
 
 
 def _verify(scene: Scene, ask: SignalArgs, now: int) -> errors.FabricError | None:
-    waitpoint, token = scene.waitpoint, ask.waitpoint_token.reveal()
+    waitpoint, token = scene.waitpoint, _shown(ask)
     # What is stored of a token is its key: signed with that key, it is the one that was given out.
     given_out = waitpoint is not None and waitpoint.token_kid == tokens.token_kid(token)
     return tokens.verify_token(
@@ -118,6 +122,11 @@ def _verify(scene: Scene, ask: SignalArgs, now: int) -> errors.FabricError | Non
         stored=token if given_out else None,
         now=now,
     )
+
+
+def _shown(ask: SignalArgs) -> str:
+    token = ask.waitpoint_token
+    return token if isinstance(token, str) else token.reveal()
 
 
 def _accepted(
@@ -248,7 +257,7 @@ def _earliest(scene: Scene, ask: SignalArgs) -> int | None:
 
 def _latest(scene: Scene, ask: SignalArgs) -> int | None:
     """What was in time at the look must be in time: the key that signed, the waitpoint that was pending."""
-    kid = tokens.token_kid(ask.waitpoint_token.reveal())
+    kid = tokens.token_kid(_shown(ask))
     ends = [key.expires_at for key in scene.keys if key.kid == kid and not key.current]
     pending = scene.waitpoint.pending_until if scene.waitpoint is not None else None
     ends.append(None if pending is None else pending - 1)
