@@ -13,13 +13,13 @@ from flowfabric import errors, ids
 from flowfabric.engine import intake
 from flowfabric.engine.cancelling import Cancelling
 from flowfabric.engine.core import Rows, first
-from flowfabric.engine.dispatch import Dispatcher
+from flowfabric.engine.dispatch import Dispatcher, edges_from
 from flowfabric.engine.executions import Executions
 from flowfabric.engine.folding import Child, Folding, Settled
 from flowfabric.model import flow_answers
 from flowfabric.model.answers import Moved
 from flowfabric.model.execution import Execution
-from flowfabric.model.flow import Dependency, Edge, EdgeGroup, Flow, FlowMember, Outgoing
+from flowfabric.model.flow import Dependency, Edge, EdgeGroup, Flow, FlowMember
 from flowfabric.model.states import TerminalOutcome
 from flowfabric.rules import dependents, flows, graph, limits, tags
 from flowfabric.rules.change import Decision
@@ -175,8 +175,7 @@ class FlowVerbs(Executions):
         """Whether a way leads from start to goal; a search that grows too large counts as yes."""
         visited, level = {start}, [start]
         while level:
-            found = (await self.load([Want(Outgoing, (name,)) for name in level])).rows
-            nexts = {edge.downstream_execution_id for edges in found for edge in edges}
+            nexts = {edge.downstream_execution_id for edge in await edges_from(self, level)}
             if goal in nexts:
                 return True
             level = sorted(nexts - visited)
