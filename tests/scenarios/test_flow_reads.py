@@ -6,8 +6,8 @@ import pytest
 
 from flowfabric import errors
 from flowfabric.ids import FlowId, flow_partition
-from flowfabric.model.flow import Edge, Flow
-from flowfabric.rules.change import Patch, Put
+from flowfabric.model.flow import Flow
+from flowfabric.rules.change import Patch
 from tests.scenarios.flowing import Flowing, any_of, quorum
 
 
@@ -120,16 +120,6 @@ async def test_s_037_edge_listing_and_lookup(flow: Flowing) -> None:
     assert await flow.engine.describe_edge(flow.engine.minter.uuid(), first) is None
     with pytest.raises(errors.InvalidInput):
         await edges(flow.id)
-
-
-async def test_an_edge_with_other_ends_than_its_index_says_is_corruption(flow: Flowing) -> None:
-    await flow.begin("abc")
-    edge = await flow.stage("a", "b")
-    stored = await flow.one(Edge, flow.id, edge)
-    await flow.write(Put(Edge(flow.id, edge, flow.names["c"], flow.names["b"], stored.dependency_kind, 0)))
-
-    with pytest.raises(errors.Corruption):
-        await flow.engine.list_outgoing_edges(flow.id, flow.names["a"])
 
 
 async def test_s_038_tag_key_rules(flow: Flowing) -> None:

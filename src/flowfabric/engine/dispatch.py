@@ -23,7 +23,7 @@ from flowfabric import errors
 from flowfabric.engine.core import Core, Rows
 from flowfabric.engine.folding import Child, Folding, Settled
 from flowfabric.model.execution import Execution, Payload, Result
-from flowfabric.model.flow import Dependency, Dispatch, EdgeGroup, Outgoing, PendingCancelGroup
+from flowfabric.model.flow import Dependency, Dispatch, Edge, EdgeGroup, PendingCancelGroup
 from flowfabric.model.states import LifecyclePhase, TerminalOutcome
 from flowfabric.rules import joins, successors
 from flowfabric.rules.change import Change, Decision, Delete, Guard, Patch, Put
@@ -37,6 +37,7 @@ ROUNDS = 4  # under way at once
 ROUND_EDGES = 1000
 STEP_EDGES = 500  # of a dispatch row, settled in one change
 DEPTH = 50  # of a cascade in one call
+PAGE = 1000
 
 
 class Dispatcher:
@@ -148,7 +149,7 @@ class Dispatcher:
         where = (Where("upstream_execution_id", "=", owed.execution_id),)
         place = (owed.execution_id, owed.after_edge)
         order = ("upstream_execution_id", "edge_id")
-        return [await self._core.store.scan(Scan(Outgoing, where, order, place, STEP_EDGES + 1))]
+        return [await self._core.scan(Scan(Edge, where, order, place, STEP_EDGES + 1))]
 
     # -- one edge: written with the end itself ------------------------------------------------------------------------
 
@@ -196,20 +197,37 @@ class Dispatcher:
         return resolved, descended
 
     async def _edges_of(self, ended: list[str]) -> list[Settled]:
-        wants: list[Want] = []
-        for name in ended:
-            wants += (Want(Execution, (name,)), Want(Outgoing, (name,)))
-        found = iter((await self._core.load(wants)).rows)
-        settled = []
-        for _ in ended:
-            rows, edges = next(found), next(found)
-            if rows and rows[0].lifecycle_phase is LifecyclePhase.TERMINAL and rows[0].flow_id is not None:
-                row = rows[0]
-                settled += [
-                    Settled(Child(row.flow_id, edge.downstream_execution_id), edge.edge_id, row.terminal_outcome)
-                    for edge in edges
-                ]
-        return settled
+        loaded = await self._core.load([Want(Execution, (name,)) for name in ended])
+        outcomes = {
+            row.execution_id: row.terminal_outcome
+            for rows in loaded.rows
+            for row in rows
+            if row.lifecycle_phase is LifecyclePhase.TERMINAL and row.flow_id is not None
+        }
+        return [
+            Settled(
+                Child(edge.flow_id, edge.downstream_execution_id), edge.edge_id, outcomes[edge.upstream_execution_id]
+            )
+            for edge in await edges_from(self._core, [*outcomes])
+        ]
+
+
+async def edges_from(core: Core, upstreams: Sequence[str]) -> list[Edge]:
+    """The staged edges that lead away from these."""
+    return await edges_by(core, "upstream_execution_id", upstreams)
+
+
+async def edges_by(core: Core, end: str, names: Sequence[str]) -> list[Edge]:
+    """The staged edges with one of these at one end, by that end and by id."""
+    found: list[Edge] = []
+    place: tuple[str, str] | None = None
+    while names:
+        page = await core.scan(Scan(Edge, (Where(end, "in", names),), (end, "edge_id"), place, PAGE))
+        found += page
+        if len(page) < PAGE:
+            break
+        place = (getattr(page[-1], end), page[-1].edge_id)
+    return found
 
 
 def _step(rows: Rows, now: int) -> Decision[list[Settled]]:

@@ -299,10 +299,10 @@ class Executions(Core):
             (Want(Execution, (execution,)),),
             lambda rows, now: dependents.wait_children(first(rows[0]), first(rows[1]), shown, by, now),
             trusting=[[seen], []] if seen is not None and seen.flow_id is None else None,
-            further=self.group_of,
+            further=self._group_of,
         )
 
-    async def group_of(self, rows: Rows) -> Rows:
+    async def _group_of(self, rows: Rows) -> Rows:
         """The join of a loaded execution, to be decided together with it."""
         row = first(rows[0])
         if row is None or row.flow_id is None:

@@ -9,8 +9,9 @@ import msgspec
 from flowfabric import errors, ids
 from flowfabric.engine import intake
 from flowfabric.engine.core import Core, Rows
+from flowfabric.engine.dispatch import edges_by, edges_from
 from flowfabric.model.execution import Execution
-from flowfabric.model.flow import Edge, EdgeGroup, Flow, FlowMember, FlowSummary, Outgoing
+from flowfabric.model.flow import Edge, EdgeGroup, Flow, FlowMember, FlowSummary
 from flowfabric.rules import flow_views, limits, tags
 from flowfabric.rules.flow_views import FlowSnapshot, FlowStatus
 from flowfabric.rules.flows import EdgeSnapshot, edge_snapshot
@@ -56,27 +57,13 @@ class FlowReads(Core):
     async def list_outgoing_edges(self, flow_id: str, execution_id: str) -> list[EdgeSnapshot]:
         """The edges that lead away from an execution, by id."""
         flow, upstream = intake.flow(flow_id), intake.execution(execution_id)
-        outgoing = (await self.load((Want(Outgoing, (upstream,)),))).rows[0]
-        found = (await self.load([Want(Edge, (flow, one.edge_id)) for one in outgoing])).rows if outgoing else []
-        edges = [each[0] for each in found if each]
-        for edge in edges:
-            if edge.upstream_execution_id != upstream:
-                raise errors.Corruption(f"edge {edge.edge_id} has another upstream than its index says")
-        return [edge_snapshot(edge) for edge in edges]
+        return [edge_snapshot(edge) for edge in await edges_from(self, [upstream]) if edge.flow_id == flow]
 
     async def list_incoming_edges(self, flow_id: str, execution_id: str) -> list[EdgeSnapshot]:
         """The edges that lead to an execution, by id."""
         flow, downstream = intake.flow(flow_id), intake.execution(execution_id)
-        where = (Where("downstream_execution_id", "=", downstream), Where("flow_id", "=", flow))
-        found: list[Any] = []
-        after: tuple[str, str] | None = None
-        while True:
-            order = ("downstream_execution_id", "edge_id")
-            page = await self.store.scan(Scan(Edge, where, order, after, MAX_PAGE))
-            found += page
-            if len(page) < MAX_PAGE:
-                return [edge_snapshot(edge) for edge in found]
-            after = (downstream, page[-1].edge_id)
+        found = await edges_by(self, "downstream_execution_id", [downstream])
+        return [edge_snapshot(edge) for edge in found if edge.flow_id == flow]
 
     async def list_edges(
         self, flow_id: str, *, outgoing: str | None = None, incoming: str | None = None

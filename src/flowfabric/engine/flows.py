@@ -13,13 +13,13 @@ from flowfabric import errors, ids
 from flowfabric.engine import intake
 from flowfabric.engine.cancelling import Cancelling
 from flowfabric.engine.core import Rows, first
-from flowfabric.engine.dispatch import Dispatcher
+from flowfabric.engine.dispatch import Dispatcher, edges_from
 from flowfabric.engine.executions import Executions
 from flowfabric.engine.folding import Child, Folding, Settled
 from flowfabric.model import flow_answers
 from flowfabric.model.answers import Moved
 from flowfabric.model.execution import Execution
-from flowfabric.model.flow import Dependency, Edge, EdgeGroup, Flow, FlowMember, Outgoing
+from flowfabric.model.flow import Dependency, Edge, EdgeGroup, Flow, FlowMember
 from flowfabric.model.states import TerminalOutcome
 from flowfabric.rules import dependents, flows, graph, limits, tags
 from flowfabric.rules.change import Decision
@@ -79,13 +79,16 @@ class FlowVerbs(Executions):
         """Create a flow with all its members, edges and joins, all of it or nothing; repeating the call is harmless."""
         flow = intake.flow(flow_id)
         kind, namespace = _labels(flow_kind, namespace)
+        here = ids.flow_partition(flow, self.partitions)
+        if not isinstance(policies or {}, Mapping):
+            raise errors.InvalidInput("policies: not a mapping")
         ask = CreateGraph(
             flow,
-            ids.flow_partition(flow, self.partitions),
+            here,
             kind,
             namespace,
-            [self._here(flow, intake.creation(node)) for node in nodes],
-            [self._staged(flow, edge) for edge in edges],
+            [_on(here, intake.creation(node)) for node in intake.each("nodes", nodes)],
+            [self._staged(flow, _an_edge(edge)) for edge in intake.each("edges", edges)],
             {self._member_id(flow, name): _policy(policy) for name, policy in (policies or {}).items()},
         )
         if refused := graph.check(ask):
@@ -172,8 +175,7 @@ class FlowVerbs(Executions):
         """Whether a way leads from start to goal; a search that grows too large counts as yes."""
         visited, level = {start}, [start]
         while level:
-            found = (await self.load([Want(Outgoing, (name,)) for name in level])).rows
-            nexts = {edge.downstream_execution_id for edges in found for edge in edges}
+            nexts = {edge.downstream_execution_id for edge in await edges_from(self, level)}
             if goal in nexts:
                 return True
             level = sorted(nexts - visited)
@@ -264,13 +266,13 @@ class FlowVerbs(Executions):
         return await self.settle(
             (Want(Execution, (execution,)),),
             lambda rows, _: dependents.promote_blocked(first(rows[0]), first(rows[1])),
-            further=self.group_of,
+            further=self._group_of,
         )
 
     async def evaluate_flow_eligibility(self, execution_id: str) -> flow_answers.Eligibility:
         """Whether dependencies let an execution run."""
         rows = (await self.load((Want(Execution, (intake.execution(execution_id),)),))).rows
-        return dependents.eligibility(first(rows[0]), first((await self.group_of(rows))[0]))
+        return dependents.eligibility(first(rows[0]), first((await self._group_of(rows))[0]))
 
     async def dispatched(self) -> None:
         """Wait until this process has carried every end it knows of to those who waited for it."""
@@ -291,14 +293,8 @@ class FlowVerbs(Executions):
 
     def _member_id(self, flow_id: ids.FlowId, execution_id: str) -> str:
         execution = intake.execution(execution_id)
-        mine, others = ids.flow_partition(flow_id, self.partitions), ids.partition_of(execution)
-        if mine != others:
-            raise errors.InvalidInput(f"partition mismatch: {execution} is on {others}, its flow on {mine}")
+        _check_partition(execution, ids.partition_of(execution), ids.flow_partition(flow_id, self.partitions))
         return execution
-
-    def _here(self, flow_id: ids.FlowId, node: CreateExecution) -> CreateExecution:
-        self._member_id(flow_id, node.execution_id)
-        return node
 
     def _staged(self, flow_id: ids.FlowId, edge: GraphEdge) -> StageEdge:
         return StageEdge(
@@ -310,6 +306,24 @@ class FlowVerbs(Executions):
             limits.optional_text("data_passing_ref", edge.data_passing_ref),
             None,
         )
+
+
+def _check_partition(execution_id: str, partition: int, here: int) -> None:
+    if partition != here:
+        raise errors.InvalidInput(f"partition mismatch: {execution_id} is on {partition}, its flow on {here}")
+
+
+def _on(here: int, node: CreateExecution) -> CreateExecution:
+    _check_partition(node.execution_id, node.partition, here)
+    return node
+
+
+def _an_edge(given: object) -> GraphEdge:
+    if not isinstance(given, GraphEdge):
+        raise errors.InvalidInput("edges: not a GraphEdge")
+    intake.member("upstream", given.upstream)
+    intake.member("downstream", given.downstream)
+    return given
 
 
 _RESOLUTION = {

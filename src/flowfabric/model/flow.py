@@ -109,14 +109,6 @@ class Edge(msgspec.Struct, frozen=True):
     data_passing_ref: str | None = None
 
 
-class Outgoing(msgspec.Struct, frozen=True):
-    """An edge by its upstream: who comes after."""
-
-    upstream_execution_id: str
-    edge_id: str
-    downstream_execution_id: str
-
-
 class EdgeGroup(msgspec.Struct, frozen=True):
     """The join of one downstream execution over all its inbound edges."""
 

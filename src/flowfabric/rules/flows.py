@@ -20,7 +20,6 @@ from flowfabric.model.flow import (
     FlowMember,
     FlowState,
     OnSatisfied,
-    Outgoing,
     PolicyVariant,
 )
 from flowfabric.model.flow_answers import Added, AlreadyMember, AlreadySatisfied, Created, PolicySet, Staged
@@ -195,7 +194,6 @@ def stage(
         return refuse(errors.DependencyAlreadyExists(existing=edge_snapshot(existing)))
     revision = flow.graph_revision + 1
     fields = {"graph_revision": revision, "edge_count": flow.edge_count + 1, "last_mutation_at": NOW}
-    edge, outgoing = edge_rows(ask)
     key = (ask.flow_id, ask.downstream)
     joined: Write = (
         Insert(new_group(*key, Policy(), staged=1))
@@ -204,7 +202,7 @@ def stage(
     )
     change = Change(
         guards=(seen_flow(flow), seen_group(group, *key)),
-        writes=(Patch(Flow, (flow.flow_id,), fields), joined, Insert(edge), Insert(outgoing)),
+        writes=(Patch(Flow, (flow.flow_id,), fields), joined, Insert(edge_row(ask))),
     )
     return Decision(Staged(ask.edge_id, revision), change)
 
@@ -237,10 +235,10 @@ def edge_snapshot(edge: Edge) -> EdgeSnapshot:
     )
 
 
-def edge_rows(ask: StageEdge) -> tuple[Edge, Outgoing]:
-    """The rows of a staged edge."""
-    edge = Edge(ask.flow_id, ask.edge_id, ask.upstream, ask.downstream, ask.kind, at(0), ask.data_passing_ref or None)
-    return edge, Outgoing(ask.upstream, ask.edge_id, ask.downstream)
+def edge_row(ask: StageEdge) -> Edge:
+    """The row of a staged edge."""
+    ref = ask.data_passing_ref or None
+    return Edge(ask.flow_id, ask.edge_id, ask.upstream, ask.downstream, ask.kind, at(0), ref)
 
 
 def set_policy(

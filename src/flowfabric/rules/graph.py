@@ -15,7 +15,7 @@ from flowfabric.model.states import PublicState
 from flowfabric.rules import joins
 from flowfabric.rules.change import Change, Decision, Guard, Insert, Write, absent, at, refuse
 from flowfabric.rules.create import CreateExecution, create
-from flowfabric.rules.flows import Policy, StageEdge, edge_rows, new_group
+from flowfabric.rules.flows import Policy, StageEdge, edge_row, new_group
 from flowfabric.rules.successors import Successor, listed
 
 MAX_NODES = 10_000
@@ -133,7 +133,7 @@ def create_graph(
             )
             writes.append(Insert(group))
     for edge in ask.edges:
-        writes += [Insert(row) for row in edge_rows(edge)]
+        writes.append(Insert(edge_row(edge)))
         ref = edge.data_passing_ref or None
         writes.append(
             Insert(

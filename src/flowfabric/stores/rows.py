@@ -23,7 +23,6 @@ from flowfabric.model.flow import (
     Flow,
     FlowMember,
     FlowSummary,
-    Outgoing,
     PendingCancel,
     PendingCancelGroup,
 )
@@ -138,8 +137,14 @@ TABLES: tuple[Table, ...] = (
     _table("ff_stream_summary", Summary, "execution_id", "attempt_index", root=Stream),
     _table("ff_flow_core", Flow, "flow_id", indexes=(("partition", "flow_id"), ("project_at", "flow_id"))),
     _table("ff_flow_member", FlowMember, "flow_id", "execution_id", root=Flow),
-    _table("ff_edge", Edge, "flow_id", "edge_id", root=Flow, indexes=(("downstream_execution_id", "edge_id"),)),
-    _table("ff_edge_outgoing", Outgoing, "upstream_execution_id", "edge_id", root=Flow),
+    _table(
+        "ff_edge",
+        Edge,
+        "flow_id",
+        "edge_id",
+        root=Flow,
+        indexes=(("upstream_execution_id", "edge_id"), ("downstream_execution_id", "edge_id")),
+    ),
     _table(
         "ff_edge_group",
         EdgeGroup,

@@ -15,8 +15,8 @@ Most batches are written by one statement. Two kinds are not:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from operator import attrgetter, itemgetter
+from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any
 
 import msgspec
@@ -25,7 +25,7 @@ from msgspec.structs import astuple
 from flowfabric.model.event import Event
 from flowfabric.rules.change import Change, Delete, Guard, LeaseCheck, Patch, Put, Write
 from flowfabric.stores.base import Unstorable
-from flowfabric.stores.codec import CODEC
+from flowfabric.stores.codec import CODEC, row_of, target
 from flowfabric.stores.postgres.habits import Habits
 from flowfabric.stores.postgres.pieces import (
     BOUND_TYPES,
@@ -115,24 +115,7 @@ def _asked(lease: LeaseCheck | None) -> tuple[int | None, str | None, int | None
 def _written_roots(change: Change) -> set[tuple[Row, tuple[Any, ...]]]:
     """The rows that the change writes, as far as it guards any of their kind."""
     guarded = {guard.row for guard in change.guards if guard.revision is not None}
-    return {_target(write) for write in change.writes if _row_of(write) in guarded} if guarded else set()
-
-
-def _target(write: Write) -> tuple[Row, tuple[Any, ...]]:
-    """The row that is written, as a guard would name it."""
-    # By type, not by instance: a look at the class alone costs a tenth, and every write of a batch is asked.
-    if type(write) is Patch or type(write) is Delete:
-        return write.row, write.key
-    row: Any = write.row
-    return type(row), _KEY[type(row)](row)
-
-
-def _key_of(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
-    get = attrgetter(*names)
-    return get if len(names) > 1 else lambda row: (get(row),)
-
-
-_KEY = {table.row: _key_of(table.key) for table in TABLE.values()}
+    return {target(write) for write in change.writes if row_of(write) in guarded} if guarded else set()
 
 
 def _rounds(changes: Sequence[Change]) -> list[list[tuple[int, int, Write]]]:
@@ -141,27 +124,22 @@ def _rounds(changes: Sequence[Change]) -> list[list[tuple[int, int, Write]]]:
     first = rounds[0]
     for no, change in enumerate(changes, start=1):
         writes = change.writes
-        if len(writes) == 1 or len({_row_of(write) for write in writes}) == len(writes):
+        if len(writes) == 1 or len({row_of(write) for write in writes}) == len(writes):
             first += [(no, change.id, write) for write in writes]
             continue
         deleting = any(type(write) is Delete for write in writes)
-        targets = [_target(write) for write in writes]
+        targets = [target(write) for write in writes]
         if not deleting and len(set(targets)) == len(targets):
             first += [(no, change.id, write) for write in writes]
             continue
         levels: dict[tuple[Row, tuple[Any, ...]], int] = {}
-        for write, target in zip(writes, targets, strict=True):
-            meets = (other for other in levels if _meet(target, other)) if deleting else (target,)
-            level = levels[target] = max((levels.get(other, -1) + 1 for other in meets), default=0)
+        for write, place in zip(writes, targets, strict=True):
+            meets = (other for other in levels if _meet(place, other)) if deleting else (place,)
+            level = levels[place] = max((levels.get(other, -1) + 1 for other in meets), default=0)
             while level >= len(rounds):
                 rounds.append([])
             rounds[level].append((no, change.id, write))
     return rounds
-
-
-def _row_of(write: Write) -> Row:
-    row: Any = write.row
-    return row if type(write) is Patch or type(write) is Delete else type(row)
 
 
 def _meet(one: tuple[Row, tuple[Any, ...]], other: tuple[Row, tuple[Any, ...]]) -> bool:

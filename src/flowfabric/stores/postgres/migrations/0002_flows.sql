@@ -42,15 +42,10 @@ create table ff_edge (
     data_passing_ref                text collate "C",
     primary key (flow_id, edge_id)
 );
+create index ff_edge_upstream_execution_id on ff_edge (upstream_execution_id, edge_id)
+    where upstream_execution_id is not null;
 create index ff_edge_downstream_execution_id on ff_edge (downstream_execution_id, edge_id)
     where downstream_execution_id is not null;
-
-create table ff_edge_outgoing (
-    upstream_execution_id           text collate "C" not null,
-    edge_id                         text collate "C" not null,
-    downstream_execution_id         text collate "C" not null,
-    primary key (upstream_execution_id, edge_id)
-);
 
 create table ff_edge_group (
     k                               bigint not null,

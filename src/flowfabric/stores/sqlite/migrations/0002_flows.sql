@@ -40,14 +40,8 @@ CREATE TABLE ff_edge (
     data_passing_ref TEXT,
     PRIMARY KEY (flow_id, edge_id)
 ) STRICT;
+CREATE INDEX ff_edge_upstream_execution_id ON ff_edge (upstream_execution_id, edge_id) WHERE upstream_execution_id IS NOT NULL;
 CREATE INDEX ff_edge_downstream_execution_id ON ff_edge (downstream_execution_id, edge_id) WHERE downstream_execution_id IS NOT NULL;
-
-CREATE TABLE ff_edge_outgoing (
-    upstream_execution_id TEXT NOT NULL,
-    edge_id TEXT NOT NULL,
-    downstream_execution_id TEXT NOT NULL,
-    PRIMARY KEY (upstream_execution_id, edge_id)
-) STRICT;
 
 CREATE TABLE ff_edge_group (
     flow_id TEXT NOT NULL,
