@@ -96,6 +96,15 @@ def test_ageing_raises_a_priority_by_one_step_for_each_length_of_waiting() -> No
     )
 
 
+def test_a_plan_of_few_keys_leaves_the_others_their_turn() -> None:
+    rows = [row(f"{key}{n}", key) for key in "abcd" for n in range(2)]
+
+    picks, turns = plan(rows, {}, NOW, 8, most_keys=3)
+    assert names(picks) == ["a0", "b0", "c0"]
+    rows = [one for one in rows if one not in picks]
+    assert names(plan(rows, turns, NOW, 2)[0]) == ["d0", "a1"]
+
+
 KEYS = st.sampled_from(["", "a", "b", "c"])
 ROWS = st.lists(st.tuples(KEYS, st.integers(1, 4), st.integers(0, 2), st.integers(0, 50)), max_size=40)
 

@@ -8,7 +8,8 @@ once a second when it is busy.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence, Set
+from collections import Counter
+from collections.abc import Sequence, Set
 
 from flowfabric.engine.executions import Executions
 from flowfabric.model import answers
@@ -19,6 +20,7 @@ from flowfabric.stores.base import Scan, Where
 HOUSEKEEPING_MS = 1000
 CANDIDATES = 10
 LAPSED_BATCH = 100
+BY_RANK = ("rank", "execution_id")
 MOST_LINES = 64  # that are looked at in one trip
 
 
@@ -55,26 +57,37 @@ class Lines(Executions):
         return [line for line in await self.lines_of(lane_id) if capabilities.covers(line.required, offered)]
 
     async def heads(
-        self, lines: Iterable[LineKey], limit: int, *, without: Set[str] = frozenset(), where: tuple[Where, ...] = ()
+        self, lines: Sequence[LineKey], limit: int, *, without: Set[str] = frozenset(), where: tuple[Where, ...] = ()
     ) -> list[Execution]:
         """The first rows of each of the lines, without those granted to somebody and those named, best rank first."""
-        found = await asyncio.gather(*(self._first(line, limit, without, where) for line in lines))
-        return sorted((row for rows in found for row in rows), key=lambda row: (row.rank, row.execution_id))
+        if not lines:
+            return []
+        size = limit + CANDIDATES
+        conditions = (Where("line", "in", tuple(lines)), *where)
+        page = await self.scan(Scan(Execution, conditions, BY_RANK, None, size, each="line"))
+        rows = self._ungranted(page, without)
+        found, seen = Counter(row.line for row in rows), Counter(row.line for row in page)
+        for line in lines:  # many of its first rows were passed over: look further
+            if seen[line] == size and found[line] < limit:
+                last = [row for row in page if row.line == line][-1]
+                rows += await self._further(line, limit - found[line], without, where, (last.rank, last.execution_id))
+        return sorted(rows, key=lambda row: (row.rank, row.execution_id))
 
-    async def _first(
-        self, line: LineKey, limit: int, without: Set[str], where: tuple[Where, ...]
-    ) -> Sequence[Execution]:
+    async def _further(
+        self, line: LineKey, limit: int, without: Set[str], where: tuple[Where, ...], after: tuple[int, str]
+    ) -> list[Execution]:
         found: list[Execution] = []
-        after: tuple[int, str] | None = None
-        page_size = limit + CANDIDATES
+        size = limit + CANDIDATES
         while True:
-            scan = Scan(Execution, (Where("line", "=", line), *where), ("rank", "execution_id"), after, page_size)
-            page: list[Execution] = await self.scan(scan)
-            now = self.estimate.now()
-            found += [row for row in page if row.execution_id not in without and not claim.live_grant(row, now)]
-            if len(found) >= limit or len(page) < page_size:
+            page = await self.scan(Scan(Execution, (Where("line", "=", line), *where), BY_RANK, after, size))
+            found += self._ungranted(page, without)
+            if len(found) >= limit or len(page) < size:
                 return found[:limit]
             after = (page[-1].rank, page[-1].execution_id)
+
+    def _ungranted(self, page: Sequence[Execution], without: Set[str]) -> list[Execution]:
+        now = self.estimate.now()
+        return [row for row in page if row.execution_id not in without and not claim.live_grant(row, now)]
 
     async def forget_decided(self, lane_id: str) -> None:
         """Stop expecting decided work in a lane, unless there is some: granted, or beyond the worker that looked."""

@@ -32,6 +32,8 @@ from flowfabric.rules.claim import Acquired
 from flowfabric.rules.lease import Holder
 from flowfabric.stores.base import Scan, Stamp, Take, Want, Where
 
+MOST_KEYS = 8  # whose work one claim takes: each key costs a trip of its own
+
 
 class Taking(Lines):
     """What a worker does to get work."""
@@ -136,7 +138,7 @@ class Taking(Lines):
                 return claimed + await self._take(uniform, order, limit - len(claimed))
             waiting += await self.heads(uniform, limit - len(claimed))
             now, turns = self.estimate.now(), self.turns_of(order.lane_id)
-            picks, turns = fairness.plan(waiting, turns, now, limit - len(claimed))
+            picks, turns = fairness.plan(waiting, turns, now, limit - len(claimed), most_keys=MOST_KEYS)
             self.keep_turns(order.lane_id, turns)
             tried.update(row.execution_id for row in picks if _is_decided(row))
             try:

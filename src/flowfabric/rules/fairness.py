@@ -22,15 +22,25 @@ def effective_priority(row: Execution, now: int) -> int:
     return row.priority + (max(0, now - row.created_at) // ageing if ageing else 0)
 
 
-def plan(rows: Iterable[Execution], turns: Turns, now: int, limit: int) -> tuple[list[Execution], dict[str, int]]:
-    """The next `limit` of these rows in the order in which they should be claimed, and the turns afterwards."""
+def plan(
+    rows: Iterable[Execution], turns: Turns, now: int, limit: int, most_keys: int | None = None
+) -> tuple[list[Execution], dict[str, int]]:
+    """The next `limit` of these rows in the order in which they should be claimed, and the turns afterwards.
+
+    The plan ends before the first row of one key too many; those keys are next the next time.
+    """
     queues: dict[str, deque[Execution]] = {}
     for row in sorted(rows, key=lambda row: (row.rank, row.execution_id)):
         queues.setdefault(key_of(row), deque()).append(row)
     in_hand = {key: turns.get(key, 0) for key in queues}
     picks: list[Execution] = []
+    keys: set[str] = set()
     while queues and len(picks) < limit:
-        key = _next_key(queues, in_hand, now)
+        key, after = _next_key(queues, in_hand, now)
+        keys.add(key)
+        if most_keys is not None and len(keys) > most_keys:
+            break
+        in_hand = after
         picks.append(queues[key].popleft())
         if not queues[key]:
             del queues[key]
@@ -42,20 +52,19 @@ def key_of(row: Execution) -> str:
     return row.line.fairness_key if row.line is not None else ""
 
 
-def _next_key(queues: Mapping[str, deque[Execution]], in_hand: dict[str, int], now: int) -> str:
+def _next_key(queues: Mapping[str, deque[Execution]], in_hand: dict[str, int], now: int) -> tuple[str, dict[str, int]]:
     if len(queues) == 1:
-        return next(iter(queues))
+        return next(iter(queues)), in_hand
     priorities = {key: effective_priority(queue[0], now) for key, queue in queues.items()}
     highest = max(priorities.values())
     equals = [key for key, priority in priorities.items() if priority == highest]
     if len(equals) == 1:
-        return equals[0]
+        return equals[0], in_hand
     weights = {key: _weight(queues[key][0]) for key in equals}
-    for key, weight in weights.items():
-        in_hand[key] += weight
-    chosen = min(equals, key=lambda key: (-in_hand[key], queues[key][0].rank, queues[key][0].execution_id))
-    in_hand[chosen] -= sum(weights.values())
-    return chosen
+    after = in_hand | {key: in_hand[key] + weight for key, weight in weights.items()}
+    chosen = min(equals, key=lambda key: (-after[key], queues[key][0].rank, queues[key][0].execution_id))
+    after[chosen] -= sum(weights.values())
+    return chosen, after
 
 
 def _weight(row: Execution) -> int:

@@ -8,7 +8,7 @@ import time
 from bisect import bisect_left, bisect_right, insort
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from heapq import merge
+from heapq import merge, nsmallest
 from itertools import islice, takewhile
 from typing import Any
 
@@ -230,15 +230,19 @@ class MemoryStore:
         with self._lock:
             shelf = self._shelves[scan.row]
             order = scan.order + tuple(name for name in shelf.codec.table.key if name not in scan.order)
-            after = scan.after and tuple(encode(value, self._line_id) for value in scan.after)
-            found = []
-            for row in shelf.narrowed(scan):
-                if not shelf.meets(row, scan.where):
-                    continue  # before its place is looked at: only a row that meets the conditions has to have one
-                place = tuple(shelf.value(row, column) for column in order)
-                if after is None or place[: len(after)] > after:
-                    found.append((place, row))
-            return [row for _, row in sorted(found, key=operator.itemgetter(0))[: scan.limit]]
+            found = [self._listed(shelf, one, order) for one in (scan.of_each() if scan.each else [scan])]
+            return [row for _, row in merge(*found, key=operator.itemgetter(0))]
+
+    def _listed(self, shelf: Shelf, scan: Scan, order: tuple[str, ...]) -> list[tuple[Key, Any]]:
+        after = scan.after and tuple(encode(value, self._line_id) for value in scan.after)
+        found = []
+        for row in shelf.narrowed(scan):
+            if not shelf.meets(row, scan.where):
+                continue  # before its place is looked at: only a row that meets the conditions has to have one
+            place = tuple(shelf.value(row, column) for column in order)
+            if after is None or place[: len(after)] > after:
+                found.append((place, row))
+        return nsmallest(scan.limit, found, key=operator.itemgetter(0))
 
     async def lines(self, lane_id: str | None = None) -> list[LineKey]:
         with self._lock:
