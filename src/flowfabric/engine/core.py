@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Sequence, Set
-from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
