@@ -51,8 +51,14 @@ def test_every_dependency_says_what_it_is_for() -> None:
 
 
 def test_the_extras_exist(project: dict[str, Any]) -> None:
-    assert set(project["project"]["optional-dependencies"]) == {"postgres", "valkey", "server", "otel"}
-    assert set(metadata("flowfabric").get_all("Provides-Extra", [])) == {"postgres", "valkey", "server", "otel"}
+    assert set(project["project"]["optional-dependencies"]) == {"postgres", "valkey", "server", "secrets", "otel"}
+    assert set(metadata("flowfabric").get_all("Provides-Extra", [])) == {
+        "postgres",
+        "valkey",
+        "server",
+        "secrets",
+        "otel",
+    }
 
 
 def test_ci_runs_what_developers_run() -> None:

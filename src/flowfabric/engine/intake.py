@@ -6,7 +6,7 @@ Whatever is wrong with it, the answer is a `ValidationError`; what comes out can
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -16,18 +16,28 @@ from flowfabric.rules.claim import GrantOrder
 from flowfabric.rules.create import CreateExecution
 from flowfabric.rules.lease import Fence, Holder
 
+T = TypeVar("T")
+
 MAX_ATTEMPT_INDEX = 2**32 - 1
 MAX_EPOCH = 2**64 - 1
 
 
 class ClaimOrder(msgspec.Struct, frozen=True, gc=False):
-    """Who wants work, from which lane, for how long at a time."""
+    """Who wants work, from which lane, for how long at a time, and whether budgets and quotas are asked."""
 
     lane_id: str
     worker_id: str
     worker_instance_id: str
     capabilities: frozenset[str]
     lease_ttl_ms: int
+    admission: bool = False
+
+
+def parsed(value: T | errors.FabricError) -> T:
+    """What a rule made of a part of a request; its refusal is raised."""
+    if isinstance(value, errors.FabricError):
+        raise value
+    return value
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -37,6 +47,21 @@ class ClaimOrder(msgspec.Struct, frozen=True, gc=False):
 def execution(execution_id: object) -> ids.ExecutionId:
     """An execution id."""
     return ids.parse_execution_id(limits.text("execution_id", execution_id))
+
+
+def member(name: str, execution_id: object) -> ids.ExecutionId:
+    """The id of an execution that plays a part, named as that part."""
+    return ids.parse_execution_id(limits.text(name, execution_id))
+
+
+def flow(flow_id: object) -> ids.FlowId:
+    """A flow's id."""
+    return ids.FlowId(ids.parse_uuid(limits.text("flow_id", flow_id), "flow_id"))
+
+
+def edge(edge_id: object) -> str:
+    """An edge's id."""
+    return ids.parse_uuid(limits.text("edge_id", edge_id), "edge_id")
 
 
 def lane(lane_id: object) -> ids.LaneId:
@@ -110,7 +135,18 @@ def creation(ask: object) -> CreateExecution:
         policy=policy_text(ask.policy),
         delay_until=optional_instant("delay_until", ask.delay_until),
         execution_deadline_at=optional_instant("execution_deadline_at", ask.execution_deadline_at),
+        parent_id=_parent(ask.parent_id, execution_id),
     )
+
+
+def _parent(parent_id: object, child_id: ids.ExecutionId) -> ids.ExecutionId | None:
+    """A parent is told of the end in the change that makes it, so it has to live on the same partition."""
+    if parent_id is None:
+        return None
+    parent = ids.parse_execution_id(limits.text("parent_id", parent_id))
+    if ids.partition_of(parent) != ids.partition_of(child_id):
+        raise errors.InvalidInput("parent_id: on another partition than its child")
+    return parent
 
 
 def policy_text(policy: object) -> str | None:
@@ -163,7 +199,13 @@ def offered(tokens: object) -> frozenset[str]:
 
 
 def claim_order(
-    lane_id: object, worker_id: object, worker_instance_id: object, tokens: object, lease_ttl_ms: object
+    lane_id: object,
+    worker_id: object,
+    worker_instance_id: object,
+    tokens: object,
+    lease_ttl_ms: object,
+    *,
+    admission: bool = False,
 ) -> ClaimOrder:
     """A worker's wish for work."""
     return ClaimOrder(
@@ -172,6 +214,7 @@ def claim_order(
         instance(worker_instance_id),
         offered(tokens),
         limits.duration("lease_ttl_ms", lease_ttl_ms),
+        admission,
     )
 
 

@@ -11,9 +11,7 @@ from flowfabric.rules.change import Change, Decision, FromNow, refuse, seen
 from flowfabric.rules.lease import Fence
 
 
-def delay(
-    row: Execution | None, fence: Fence, source: str | None, until: int | FromNow, now: int
-) -> Decision[Delayed]:
+def delay(row: Execution | None, fence: Fence, source: str | None, until: int | FromNow, now: int) -> Decision[Delayed]:
     """Put active work away until an instant, past ones included; the same attempt goes on afterwards."""
     if row is None:
         return refuse(errors.NotFound("execution"))

@@ -20,7 +20,11 @@ def migrations() -> dict[int, str]:
     """The text of each migration by its number."""
     folder = files(__package__) / "migrations"
     named = {re.match(r"(\d{4})_\w+\.sql$", entry.name): entry for entry in folder.iterdir()}
-    return {int(match[1]): entry.read_text() for match, entry in sorted(named.items(), key=str) if match}
+    return {
+        int(match[1]): entry.read_text()
+        for match, entry in sorted(named.items(), key=lambda item: item[1].name)
+        if match
+    }
 
 
 def version(db: apsw.Connection) -> int:
@@ -39,7 +43,7 @@ def prepare(db: apsw.Connection, *, migrate: bool, now: int) -> Schema:
         raise errors.Unavailable(
             "open", f"the file has schema version {found}, this release needs {known}: migrate first"
         )
-    for number in range(found + 1, known + 1):
+    for number in sorted(number for number in steps if number > found):
         for _ in db.execute(steps[number]):  # a text of several statements runs on only while it is read from
             pass
         db.execute("INSERT INTO ff_schema_version (version, applied_at) VALUES (?, ?)", (number, now))
