@@ -11,6 +11,7 @@ import os
 import random
 import re
 import struct
+import time
 import weakref
 from enum import StrEnum
 from functools import lru_cache
@@ -40,6 +41,9 @@ MAX_LANE_BYTES: Final = 64
 MAX_WORKER_BYTES: Final = 256
 
 _CANONICAL_UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}").fullmatch
+_CANONICAL_EXECUTION = re.compile(
+    r"\{fp:(?:0|[1-9][0-9]{0,3})\}:[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"
+).fullmatch  # the usual form with a usual number of partitions
 _ANY_UUID = re.compile(r"[0-9a-fA-F]{32}|[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}").fullmatch
 _DECIMAL = re.compile(r"0|[1-9][0-9]{0,4}").fullmatch
 _BLANK_OR_CONTROL = re.compile(r"[\s\x00-\x1f\x7f-\x9f\ud800-\udfff]").search  # half a character is no character
@@ -72,6 +76,8 @@ def parse_uuid(text: str, field: str = "uuid") -> str:
 
 def parse_execution_id(text: str) -> ExecutionId:
     """The id, letter for letter as given; `MissingTag`, `InvalidPartitionIndex` or `InvalidUuid` otherwise."""
+    if _CANONICAL_EXECUTION(text):
+        return ExecutionId(text)
     close = text.find("}:", 4) if text.startswith("{fp:") else -1
     if close < 0:
         raise MissingTag(f"execution_id is missing the `{{fp:N}}:` hash-tag prefix: {text}")
@@ -276,6 +282,9 @@ class Minter(Protocol):
     def uuid(self) -> str:
         """A version 4 UUID that nobody has seen before."""
 
+    def ordered_uuid(self) -> str:
+        """One that also sorts by when it was minted: keys that grow keep an index in few pages."""
+
     def change_id(self) -> int:
         """A positive 63-bit number that no other change carries."""
 
@@ -301,6 +310,11 @@ class RandomMinter:
             digits = os.urandom(16 * _STOCK).hex()
             self._uuids = [_version_4(digits[start : start + 32]) for start in range(0, 32 * _STOCK, 32)]
             return _version_4(os.urandom(16).hex())
+
+    def ordered_uuid(self) -> str:
+        """A version 7 UUID: the time in milliseconds, then the randomness of a version 4."""
+        time_digits = f"{time.time_ns() // 1_000_000:012x}"
+        return f"{time_digits[:8]}-{time_digits[8:]}-7{self.uuid()[15:]}"
 
     def change_id(self) -> int:
         """A positive 63-bit number that no other change carries."""
@@ -337,6 +351,9 @@ class SeededMinter:
     def uuid(self) -> str:
         return _version_4(f"{self._random.getrandbits(128):032x}")
 
+    def ordered_uuid(self) -> str:
+        return self.uuid()  # its order is that of the seed, not of time
+
     def change_id(self) -> int:
         return self._random.getrandbits(63) or 1
 
@@ -351,12 +368,12 @@ def _version_4(digits: str) -> str:
 
 def mint_for_flow(flow_id: FlowId, counts: PartitionCounts, minter: Minter) -> ExecutionId:
     """A new id for a member of a flow."""
-    return ExecutionId(f"{{fp:{flow_partition(flow_id, counts)}}}:{minter.uuid()}")
+    return ExecutionId(f"{{fp:{flow_partition(flow_id, counts)}}}:{minter.ordered_uuid()}")
 
 
 def mint_solo(lane: LaneId, counts: PartitionCounts, minter: Minter) -> ExecutionId:
     """A new id for an execution without a flow."""
-    return ExecutionId(f"{{fp:{solo_partition(lane, counts)}}}:{minter.uuid()}")
+    return ExecutionId(f"{{fp:{solo_partition(lane, counts)}}}:{minter.ordered_uuid()}")
 
 
 def deterministic_for_flow(flow_id: FlowId, counts: PartitionCounts, uuid: str) -> ExecutionId:

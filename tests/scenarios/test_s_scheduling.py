@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from flowfabric import errors
+from flowfabric.engine.loads import Loads
 from flowfabric.model.answers import ClaimGrant
 from flowfabric.model.budget import Budget, BudgetDimension
 from flowfabric.model.quota import QuotaRequest, QuotaSlot
@@ -170,6 +171,7 @@ async def test_s_078_fail_closed_when_the_store_is_away(play: Play, road: str, m
     await play.pull(lane="other")  # lines are known: only admission has to be read
     flaky = FlakyStore(play.engine.store)
     play.engine.store = flaky
+    play.engine.loads = Loads(flaky)
     flaky.lose("load", Loss.REQUEST, times=50)
 
     with pytest.raises(errors.StoreUnavailable):
@@ -177,6 +179,7 @@ async def test_s_078_fail_closed_when_the_store_is_away(play: Play, road: str, m
 
     flaky.heal()
     play.engine.store = flaky.inner
+    play.engine.loads = Loads(flaky.inner)
     assert await play.vector(e) == WAITING
     assert await play.live_grant(e) is None
     assert await ask(play, road) == e

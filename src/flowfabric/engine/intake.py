@@ -6,7 +6,7 @@ Whatever is wrong with it, the answer is a `ValidationError`; what comes out can
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -15,6 +15,8 @@ from flowfabric.rules import capabilities, expiry, limits
 from flowfabric.rules.claim import GrantOrder
 from flowfabric.rules.create import CreateExecution
 from flowfabric.rules.lease import Fence, Holder
+
+T = TypeVar("T")
 
 MAX_ATTEMPT_INDEX = 2**32 - 1
 MAX_EPOCH = 2**64 - 1
@@ -31,6 +33,13 @@ class ClaimOrder(msgspec.Struct, frozen=True, gc=False):
     admission: bool = False
 
 
+def parsed(value: T | errors.FabricError) -> T:
+    """What a rule made of a part of a request; its refusal is raised."""
+    if isinstance(value, errors.FabricError):
+        raise value
+    return value
+
+
 # ---------------------------------------------------------------------------------------------------------------
 # Names
 
@@ -38,6 +47,21 @@ class ClaimOrder(msgspec.Struct, frozen=True, gc=False):
 def execution(execution_id: object) -> ids.ExecutionId:
     """An execution id."""
     return ids.parse_execution_id(limits.text("execution_id", execution_id))
+
+
+def member(name: str, execution_id: object) -> ids.ExecutionId:
+    """The id of an execution that plays a part, named as that part."""
+    return ids.parse_execution_id(limits.text(name, execution_id))
+
+
+def flow(flow_id: object) -> ids.FlowId:
+    """A flow's id."""
+    return ids.FlowId(ids.parse_uuid(limits.text("flow_id", flow_id), "flow_id"))
+
+
+def edge(edge_id: object) -> str:
+    """An edge's id."""
+    return ids.parse_uuid(limits.text("edge_id", edge_id), "edge_id")
 
 
 def lane(lane_id: object) -> ids.LaneId:
@@ -111,7 +135,18 @@ def creation(ask: object) -> CreateExecution:
         policy=policy_text(ask.policy),
         delay_until=optional_instant("delay_until", ask.delay_until),
         execution_deadline_at=optional_instant("execution_deadline_at", ask.execution_deadline_at),
+        parent_id=_parent(ask.parent_id, execution_id),
     )
+
+
+def _parent(parent_id: object, child_id: ids.ExecutionId) -> ids.ExecutionId | None:
+    """A parent is told of the end in the change that makes it, so it has to live on the same partition."""
+    if parent_id is None:
+        return None
+    parent = ids.parse_execution_id(limits.text("parent_id", parent_id))
+    if ids.partition_of(parent) != ids.partition_of(child_id):
+        raise errors.InvalidInput("parent_id: on another partition than its child")
+    return parent
 
 
 def policy_text(policy: object) -> str | None:
@@ -128,7 +163,7 @@ def policy_text(policy: object) -> str | None:
 
 def tags(pairs: object) -> dict[str, str]:
     """Tags as texts; whether the keys are keys is for the rules."""
-    if not isinstance(pairs, dict | Mapping):
+    if type(pairs) is not dict and not isinstance(pairs, Mapping):
         raise errors.InvalidInput("tags: not a mapping")
     if len(pairs) > limits.MAX_TAGS:
         raise errors.InvalidInput(f"tags: {len(pairs)} of them, the limit is {limits.MAX_TAGS}")

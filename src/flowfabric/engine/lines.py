@@ -91,12 +91,12 @@ class Lines(Executions):
 
     async def forget_decided(self, lane_id: str) -> None:
         """Stop expecting decided work in a lane, unless there is some: granted, or beyond the worker that looked."""
-        if lane_id not in self._decided and lane_id not in self._takeovers:
+        if lane_id not in self._decided_lanes and lane_id not in self._takeovers:
             return
         for line in await self.lines_of(lane_id):
             if line.decided and await self.scan(Scan(Execution, (Where("line", "=", line),), limit=1)):
                 return
-        self._decided.discard(lane_id)
+        self._decided_lanes.discard(lane_id)
         self._takeovers.discard(lane_id)
 
     async def _learn_lines(self, lane_id: str) -> None:

@@ -8,7 +8,7 @@ from flowfabric import errors
 from flowfabric.engine import intake
 from flowfabric.engine.executions import Executions
 from flowfabric.model.execution import Execution
-from flowfabric.rules import limits, retention, step
+from flowfabric.rules import limits, step
 from flowfabric.rules.feeds import Filter
 from flowfabric.stores.base import Scan, Where
 
@@ -57,6 +57,6 @@ class Retention(Executions):
 
     async def _purge(self, execution_id: str, default_ms: int) -> bool:
         try:
-            return await self.settle_execution(execution_id, lambda row, now: retention.purge(row, now, default_ms))
+            return await self.purge_execution(execution_id, default_retention_ms=default_ms)
         except errors.FabricError:
             return False

@@ -104,7 +104,7 @@ class Taking(Lines):
         if looked:
             await self.look_around(order.lane_id)
         lines = await self.covered(order.lane_id, order.capabilities)
-        if looked or order.lane_id in self._decided or _take_turns(lines):
+        if looked or order.lane_id in self._decided_lanes or _take_turns(lines):
             claimed = await self._claim_by_plan(order, lines, limit)
         else:
             claimed = await self._take([line for line in lines if not line.decided], order, limit)

@@ -45,6 +45,7 @@ class CreateExecution(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     policy: str | None = None
     delay_until: int | None = None
     execution_deadline_at: int | None = None
+    parent_id: str | None = None
 
     @property
     def digest(self) -> str:
@@ -127,6 +128,7 @@ def _born(ask: CreateExecution, terms: Terms, terms_text: str | None, delay_unti
         line=line,
         rank=at(place.rank_offset(priority, terms)),
         next_timeout_ms=terms.attempt_timeout_ms,
+        parent_id=ask.parent_id,
     )
 
 

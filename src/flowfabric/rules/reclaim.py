@@ -14,7 +14,7 @@ from flowfabric.model.states import (
     OwnershipState,
     TerminalOutcome,
 )
-from flowfabric.rules import capabilities, lease, step
+from flowfabric.rules import capabilities, closing, lease, step
 from flowfabric.rules.change import Decision, refuse
 from flowfabric.rules.claim import (
     Acquired,
@@ -130,7 +130,10 @@ def reclaimed(row: Execution, holder: Holder) -> Decision[Acquired]:
         "reclaimed",
         attempt_type=AttemptType.RECLAIM,
         details=msgspec.json.encode(details).decode(),
-        also=(lease.attempt_ended(row, AttemptRecordState.INTERRUPTED_RECLAIMED, reason=why),),
+        also=(
+            lease.attempt_ended(row, AttemptRecordState.INTERRUPTED_RECLAIMED, reason=why),
+            *closing.close_stream(row, closing.RECLAIMED),
+        ),
     )
 
 
@@ -142,6 +145,7 @@ def cap_reached(row: Execution, cap: int) -> Decision[ReclaimCapExceeded]:
         attempt=AttemptRecordState.INTERRUPTED_RECLAIMED,
         attempt_reason="lease_revoked" if row.ownership_state is OwnershipState.LEASE_REVOKED else "lease_expired",
         released=CAP_REASON,
+        stream=closing.RECLAIMED,
         failure_reason=CAP_REASON,
     )
     return Decision(ReclaimCapExceeded(cap), change)

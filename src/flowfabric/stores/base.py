@@ -198,10 +198,14 @@ class Scan(msgspec.Struct, frozen=True):
 
 
 class FeedPage(msgspec.Struct, frozen=True, gc=False):
-    """Events in order, and how far the feed was read: the place to go on from, events or not."""
+    """Events in order, and how far the feed was read: the place to go on from, events or not.
+
+    `lost` says that events of this topic after the place that was asked for are no longer kept.
+    """
 
     events: list[FeedEvent]
     position: int
+    lost: bool = False
 
 
 class Store(Protocol):
@@ -267,6 +271,10 @@ class Store(Protocol):
 
     async def feed_end(self) -> int:
         """The position such that everything committed from now on lies strictly after it."""
+        ...
+
+    async def trim_feed(self, before: int, limit: int) -> int:
+        """Drop the oldest events that were told before an instant, about `limit` of them; how many went."""
         ...
 
     async def history(self, execution_id: str, topic: Topic, limit: int) -> list[FeedEvent]:

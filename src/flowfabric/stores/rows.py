@@ -14,9 +14,24 @@ import msgspec
 
 from flowfabric.model.budget import Budget, BudgetDimension, BudgetSpend, Reservation, UsageKey
 from flowfabric.model.execution import Attempt, Execution, IdempotencyKey, LineKey, Payload, Result
+from flowfabric.model.flow import (
+    CancelBacklog,
+    Dependency,
+    Dispatch,
+    Edge,
+    EdgeGroup,
+    Flow,
+    FlowMember,
+    FlowSummary,
+    PendingCancel,
+    PendingCancelGroup,
+)
+from flowfabric.model.gate import ChildEnd, GateMemo, Mail, StepMemo
 from flowfabric.model.keys import Keystore, SigningKey
 from flowfabric.model.outbox import Message
 from flowfabric.model.quota import QuotaPolicy, QuotaRequest, QuotaSlot
+from flowfabric.model.stream import Frame, Stream, Summary
+from flowfabric.model.suspension import Remembered, Signal, Suspension, Waitpoint
 from flowfabric.model.sweep import SweepLease
 from flowfabric.model.worker import Worker, WorkerEvent
 
@@ -102,6 +117,59 @@ TABLES: tuple[Table, ...] = (
     _table("ff_sweep", SweepLease, "sweep"),
     _table("ff_keystore", Keystore, "keystore_id"),
     _table("ff_waitpoint_hmac", SigningKey, "keystore_id", "kid", root=Keystore),
+    _table("ff_suspension", Suspension, "execution_id", indexes=(("due_at", "execution_id"),)),
+    _table(
+        "ff_waitpoint",
+        Waitpoint,
+        "waitpoint_id",
+        "partition",
+        root=Suspension,
+        indexes=(("execution_id", "waitpoint_id"), ("pending_until", "waitpoint_id")),
+    ),
+    _table("ff_signal", Signal, "execution_id", "waitpoint_id", "seq", root=Suspension),
+    _table("ff_remembered", Remembered, "execution_id", "scope", "digest", root=Suspension),
+    _table("ff_gate", GateMemo, "execution_id", "gate", root=Suspension),
+    _table("ff_mail", Mail, "execution_id", "mailbox", "seq", root=Suspension),
+    _table("ff_child_end", ChildEnd, "parent_id", "child_id", "life", root=Suspension, indexes=(("due_at",),)),
+    _table("ff_step", StepMemo, "execution_id", "name", "occurrence", root=Execution),
+    _table("ff_stream", Stream, "execution_id", "attempt_index"),
+    _table("ff_frame", Frame, "execution_id", "attempt_index", "page", "ms", "seq", root=Stream),
+    _table("ff_stream_summary", Summary, "execution_id", "attempt_index", root=Stream),
+    _table("ff_flow_core", Flow, "flow_id", indexes=(("partition", "flow_id"), ("project_at", "flow_id"))),
+    _table("ff_flow_member", FlowMember, "flow_id", "execution_id", root=Flow),
+    _table(
+        "ff_edge",
+        Edge,
+        "flow_id",
+        "edge_id",
+        root=Flow,
+        indexes=(("upstream_execution_id", "edge_id"), ("downstream_execution_id", "edge_id")),
+    ),
+    _table(
+        "ff_edge_group",
+        EdgeGroup,
+        "flow_id",
+        "downstream_execution_id",
+        indexes=(("waiting_since", "flow_id", "downstream_execution_id"),),
+    ),
+    _table(
+        "ff_dependency",
+        Dependency,
+        "downstream_execution_id",
+        "edge_id",
+        indexes=(("unfolded_at", "downstream_execution_id", "edge_id"),),
+    ),
+    _table("ff_dispatch", Dispatch, "execution_id", indexes=(("due_at", "execution_id"),)),
+    _table(
+        "ff_pending_cancel_groups",
+        PendingCancelGroup,
+        "flow_id",
+        "downstream_execution_id",
+        indexes=(("flagged_at", "flow_id", "downstream_execution_id"),),
+    ),
+    _table("ff_cancel_backlog", CancelBacklog, "flow_id", indexes=(("due_at", "flow_id"),)),
+    _table("ff_cancel_backlog_member", PendingCancel, "flow_id", "execution_id", root=CancelBacklog),
+    _table("ff_flow_summary", FlowSummary, "flow_id", root=Flow),
     _table("ff_outbox", Message, "origin", "message_id", indexes=(("due_at",),)),
     _table(
         "ff_budget_policy",

@@ -101,9 +101,11 @@ def feed(db: apsw.Connection, topic: Topic, after: int, limit: int) -> FeedPage:
     """Events of a topic after a position."""
     end = feed_end(db)  # asked for first: what is committed meanwhile belongs to the next page
     events = _events(db.execute(sql.told("feed", TOPIC_FIELDS[topic]), (after, end, limit)))
+    ((lost_to,),) = db.execute(sql.told("lost", TOPIC_FIELDS[topic]))
+    lost = after < lost_to
     if len(events) < limit:
-        return FeedPage(events, max(after, end))
-    return FeedPage(events, events[-1].position if events else after)
+        return FeedPage(events, max(after, end), lost)
+    return FeedPage(events, events[-1].position if events else after, lost)
 
 
 def history(db: apsw.Connection, execution_id: str, topic: Topic, limit: int) -> list[FeedEvent]:

@@ -1,0 +1,30 @@
+"""The engine's own vocabulary: what callers make to ask for things."""
+
+from __future__ import annotations
+
+from flowfabric.model.condition import AllOf, ByName, Count, CountKind, OperatorOnly, Single, TimeoutOnly, Wildcard
+from flowfabric.rules.create import CreateExecution
+from flowfabric.rules.lease import Fence
+from flowfabric.rules.mailbox import MailArgs
+from flowfabric.rules.parking import GateArgs
+from flowfabric.rules.signals import SignalArgs
+from flowfabric.rules.suspend_args import SuspendArgs
+from flowfabric.rules.tokens import WaitpointToken
+
+__all__ = [
+    "AllOf",
+    "ByName",
+    "Count",
+    "CountKind",
+    "CreateExecution",
+    "Fence",
+    "GateArgs",
+    "MailArgs",
+    "OperatorOnly",
+    "SignalArgs",
+    "Single",
+    "SuspendArgs",
+    "TimeoutOnly",
+    "WaitpointToken",
+    "Wildcard",
+]
