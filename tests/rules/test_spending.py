@@ -57,15 +57,12 @@ class Books:
         return sum(what.get(name, 0) for _, what, until in self.open.values() if until > now)
 
     def fits(self, what: dict[str, int], now: int, promised: dict[str, int] | None = None) -> bool:
-        promised = promised or {}
-        return all(
-            amount <= promised.get(name, 0)
-            or not self.hard[name]
-            or self.usage[name] + self.reserved(name, now) - promised.get(name, 0) + amount <= self.hard[name]
-            if promised
-            else not self.hard[name] or self.usage[name] + self.reserved(name, now) + amount <= self.hard[name]
-            for name, amount in what.items()
-        )
+        kept = promised or {}
+        for name, amount in what.items():
+            counted = self.usage[name] + self.reserved(name, now) - kept.get(name, 0)
+            if amount > kept.get(name, 0) and self.hard[name] and counted + amount > self.hard[name]:
+                return False
+        return True
 
     def apply(self, what: dict[str, int], execution: str | None) -> None:
         for name, amount in what.items():
@@ -83,27 +80,23 @@ def told(sheet: BudgetSheet, books: Books, step: tuple[Any, ...], now: int) -> t
             if expected:
                 books.apply(what, None)
                 books.heard.update({key} - {None})
-            answer, after = spending.report(sheet, spending.Report(tuple(sorted(what.items())), key), now)
-            return answer, after, expected
+            return *spending.report(sheet, spending.Report(tuple(sorted(what.items())), key), now), expected
         case ("spend", what, execution):
             expected = books.fits(what, now)
             if expected:
                 books.apply(what, execution)
             ask = spending.Report(tuple(sorted(what.items())), None, execution)
-            answer, after = spending.report(sheet, ask, now)
-            return answer, after, expected
+            return *spending.report(sheet, ask, now), expected
         case ("release", execution):
             for (who, name), amount in list(books.ledger.items()):
                 if who == execution:
                     books.usage[name] = max(0, books.usage[name] - amount)
                     del books.ledger[who, name]
-            answer, after = spending.release(sheet, execution, now)
-            return answer, after, True
+            return *spending.release(sheet, execution, now), True
         case ("reset",):
             books.usage = defaultdict(int, dict.fromkeys(books.usage, 0))
             books.ledger.clear()
-            answer, after = spending.reset(sheet, now)
-            return answer, after, True
+            return *spending.reset(sheet, now), True
         case ("reserve", what, name, execution):
             known = f"settled:{name}" in books.heard
             mine = books.open.get(name)
@@ -112,8 +105,7 @@ def told(sheet: BudgetSheet, books: Books, step: tuple[Any, ...], now: int) -> t
             if expected:
                 books.open[name] = (mine[0], mine[1], now + 50) if again and mine else (execution, what, now + 50)
             promise = reserving.Promise(name, execution, tuple(sorted(what.items())), 50)
-            answer, after = reserving.reserve(sheet, promise, now)
-            return answer, after, expected
+            return *reserving.reserve(sheet, promise, now), expected
         case ("settle", what, name, execution):
             mine = books.open.get(name)
             held = mine if mine is not None and mine[2] > now else None
@@ -125,12 +117,10 @@ def told(sheet: BudgetSheet, books: Books, step: tuple[Any, ...], now: int) -> t
                 books.open.pop(name, None)
                 books.apply(what, execution)
                 books.heard.add(f"settled:{name}")
-            answer, after = reserving.settle(sheet, name, execution, tuple(sorted(what.items())), now)
-            return answer, after, expected
+            return *reserving.settle(sheet, name, execution, tuple(sorted(what.items())), now), expected
         case ("refund", name):
             books.open.pop(name, None)
-            answer, after = reserving.refund(sheet, name, now)
-            return answer, after, True
+            return *reserving.refund(sheet, name, now), True
         case _:
             raise AssertionError(step)
 
@@ -160,15 +150,12 @@ def test_any_life_of_a_budget_agrees_with_plain_books(hard: dict[str, int], life
 
 
 @settings(max_examples=200)
-@given(
-    st.integers(1, 60), st.lists(st.tuples(st.booleans(), st.integers(0, 9)), min_size=1, max_size=50), st.randoms()
-)
-def test_no_order_of_fifty_reports_exceeds_a_hard_limit(
-    hard: int, asks: list[tuple[bool, int]], chance: Any
-) -> None:
+@given(st.integers(1, 60), st.lists(st.tuples(st.booleans(), st.integers(0, 9)), min_size=1, max_size=50), st.randoms())
+def test_no_order_of_fifty_reports_exceeds_a_hard_limit(hard: int, asks: list[tuple[bool, int]], chance: Any) -> None:
     sheet = defined({"cost": 0, "tokens": hard})
     chance.shuffle(asks)
     accepted = 0
+    answer: Any
     for reserving_it, amount in asks:
         if reserving_it:
             promise = reserving.Promise(f"r{accepted}{amount}{chance.random()}", "e", (("tokens", amount),), 10**6)
