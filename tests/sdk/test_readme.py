@@ -29,11 +29,13 @@ async def test_silence_is_a_no(page: Any) -> None:
         assert await run.result() == "rejected"
 
 
-def _page() -> Any:
-    block = re.search(
-        r"<!-- durable:begin -->\n```python\n(.*?)```\n<!-- durable:end -->", README.read_text(), re.DOTALL
-    )
+@pytest.fixture
+def page(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The block as a module."""
+    marks = r"<!-- durable:begin -->\n```python\n(.*?)```\n<!-- durable:end -->"
+    block = re.search(marks, README.read_text(), re.DOTALL)
     assert block is not None
-    page = ModuleType("readme")
-    exec(compile(block[1], str(README), "exec"), page.__dict__)
-    return page
+    module = ModuleType("readme")
+    monkeypatch.setitem(sys.modules, "readme", module)
+    exec(compile(block[1], str(README), "exec"), module.__dict__)
+    return module
