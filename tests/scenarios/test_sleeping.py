@@ -99,7 +99,9 @@ async def test_the_sweep_wakes_what_a_dead_process_did_not(play: Play, monkeypat
     assert await play.vector(held.execution_id) == RESUMABLE
 
 
-async def test_room_made_while_it_falls_asleep_is_not_slept_through(play: Play) -> None:
+async def test_room_made_while_it_falls_asleep_is_not_slept_through(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await sleepy(play)
     await report(play, tokens=95)
     held = await play.claimed()
@@ -112,7 +114,7 @@ async def test_room_made_while_it_falls_asleep_is_not_slept_through(play: Play) 
         await proceed.wait()
         return await suspend(*given)
 
-    play.engine.suspend = slowly  # type: ignore[method-assign]
+    monkeypatch.setattr(play.engine, "suspend", slowly)
     reporting = asyncio.create_task(play.engine.report_usage(held.handle, B, {"tokens": 10}))
     await falling.wait()
     await other.reset_budget(B)

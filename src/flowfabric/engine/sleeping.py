@@ -17,7 +17,7 @@ from flowfabric.handles import Handle
 from flowfabric.model.condition import Single
 from flowfabric.model.execution import Execution
 from flowfabric.model.suspension import Suspension
-from flowfabric.rules import budgets, waits
+from flowfabric.rules import budgets, shelving
 from flowfabric.rules.budgets import Need
 from flowfabric.rules.mailbox import MailArgs
 from flowfabric.rules.suspend_args import Fresh, SuspendArgs
@@ -53,7 +53,7 @@ class Sleeping(Budgets, Suspensions, Gates):
     async def wake_sleeper(self, row: Execution) -> bool:
         loaded = await self.load((Want(Suspension, (row.execution_id,)),))
         root: Suspension | None = loaded.rows[0][0] if loaded.rows[0] else None
-        need = _need(root)
+        need = shelving.sleeps_on(root)
         if root is None or need is None:
             return False
         _, sheets = await self.budget_chains.look([need.budget_id])
@@ -77,12 +77,3 @@ class Sleeping(Budgets, Suspensions, Gates):
         except errors.FabricError:
             return False  # it is awake, or over, by now
         return True
-
-
-def _need(root: Suspension | None) -> Need | None:
-    """What an open suspension sleeps on."""
-    if root is None or not waits.is_open(root):
-        return None
-    keys = [one.waitpoint_key for one in waits.bound(root)]
-    keys += [gate.mailbox or "" for gate in waits.open_gates(root).values()]
-    return next((need for key in keys if (need := budgets.read_need(key))), None)

@@ -90,3 +90,12 @@ def let_go(before: Suspension | None, made: Sequence[Waitpoint]) -> tuple[Write,
         for one in waits.bound(before)
         if one.waitpoint_id not in anew
     )
+
+
+def sleeps_on(root: Suspension | None) -> budgets.Need | None:
+    """What an open suspension waits for, if that is room in a budget."""
+    if root is None or not waits.is_open(root):
+        return None
+    keys = [one.waitpoint_key for one in waits.bound(root)]
+    keys += [gate.mailbox or "" for gate in waits.open_gates(root).values()]
+    return next((need for key in keys if (need := budgets.read_need(key))), None)
