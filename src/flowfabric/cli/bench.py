@@ -12,6 +12,7 @@ from flowfabric.cli.stores import StoreOption, chosen_store
 from flowfabric.cli.telling import JsonOption, console, document, table, telling_errors
 
 if TYPE_CHECKING:
+    from flowfabric.bench.capability import CapabilityReport, Routing
     from flowfabric.bench.flow import FlowReport
     from flowfabric.bench.throughput import Progress, Report
 
@@ -22,6 +23,7 @@ def add_to(app: typer.Typer) -> None:
     bench.callback()(_bench)
     bench.command()(throughput)
     bench.command()(flow)
+    bench.command()(capability)
     app.add_typer(bench, name="bench")
 
 
@@ -76,6 +78,26 @@ def flow(
         _print_flow(report)
 
 
+def capability(
+    jobs: Annotated[int, typer.Option(min=100, help="Executions per round.")] = 20_000,
+    rounds: Annotated[int, typer.Option(min=1, help="With and without requirements in turns; medians count.")] = 3,
+    store: StoreOption = None,
+    json: JsonOption = False,
+) -> None:
+    """What ten sets of capabilities cost a drain, and how work finds capable workers, in a scratch store."""
+    import asyncio
+
+    from flowfabric.bench.capability import capability as measured
+
+    with telling_errors(), _progress(quiet=json) as progress:
+        url = chosen_store(store)
+        report = asyncio.run(measured(url, jobs=jobs, rounds=rounds, progress=progress))
+    if json:
+        document(report)
+    else:
+        _print_capability(report)
+
+
 @contextmanager
 def _progress(*, quiet: bool) -> Iterator[Progress | None]:
     if quiet:
@@ -102,6 +124,25 @@ def _print_flow(report: FlowReport) -> None:
     typer.echo(f"{report.rounds} rounds, {fan.samples} samples, {report.cores} cores")
     typer.echo(f"versions: {versions}")
     typer.echo(f"durability: {report.durability}")
+
+
+def _print_capability(report: CapabilityReport) -> None:
+    rows: list[tuple[object, ...]] = [
+        ("drain without requirements", f"{report.plain_drain_per_s:,}/s", ""),
+        (f"drain of {report.sets} capability sets", f"{report.drain_per_s:,}/s", report.drain_ratio),
+    ]
+    for name, routing in (("happy", report.happy), ("partial", report.partial), ("scarce", report.scarce)):
+        rows.append((f"{name}: {routing.tasks:,} tasks, {routing.workers} workers", _routed(routing), routing.routed))
+    table("", ("", "engine", "ratio"), rows)
+    versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
+    typer.echo(f"{report.jobs:,} jobs, {report.rounds} rounds, {report.cores} cores")
+    typer.echo(f"versions: {versions}")
+    typer.echo(f"durability: {report.durability}")
+
+
+def _routed(routing: Routing) -> str:
+    times = f"{routing.latency_p50_ms} / {routing.latency_p99_ms} ms"
+    return f"{times}, {routing.claims_per_task} claims a task"
 
 
 def _print(report: Report) -> None:

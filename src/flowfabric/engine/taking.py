@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -170,11 +170,7 @@ class Taking(Lines):
             for key, count in counts.items()
         ]
         decided = [row for row in picks if _is_decided(row)]
-        answered = await asyncio.gather(self._claim_decided(decided, order), *takes, return_exceptions=True)
-        claimed = [one for found in answered if not isinstance(found, BaseException) for one in found]
-        for failed in answered:
-            if isinstance(failed, BaseException) and (not claimed or not isinstance(failed, errors.StoreUnavailable)):
-                raise failed
+        claimed = await claimed_of(self._claim_decided(decided, order), *takes)
         places = {row.execution_id: place for place, row in enumerate(picks)}
         return sorted(claimed, key=lambda one: places.get(one.execution_id, len(places)))
 
@@ -182,8 +178,7 @@ class Taking(Lines):
 
     async def _claim_decided(self, rows: Sequence[Execution], order: ClaimOrder) -> list[answers.Claimed]:
         """Claim rows that need a decision; those that others got, or that ended at their cap, are left out."""
-        claimed = await asyncio.gather(*(self._claim_row(row, order) for row in rows))
-        return [one for one in claimed if one is not None]
+        return await claimed_of(*(self._claim_row(row, order) for row in rows))
 
     async def _claim_row(self, row: Execution, order: ClaimOrder) -> answers.Claimed | None:
         holder = self._holder(order)
@@ -297,6 +292,24 @@ class Taking(Lines):
             row.worker_instance_id or "",
         )
         return self._acquired(acquired, kind, payload)
+
+
+async def claimed_of(*claims: Awaitable[answers.Claimed | list[answers.Claimed] | None]) -> list[answers.Claimed]:
+    """What several claims at once have got; that one of them failed matters only when none got anything.
+
+    What is claimed is held: it must not be lost because the store was away for a neighbour.
+    """
+    answered = await asyncio.gather(*claims, return_exceptions=True)
+    claimed: list[answers.Claimed] = []
+    for answer in answered:
+        if isinstance(answer, answers.Claimed):
+            claimed.append(answer)
+        elif isinstance(answer, list):
+            claimed += answer
+    for failed in answered:
+        if isinstance(failed, BaseException) and (not claimed or not isinstance(failed, errors.FabricError)):
+            raise failed
+    return claimed
 
 
 def _is_decided(row: Execution) -> bool:

@@ -1,0 +1,225 @@
+"""`ff bench capability`: what requirements cost, and whether work finds the workers that can do it.
+
+The same number of no-ops is drained twice in each round: without requirements, and spread over ten sets of
+capabilities. Then a hundred workers share out a thousand tasks in the reference's three scenarios: every worker has all
+capabilities (happy), ten have rare ones that half of the tasks need (partial), one alone has what a tenth of them needs
+(scarce).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import platform
+import random
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from statistics import median, quantiles
+from time import perf_counter
+
+import msgspec
+
+from flowfabric import CreateExecution, Engine, __version__, connect
+from flowfabric.bench.drive import CLAIM, CLAIM_LOOPS, LEASE_MS, RESULT, WORKER
+from flowfabric.bench.ground import ground
+from flowfabric.bench.throughput import Progress, Steps
+
+SETS = 10
+EXCLUSIVE = 3  # of the ten capabilities, in the partial scenario
+WAIT_MS = 200
+Offer = frozenset[str]
+
+
+class Routing(msgspec.Struct, frozen=True):
+    """How a thousand tasks found their workers."""
+
+    tasks: int
+    workers: int
+    routed: float  # the share that a capable worker took and kept
+    claims_per_task: float
+    latency_p50_ms: float  # from the submit to the claim
+    latency_p99_ms: float
+
+
+class CapabilityReport(msgspec.Struct, frozen=True):
+    """What was measured; rates are medians over the rounds."""
+
+    store: str
+    durability: str
+    versions: dict[str, str]
+    cores: int
+    jobs: int
+    rounds: int
+    sets: int
+    plain_drain_per_s: float
+    drain_per_s: float
+    drain_ratio: float
+    happy: Routing
+    partial: Routing
+    scarce: Routing
+
+
+async def capability(
+    url: str,
+    *,
+    jobs: int = 20_000,
+    rounds: int = 3,
+    tasks: int = 1000,
+    workers: int = 100,
+    progress: Progress | None = None,
+) -> CapabilityReport:
+    """Measure on a scratch store beside the named one."""
+    tell = Steps(progress, 2 * rounds + 3)
+    chance = random.Random(0)
+    names = [f"cap{number}" for number in range(SETS)]
+    async with AsyncExitStack() as stack:
+        place = await stack.enter_async_context(ground(url))
+        engine = await stack.enter_async_context(await connect(place.url))
+        await _drain(engine, "bench-warm", min(jobs, 1000), names)
+        plain, spread = [], []
+        for number in range(rounds):
+            gc.collect()
+            tell(f"round {number + 1}: no requirements")
+            plain.append(await _drain(engine, f"bench-plain-{number}", jobs, ()))
+            tell(f"round {number + 1}: {SETS} capability sets")
+            spread.append(await _drain(engine, f"bench-sets-{number}", jobs, names))
+        routings = []
+        for scenario in (_happy, _partial, _scarce):
+            tell(scenario.__name__.removeprefix("_"))
+            needs, offers = scenario(names, tasks, workers, chance)
+            routings.append(await _route(engine, f"bench-{scenario.__name__}", needs, offers))
+        tell.finish()
+    return CapabilityReport(
+        store=place.url.partition("://")[0],
+        durability=place.durability,
+        versions={"flowfabric": __version__, "python": platform.python_version(), **place.versions},
+        cores=os.cpu_count() or 1,
+        jobs=jobs,
+        rounds=rounds,
+        sets=SETS,
+        plain_drain_per_s=round(median(plain)),
+        drain_per_s=round(median(spread)),
+        drain_ratio=round(median(spread) / median(plain), 3),
+        happy=routings[0],
+        partial=routings[1],
+        scarce=routings[2],
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Draining
+
+
+async def _drain(engine: Engine, lane: str, jobs: int, names: Sequence[str]) -> float:
+    """No-ops that require one of these capabilities each, drained by workers that have them all; how many a second."""
+    needs: list[Offer] = [frozenset({names[n % len(names)]}) if names else frozenset() for n in range(jobs)]
+    await _submit(engine, lane, needs)
+    began = perf_counter()
+    done = sum(await asyncio.gather(*(_worker(engine, lane, f"{loop}", names) for loop in range(CLAIM_LOOPS))))
+    took = perf_counter() - began
+    if done != jobs:
+        raise AssertionError(f"{jobs} executions were submitted and {done} completed")
+    return done / took
+
+
+async def _worker(engine: Engine, lane: str, name: str, offered: Sequence[str]) -> int:
+    done = 0
+    while claimed := await engine.claim_admitted(
+        lane,
+        CLAIM,
+        worker_id=WORKER,
+        worker_instance_id=f"{WORKER}-{name}",
+        capabilities=offered,
+        lease_ttl_ms=LEASE_MS,
+    ):
+        await asyncio.gather(*(engine.complete(one.handle, result=RESULT) for one in claimed))
+        done += len(claimed)
+    return done
+
+
+async def _submit(engine: Engine, lane: str, needs: Sequence[Offer]) -> list[str]:
+    policies = {need: _policy(need) for need in set(needs)}
+    asks = [
+        CreateExecution(
+            execution_id=engine.new_execution_id(lane),
+            partition=0,
+            namespace="bench",
+            lane_id=lane,
+            execution_kind="noop",
+            policy=policies[need],
+        )
+        for need in needs
+    ]
+    for answer in await engine.create_executions(asks):
+        if isinstance(answer, Exception):
+            raise answer
+    return [ask.execution_id for ask in asks]
+
+
+def _policy(need: Offer) -> str | None:
+    if not need:
+        return None
+    routing = {"required_capabilities": sorted(need)}
+    return msgspec.json.encode({"routing_requirements": routing}).decode()
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Routing
+
+Scenario = Callable[[Sequence[str], int, int, random.Random], tuple[list[Offer], list[Offer]]]
+
+
+def _happy(names: Sequence[str], tasks: int, workers: int, chance: random.Random) -> tuple[list[Offer], list[Offer]]:
+    return [frozenset({chance.choice(names)}) for _ in range(tasks)], [frozenset(names)] * workers
+
+
+def _partial(names: Sequence[str], tasks: int, workers: int, chance: random.Random) -> tuple[list[Offer], list[Offer]]:
+    rare, common = names[:EXCLUSIVE], names[EXCLUSIVE:]
+    power = max(EXCLUSIVE, workers // 10)
+    offers = [frozenset({rare[n % EXCLUSIVE], *chance.sample(common, 3)}) for n in range(power)]
+    offers += [frozenset(common[(n + k) % len(common)] for k in range(3)) for n in range(workers - power)]
+    needs = [frozenset({chance.choice(rare if n % 2 else common)}) for n in range(tasks)]
+    return needs, offers
+
+
+def _scarce(names: Sequence[str], tasks: int, workers: int, chance: random.Random) -> tuple[list[Offer], list[Offer]]:
+    needs = [frozenset({names[0]} if n % 10 else {chance.choice(names[1:])}) for n in range(tasks)]
+    return needs, [frozenset(names), *[frozenset({names[0]})] * (workers - 1)]
+
+
+async def _route(engine: Engine, lane: str, needs: Sequence[Offer], offers: Sequence[Offer]) -> Routing:
+    """Workers that take one task at a time until all are done."""
+    began = perf_counter()
+    required = dict(zip(await _submit(engine, lane, needs), needs, strict=True))
+    left, calls, right = len(required), 0, 0
+    times: list[float] = []
+
+    async def worker(name: int, offered: Offer) -> None:
+        nonlocal left, calls, right
+        while left:
+            calls += 1
+            claimed = await engine.claim_admitted(
+                lane,
+                worker_id=WORKER,
+                worker_instance_id=f"{WORKER}-{name}",
+                capabilities=offered,
+                lease_ttl_ms=LEASE_MS,
+                max_wait_ms=WAIT_MS,
+            )
+            for one in claimed:
+                times.append((perf_counter() - began) * 1000)
+                right += required[one.execution_id] <= offered
+                await engine.complete(one.handle, result=RESULT)
+                left -= 1
+
+    await asyncio.gather(*(worker(name, offered) for name, offered in enumerate(offers)))
+    percentiles = quantiles(times, n=100, method="inclusive")
+    return Routing(
+        tasks=len(needs),
+        workers=len(offers),
+        routed=round(right / len(needs), 3),
+        claims_per_task=round(calls / len(needs), 2),
+        latency_p50_ms=round(percentiles[49], 1),
+        latency_p99_ms=round(percentiles[98], 1),
+    )
