@@ -1,7 +1,7 @@
 """Admitting: may this work run now, by its budgets and quotas; what may not is blocked by what is in its way.
 
-Admission lives in other partitions than the claim and is committed before it: a claim that then fails gives back exactly
-the admission that this call got.
+Admission lives in other partitions than the claim and is committed before it: a claim that then fails gives back
+exactly the admission that this call got.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ from flowfabric.model.budget import BudgetDimension
 from flowfabric.model.execution import Execution
 from flowfabric.model.quota import QuotaPolicy
 from flowfabric.model.states import BlockingReason
+from flowfabric.model.worker import Worker
 from flowfabric.rules import admission, budgets
 from flowfabric.rules.policy import decode_terms
 from flowfabric.stores.base import Want
 
 
 class Seen(msgspec.Struct):
-    """What one call has learnt of budgets and policies, and which of them refused something."""
+    """What one call has learnt of budgets, policies and workers, and who refused something."""
 
     spent: dict[str, BudgetDimension | None] = {}  # by budget: the dimension that is exhausted
     policies: dict[str, verdicts.QuotaLimits | None] = {}
+    live: dict[str, list[Worker]] = {}
     refused: set[tuple[BlockingReason, str]] = set()
 
 

@@ -19,7 +19,7 @@ from flowfabric.rules.budgets import BudgetSheet
 from flowfabric.rules.change import Change, Put
 from flowfabric.stores.base import Want
 
-TRACE_LIFE_MS = 10 * 60 * 1000  # how long a change of a budget can be asked for after its answer got lost
+TRACE_LIFE_MS = 2 * 60 * 1000  # how long a change of a budget can be asked for after its answer got lost
 
 
 class BudgetBook:

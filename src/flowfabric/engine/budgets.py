@@ -7,12 +7,13 @@ what waits for it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
 
 from flowfabric import errors, ids
+from flowfabric.engine import budget_intake, intake
 from flowfabric.engine.chains import Decide
 from flowfabric.engine.waiting import PAGE, Waiting
 from flowfabric.handles import Handle
@@ -48,7 +49,7 @@ class Budgets(Waiting):
         reset_interval_ms: int = 0,
     ) -> verdicts.BudgetCreated | verdicts.BudgetExists:
         """Define a budget; a second definition changes nothing."""
-        budget = _budget_id(budget_id)
+        budget = budget_intake.budget(budget_id)
         texts = {
             "scope_type": scope_type,
             "scope_id": scope_id,
@@ -61,7 +62,7 @@ class Budgets(Waiting):
         definition = spending.Definition(
             **texts,
             reset_interval_ms=limits.duration("reset_interval_ms", reset_interval_ms, least=0),
-            limits=_limits(dimensions, hard_limits, soft_limits),
+            limits=budget_intake.limits_of(dimensions, hard_limits, soft_limits),
         )
         return await self.budget_chains.ask(budget, lambda sheet, now: spending.create(sheet, definition, now))
 
@@ -69,8 +70,8 @@ class Budgets(Waiting):
         self, budget_id: str, *, dimensions: Sequence[str], hard_limits: Sequence[int], soft_limits: Sequence[int]
     ) -> verdicts.LimitsChanged:
         """Raise or lower limits; what waits for room goes on when there is some."""
-        budget = _budget_id(budget_id)
-        given = _limits(dimensions, hard_limits, soft_limits)
+        budget = budget_intake.budget(budget_id)
+        given = budget_intake.limits_of(dimensions, hard_limits, soft_limits)
         return await self._make_room(budget, lambda sheet, now: spending.change_limits(sheet, given, now))
 
     # -- reporting ------------------------------------------------------------------------------------------------
@@ -83,14 +84,16 @@ class Budgets(Waiting):
         When the budget's hard action is to suspend, a breach puts the execution to sleep until there is room.
         """
         self.opened(handle)
-        answer = await self._report(budget_id, custom.items(), dedup_key, by_name=True)
-        return await self._met_limit(answer, _budget_id(budget_id), custom, handle)
+        budget, amounts = budget_intake.budget(budget_id), budget_intake.amounts_by_name("custom", custom)
+        answer = await self._report(budget, amounts, dedup_key)
+        return await self._met_limit(answer, budget, amounts, handle)
 
     async def report_usage_admin(
         self, budget_id: str, *, dimensions: Sequence[str], deltas: Sequence[int], dedup_key: str | None = None
     ) -> verdicts.Usage:
         """Report without an execution, in the order given."""
-        return await self._report(budget_id, _paired(dimensions, deltas), dedup_key, by_name=False)
+        budget, amounts = budget_intake.budget(budget_id), budget_intake.amounts_in_order(dimensions, deltas)
+        return await self._report(budget, amounts, dedup_key)
 
     async def record_spend(
         self,
@@ -105,25 +108,18 @@ class Budgets(Waiting):
 
         A `handle` lets a breach put the execution to sleep, when that is the budget's hard action.
         """
-        execution = ids.parse_execution_id(limits.text("execution_id", execution_id))
+        execution = intake.execution(execution_id)
         if handle is not None and self.opened(handle).execution_id != execution:
             raise errors.InvalidInput("handle: of another execution")
-        answer = await self._report(budget_id, deltas.items(), idempotency_key, by_name=True, execution_id=execution)
-        return await self._met_limit(answer, _budget_id(budget_id), deltas, handle)
+        budget, amounts = budget_intake.budget(budget_id), budget_intake.amounts_by_name("deltas", deltas)
+        answer = await self._report(budget, amounts, idempotency_key, execution)
+        return await self._met_limit(answer, budget, amounts, handle)
 
     async def _report(
-        self,
-        budget_id: str,
-        pairs: Iterable[tuple[str, int]],
-        key: str | None,
-        *,
-        by_name: bool,
-        execution_id: str | None = None,
+        self, budget: str, amounts: budgets.Amounts, key: str | None, execution_id: str | None = None
     ) -> verdicts.Usage:
-        budget = _budget_id(budget_id)
-        limits.optional_text("dedup_key", key)
-        digest = spending.digest_of(key) if key else None
-        ask = spending.Report(_amounts(pairs, by_name=by_name), digest, execution_id)
+        digest = spending.digest_of(key) if limits.optional_text("dedup_key", key) and key else None
+        ask = spending.Report(amounts, digest, execution_id)
         wants: tuple[Want, ...] = () if digest is None else (Want(UsageKey, (budget, digest)),)
         if execution_id is not None:
             wants += (Want(BudgetSpend, (budget, execution_id)),)
@@ -131,8 +127,8 @@ class Budgets(Waiting):
 
     async def release_budget(self, budget_id: str, execution_id: str) -> verdicts.BudgetReleased:
         """Give back everything that an execution spent since the last reset; again gives back nothing."""
-        budget = _budget_id(budget_id)
-        execution = ids.parse_execution_id(limits.text("execution_id", execution_id))
+        budget = budget_intake.budget(budget_id)
+        execution = intake.execution(execution_id)
         return await self._make_room(
             budget,
             lambda sheet, now: spending.release(sheet, execution, now),
@@ -152,26 +148,26 @@ class Budgets(Waiting):
         handle: Handle | None = None,
     ) -> verdicts.Reserved | verdicts.HardBreach | verdicts.AlreadyApplied:
         """Keep room free for an execution, for `ttl_ms` at most; the same reservation again lasts that much longer."""
-        budget = _budget_id(budget_id)
+        budget = budget_intake.budget(budget_id)
         ask = reserving.Promise(
-            self.minter.uuid() if reservation_id is None else ids.parse_uuid(reservation_id, "reservation_id"),
-            ids.parse_execution_id(limits.text("execution_id", execution_id)),
-            _amounts(amounts.items(), by_name=True),
+            intake.optional_uuid("reservation_id", reservation_id) or self.minter.uuid(),
+            intake.execution(execution_id),
+            budget_intake.amounts_by_name("amounts", amounts),
             limits.duration("ttl_ms", ttl_ms),
         )
         answer: verdicts.Reserved | verdicts.HardBreach | verdicts.AlreadyApplied = await self.budget_chains.ask(
             budget, lambda sheet, now: reserving.reserve(sheet, ask, now), (_settled(budget, ask.reservation_id),)
         )
-        return await self._met_limit(answer, budget, amounts, handle)
+        return await self._met_limit(answer, budget, ask.amounts, handle)
 
     async def settle_budget(
         self, budget_id: str, execution_id: str, reservation_id: str, amounts: Mapping[str, int]
     ) -> verdicts.Usage:
         """Turn a reservation into what the execution really spent; again is `AlreadyApplied`."""
-        budget = _budget_id(budget_id)
-        execution = ids.parse_execution_id(limits.text("execution_id", execution_id))
-        reservation = ids.parse_uuid(reservation_id, "reservation_id")
-        spent = _amounts(amounts.items(), by_name=True)
+        budget = budget_intake.budget(budget_id)
+        execution = intake.execution(execution_id)
+        reservation = ids.parse_uuid(limits.text("reservation_id", reservation_id), "reservation_id")
+        spent = budget_intake.amounts_by_name("amounts", amounts)
         return await self._make_room(
             budget,
             lambda sheet, now: reserving.settle(sheet, reservation, execution, spent, now),
@@ -180,15 +176,15 @@ class Budgets(Waiting):
 
     async def refund_budget(self, budget_id: str, reservation_id: str) -> verdicts.Refunded:
         """Give a reservation's room back unused; again gives back nothing."""
-        budget = _budget_id(budget_id)
-        reservation = ids.parse_uuid(reservation_id, "reservation_id")
+        budget = budget_intake.budget(budget_id)
+        reservation = ids.parse_uuid(limits.text("reservation_id", reservation_id), "reservation_id")
         return await self._make_room(budget, lambda sheet, now: reserving.refund(sheet, reservation, now))
 
     # -- resetting ------------------------------------------------------------------------------------------------
 
     async def reset_budget(self, budget_id: str) -> verdicts.BudgetReset:
         """Begin a new period; what waits for the budget goes on."""
-        return await self._make_room(_budget_id(budget_id), spending.reset)
+        return await self._make_room(budget_intake.budget(budget_id), spending.reset)
 
     async def reset_budget_if_due(self, budget_id: str) -> bool:
         """The sweep's form; False when it was not due (any more)."""
@@ -219,7 +215,7 @@ class Budgets(Waiting):
 
     async def get_budget_status(self, budget_id: str) -> verdicts.BudgetStatus:
         """A budget for people."""
-        budget = _budget_id(budget_id)
+        budget = budget_intake.budget(budget_id)
         _, sheets = await self.budget_chains.look([budget])
         status = budgets.status(sheets[budget])
         if isinstance(status, errors.FabricError):
@@ -228,7 +224,7 @@ class Budgets(Waiting):
 
     async def read_budget_usage_and_limits(self, budget_id: str) -> tuple[dict[str, int], dict[str, int]]:
         """Usage by dimension, and limits as `hard:<dimension>` and `soft:<dimension>`; empty when undefined."""
-        budget = _budget_id(budget_id)
+        budget = budget_intake.budget(budget_id)
         _, sheets = await self.budget_chains.look([budget])
         sheet = sheets[budget]
         if sheet.root is None or not sheet.root.defined:
@@ -242,7 +238,7 @@ class Budgets(Waiting):
     async def list_budgets(self, *, cursor: str | None = None, limit: int = 50) -> list[str]:
         """The ids of defined budgets, ascending, strictly after the cursor."""
         wanted = min(limits.integer("limit", limit, least=0), MOST_LISTED)
-        after = None if cursor is None else (_budget_id(cursor),)
+        after = None if cursor is None else (budget_intake.budget(cursor),)
         scan = Scan(Budget, (Where("defined", "=", True),), ("budget_id",), after, wanted)
         return [row.budget_id for row in await self.store.scan(scan)] if wanted else []
 
@@ -252,10 +248,10 @@ class Budgets(Waiting):
         """Put an execution to sleep until the budget has room for what it needs; True when it sleeps."""
         raise NotImplementedError
 
-    async def _met_limit(self, answer: A, budget_id: str, amounts: Mapping[str, int], handle: Handle | None) -> A:
+    async def _met_limit(self, answer: A, budget_id: str, amounts: budgets.Amounts, handle: Handle | None) -> A:
         if not isinstance(answer, verdicts.HardBreach) or answer.action != SUSPEND or handle is None:
             return answer
-        need = budgets.Need(budget_id, answer.dimension, amounts[answer.dimension])
+        need = budgets.Need(budget_id, answer.dimension, dict(amounts)[answer.dimension])
         parked = await self.sleep_for_budget(handle, need)
         if parked:  # room that was made between the breach and the sleep must not be slept through
             await self.wake_budget(budget_id)
@@ -267,48 +263,5 @@ class Budgets(Waiting):
         return answer
 
 
-def _budget_id(text: str) -> str:
-    return ids.parse_uuid(limits.text("budget_id", text), "budget_id")
-
-
 def _settled(budget_id: str, reservation_id: str) -> Want:
     return Want(UsageKey, (budget_id, reserving.settled_digest(reservation_id)))
-
-
-def _dimension(name: object) -> str:
-    if not limits.text("dimension", name, limit=limits.MAX_NAME_BYTES):
-        raise errors.InvalidInput("dimension: empty")
-    return str(name)
-
-
-def _limits(dimensions: Sequence[str], hard_limits: Sequence[int], soft_limits: Sequence[int]) -> spending.Limits:
-    if not len(dimensions) == len(hard_limits) == len(soft_limits):
-        lengths = f"{len(dimensions)}, {len(hard_limits)} and {len(soft_limits)}"
-        raise errors.InvalidInput(f"dimensions, hard_limits and soft_limits: of different lengths, {lengths}")
-    _not_too_many(len(dimensions))
-    names = [_dimension(name) for name in dimensions]
-    if len(set(names)) < len(names):
-        raise errors.InvalidInput("dimensions: one is named twice")
-    hard = [limits.integer("hard_limits", value, least=0) for value in hard_limits]
-    soft = [limits.integer("soft_limits", value, least=0) for value in soft_limits]
-    return tuple(zip(names, hard, soft, strict=True))
-
-
-def _amounts(pairs: Iterable[tuple[str, int]], *, by_name: bool) -> budgets.Amounts:
-    given = [(_dimension(name), limits.integer(f"{name}", amount, least=0)) for name, amount in pairs]
-    _not_too_many(len(given))
-    amounts = spending.combined(given, by_name=by_name)
-    for name, amount in amounts:
-        limits.integer(name, amount, least=0)  # together they may be too much
-    return amounts
-
-
-def _paired(dimensions: Sequence[str], deltas: Sequence[int]) -> list[tuple[str, int]]:
-    if len(dimensions) != len(deltas):
-        raise errors.InvalidInput(f"dimensions and deltas: of different lengths, {len(dimensions)} and {len(deltas)}")
-    return list(zip(dimensions, deltas, strict=True))
-
-
-def _not_too_many(count: int) -> None:
-    if count > spending.MOST_DIMENSIONS:
-        raise errors.InvalidInput(f"too_many_dimensions: limit={spending.MOST_DIMENSIONS}, got={count}")

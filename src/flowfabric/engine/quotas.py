@@ -7,6 +7,7 @@ import asyncio
 import msgspec
 
 from flowfabric import errors, ids
+from flowfabric.engine import intake
 from flowfabric.engine.relay import Relay
 from flowfabric.engine.waiting import PAGE, Waiting
 from flowfabric.model import verdicts
@@ -64,7 +65,7 @@ class Quotas(Waiting, Relay):
         """Admit an execution by the numbers given, whatever the policy says and whether or not it exists."""
         policy = _policy_id(quota_policy_id)
         ask = admission.Asking(
-            execution_id=ids.parse_execution_id(limits.text("execution_id", execution_id)),
+            execution_id=intake.execution(execution_id),
             window_ms=1000 * limits.integer("window_seconds", window_seconds, least=0, most=MOST_SECONDS),
             rate_limit=limits.integer("rate_limit", rate_limit, least=0),
             concurrency_cap=limits.integer("concurrency_cap", concurrency_cap, least=0),
@@ -81,7 +82,7 @@ class Quotas(Waiting, Relay):
     async def release_admission(self, quota_policy_id: str, execution_id: str) -> verdicts.Released:
         """Give an execution's slot back, whoever got it; again is the same."""
         policy = _policy_id(quota_policy_id)
-        execution = ids.parse_execution_id(limits.text("execution_id", execution_id))
+        execution = intake.execution(execution_id)
         return await self._release(policy, execution)
 
     async def _release(

@@ -18,7 +18,7 @@ from flowfabric.engine.claims import Claims, Signer, partition_key
 from flowfabric.engine.intake import ClaimOrder
 from flowfabric.engine.lines import CANDIDATES, HOUSEKEEPING_MS
 from flowfabric.engine.taking import claimed_of
-from flowfabric.engine.workers import Workers
+from flowfabric.engine.workers import LiveWorkers, Workers
 from flowfabric.model import answers
 from flowfabric.model.execution import Execution
 from flowfabric.model.states import EligibilityState
@@ -65,8 +65,9 @@ class Scheduler(Claims, Admitting, Workers):
         self._routes_looked_at[order.lane_id] = now
         lines = await self.lines_of(order.lane_id)
         others = [line for line in lines if not capabilities.covers(line.required, order.capabilities)]
+        live: LiveWorkers = {}
         for row in await self.heads(others, CANDIDATES, where=ELIGIBLE):
-            await self.close_route(row)
+            await self.close_route(row, live)
 
     async def _claim_decided(self, rows: Sequence[Execution], order: ClaimOrder) -> list[answers.Claimed]:
         if not order.admission:
@@ -134,7 +135,7 @@ class Scheduler(Claims, Admitting, Workers):
     ) -> answers.ClaimGrant | answers.ReclaimGrant | None:
         """A grant for this row, if nothing is in its way; what is in its way is noted on it."""
         if capabilities.missing(row.required_capabilities, order.capabilities):
-            await self.close_route(row)
+            await self.close_route(row, seen.live)
             return None
         if reclaim.is_reclaimable(row):
             return await self._reclaim_grant(row, order, key)
@@ -146,7 +147,7 @@ class Scheduler(Claims, Admitting, Workers):
         except errors.StoreUnavailable:
             raise
         except errors.CapabilityMismatch:
-            await self.close_route(row)
+            await self.close_route(row, seen.live)
         except errors.FabricError:
             pass  # somebody was faster: the next one
         await self.give_back(admitted[0])

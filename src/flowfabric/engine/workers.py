@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Iterable
 
-from flowfabric import errors, ids
+from flowfabric import errors
+from flowfabric.engine import intake
 from flowfabric.engine.waiting import PAGE, Waiting
 from flowfabric.model.execution import Execution
 from flowfabric.model.states import BlockingReason
@@ -25,6 +26,7 @@ from flowfabric.stores.base import Scan, Want, Where
 
 LISTED = 1000
 MOST_LISTED = 10_000
+LiveWorkers = dict[str, list[Worker]]  # by namespace, as one call has seen them
 NO_WORKER = "no connected worker satisfies required_capabilities"
 
 
@@ -42,16 +44,15 @@ class Workers(Waiting):
         liveness_ttl_ms: int,
     ) -> WorkerRegistered | WorkerRefreshed:
         """Enter the registry; work that waited for these capabilities is claimable again before this answers."""
-        offered = frozenset(capabilities)
-        if refused := capability_rules.check_offer(offered):
-            raise refused
-        if not lanes:
+        offered = intake.offered(capabilities)
+        served = frozenset(intake.lane(lane) for lane in intake.each("lanes", lanes))
+        if not served:
             raise errors.InvalidInput("lanes: empty")
         ask = Registration(
             _namespace(namespace),
-            ids.parse_worker_instance_id(worker_instance_id),
-            ids.parse_worker_id(worker_id),
-            frozenset(ids.parse_lane_id(lane) for lane in lanes),
+            intake.instance(worker_instance_id),
+            intake.worker(worker_id),
+            served,
             offered,
             limits.duration("liveness_ttl_ms", liveness_ttl_ms),
         )
@@ -67,7 +68,7 @@ class Workers(Waiting):
         self, *, namespace: str = "default", worker_instance_id: str
     ) -> WorkerRefreshed | NotRegistered:
         """Stay in the registry for another while; a record that lapsed is not revived."""
-        instance = ids.parse_worker_instance_id(worker_instance_id)
+        instance = intake.instance(worker_instance_id)
         return await self.settle(
             _wants(_namespace(namespace), instance),
             lambda rows, now: workers.heartbeat(rows[0][0] if rows[0] else None, instance, now),
@@ -77,7 +78,7 @@ class Workers(Waiting):
         self, *, namespace: str = "default", worker_instance_id: str, reason: str = ""
     ) -> MarkedDead | NotRegistered:
         """Take a worker out of the registry; its leases end by their own time."""
-        instance = ids.parse_worker_instance_id(worker_instance_id)
+        instance = intake.instance(worker_instance_id)
         if refused := workers.check_reason(limits.text("reason", reason)):
             raise refused
         return await self.settle(
@@ -108,15 +109,11 @@ class Workers(Waiting):
 
     async def list_worker_events(self, namespace: str, worker_instance_id: str) -> list[WorkerEvent]:
         """The log of one instance, oldest first."""
-        instance = ids.parse_worker_instance_id(worker_instance_id)
+        instance = intake.instance(worker_instance_id)
         loaded = await self.load((Want(WorkerEvent, (_namespace(namespace), instance)),))
         return loaded.rows[0]
 
     # -- routes ---------------------------------------------------------------------------------------------------
-
-    async def is_routable(self, namespace: str, lane_id: str, required: str | None) -> bool:
-        """Whether one live worker of the namespace serves the lane with all that is required."""
-        return any(workers.serves(row, lane_id, required) for row in await self.workers_of(namespace))
 
     async def workers_of(self, namespace: str) -> list[Worker]:
         """All live workers of a namespace."""
@@ -129,13 +126,15 @@ class Workers(Waiting):
                 return found
             after = (rows[-1].worker_instance_id,)
 
-    async def close_route(self, row: Execution) -> None:
+    async def close_route(self, row: Execution, live: LiveWorkers) -> None:
         """Say of an execution that nobody can run it, unless somebody can or comes meanwhile."""
-        if await self.is_routable(row.namespace, row.lane_id, row.required_capabilities):
+        if row.namespace not in live:
+            live[row.namespace] = await self.workers_of(row.namespace)
+        if _is_open(row, live[row.namespace]):
             return
         if not await self.hold_up(row, BlockingReason.WAITING_FOR_CAPABLE_WORKER, NO_WORKER):
             return
-        if await self.is_routable(row.namespace, row.lane_id, row.required_capabilities):
+        if _is_open(row, await self.workers_of(row.namespace)):
             await self.let_go(row.execution_id, BlockingReason.WAITING_FOR_CAPABLE_WORKER)
 
     async def _open_route(self, namespace: str, lane_id: str, offered: frozenset[str]) -> None:
@@ -164,6 +163,11 @@ class Workers(Waiting):
         now = await self.store.ping()
         where = (Where("namespace", "=", namespace), Where("lapses_at", ">", now))
         return await self.store.scan(Scan(Worker, where, ("worker_instance_id",), after, limit))
+
+
+def _is_open(row: Execution, live: Iterable[Worker]) -> bool:
+    """Whether one of these workers serves the lane with all that is required."""
+    return any(workers.serves(worker, row.lane_id, row.required_capabilities) for worker in live)
 
 
 def _namespace(text: str) -> str:
