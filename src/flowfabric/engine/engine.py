@@ -7,7 +7,7 @@ from typing import Self
 
 import msgspec
 
-from flowfabric.engine import wait_sweeps
+from flowfabric.engine import intake, wait_sweeps
 from flowfabric.engine.admission_sweeps import admission_sweeps
 from flowfabric.engine.cancelling import Cancelling
 from flowfabric.engine.dispatch import Dispatcher
@@ -106,7 +106,7 @@ class Engine(FlowCancels, FlowReads, Sleeping, Signals, Streams, Pulling, Reads,
 
     async def sweep_once(self, name: str, chosen: Filter | None = None, *, batch: int | None = None) -> Pass:
         """One pass of a sweep, now; `chosen` restricts the sweeps over executions."""
-        return await self.sweeper(chosen).sweep_once(name, batch)
+        return await self.sweeper(intake.chosen(chosen)).sweep_once(name, batch)
 
     def sweeper(self, chosen: Filter | None = None) -> Sweeper:
         """All sweeps, not yet running."""

@@ -14,6 +14,7 @@ from flowfabric import errors, ids
 from flowfabric.rules import capabilities, expiry, limits
 from flowfabric.rules.claim import GrantOrder
 from flowfabric.rules.create import CreateExecution
+from flowfabric.rules.feeds import Filter
 from flowfabric.rules.lease import Fence, Holder
 
 T = TypeVar("T")
@@ -101,6 +102,15 @@ def optional_instant(name: str, value: object) -> int | None:
 def optional_duration(name: str, value: object) -> int | None:
     """A length of time, zero included, or nothing."""
     return None if value is None else limits.duration(name, value, least=0)
+
+
+def chosen(given: object) -> Filter:
+    """Which executions a sweep may touch; all of them when nothing is said."""
+    if given is None:
+        return Filter()
+    if not isinstance(given, Filter):
+        raise errors.InvalidInput("chosen: not a filter")
+    return given
 
 
 def each(name: str, values: object) -> Iterable[Any]:

@@ -36,6 +36,7 @@ class Retention(Executions):
         limits.integer("partition", partition, least=0, most=65_535)
         default = limits.duration("default_retention_ms", default_retention_ms, least=0)
         wanted = limits.integer("batch", batch, least=0, most=MAX_BATCH)
+        accepted = intake.chosen(chosen)
         where = (
             Where("partition", "=", partition),
             Where("lane_id", "=", intake.lane(lane_id)),
@@ -45,7 +46,7 @@ class Retention(Executions):
         while purged < wanted:
             scan = Scan(Execution, where, ("purge_at", "execution_id"), after, wanted)
             rows: list[Execution] = await self.scan(scan)
-            chosen_rows = [row for row in rows if chosen is None or chosen.accepts(row)]
+            chosen_rows = [row for row in rows if accepted.accepts(row)]
             went = await asyncio.gather(
                 *(self._purge(row.execution_id, default) for row in chosen_rows[: wanted - purged])
             )

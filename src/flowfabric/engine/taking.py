@@ -126,19 +126,20 @@ class Taking(Lines):
 
     async def _claim_planned(self, order: ClaimOrder, lines: Sequence[LineKey], limit: int) -> list[answers.Claimed]:
         """Claim from both kinds of lines in the order that fairness plans."""
-        uniform = [line for line in lines if not line.decided]
-        decided = [line for line in lines if line.decided]
         claimed: list[answers.Claimed] = []
         tried: set[str] = set()
         while len(claimed) < limit:
-            waiting = await self.heads(decided, limit - len(claimed), without=tried)
+            wanted = limit - len(claimed)
+            uniform = [line for line in lines if not line.decided]
+            waiting = await self.heads([line for line in lines if line.decided], wanted, without=tried)
             if not waiting:
                 await self.forget_decided(order.lane_id)
-            if not waiting and not _take_turns(uniform):
-                return claimed + await self._take(uniform, order, limit - len(claimed))
-            waiting += await self.heads(uniform, limit - len(claimed))
+                if not _take_turns(uniform):
+                    return claimed + await self._take(uniform, order, wanted)
+            uniform = await self._in_turn(uniform, order.lane_id)
+            waiting += await self.heads(uniform, wanted)
             now, turns = self.estimate.now(), self.turns_of(order.lane_id)
-            picks, turns = fairness.plan(waiting, turns, now, limit - len(claimed), most_keys=MOST_KEYS)
+            picks, turns = fairness.plan(waiting, turns, now, wanted, most_keys=MOST_KEYS)
             self.keep_turns(order.lane_id, turns)
             tried.update(row.execution_id for row in picks if _is_decided(row))
             try:
@@ -151,6 +152,16 @@ class Taking(Lines):
             if not taken and not any(map(_is_decided, picks)):
                 return claimed  # others were faster
         return claimed
+
+    async def _in_turn(self, lines: Sequence[LineKey], lane_id: str) -> Sequence[LineKey]:
+        """Of the lines of many keys, those of the keys whose turn it is: only their rows are worth reading."""
+        if len({line.fairness_key for line in lines}) <= MOST_KEYS:
+            return lines
+        firsts = await self.heads(lines, 1)
+        turns, now = self.turns_of(lane_id), self.estimate.now()
+        picks, _ = fairness.plan(firsts, turns, now, len(firsts), most_keys=MOST_KEYS)
+        keys = {fairness.key_of(row) for row in picks}
+        return [line for line in lines if line.fairness_key in keys]
 
     def turns_of(self, lane_id: str) -> fairness.Turns:
         """Whose turn it is in a lane, for this process."""
