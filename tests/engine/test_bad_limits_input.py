@@ -1,4 +1,4 @@
-"""Whatever a caller hands to budgets, quotas, workers and the scheduler: typed refusals come out, nothing is written."""
+"""Whatever a caller hands to budgets, quotas, workers or the scheduler: typed refusals come out, nothing is written."""
 
 from __future__ import annotations
 

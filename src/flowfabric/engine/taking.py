@@ -153,7 +153,7 @@ class Taking(Lines):
                 return claimed  # others were faster
         return claimed
 
-    async def _in_turn(self, lines: Sequence[LineKey], lane_id: str) -> Sequence[LineKey]:
+    async def _in_turn(self, lines: list[LineKey], lane_id: str) -> list[LineKey]:
         """Of the lines of many keys, those of the keys whose turn it is: only their rows are worth reading."""
         if len({line.fairness_key for line in lines}) <= MOST_KEYS:
             return lines
