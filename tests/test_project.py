@@ -84,7 +84,7 @@ def test_dev_lists_its_commands_without_installing_anything(tmp_path: Path) -> N
     listed = subprocess.run(["python3", str(script)], capture_output=True, text=True, check=True).stdout
 
     assert re.findall(r"^  (\w+) ", listed, re.MULTILINE) == [
-        "demo", "test", "check", "fix", "bench", "soak", "up", "down", "lock", "py",
+        "demo", "test", "check", "fix", "bench", "soak", "faults", "up", "down", "lock", "py",
     ]  # fmt: skip
     assert list(tmp_path.iterdir()) == [script]
 

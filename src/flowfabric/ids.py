@@ -40,6 +40,9 @@ MAX_LANE_BYTES: Final = 64
 MAX_WORKER_BYTES: Final = 256
 
 _CANONICAL_UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}").fullmatch
+_CANONICAL_EXECUTION = re.compile(
+    r"\{fp:(?:0|[1-9][0-9]{0,3})\}:[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"
+).fullmatch  # the usual form with a usual number of partitions
 _ANY_UUID = re.compile(r"[0-9a-fA-F]{32}|[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}").fullmatch
 _DECIMAL = re.compile(r"0|[1-9][0-9]{0,4}").fullmatch
 _BLANK_OR_CONTROL = re.compile(r"[\s\x00-\x1f\x7f-\x9f\ud800-\udfff]").search  # half a character is no character
@@ -72,6 +75,8 @@ def parse_uuid(text: str, field: str = "uuid") -> str:
 
 def parse_execution_id(text: str) -> ExecutionId:
     """The id, letter for letter as given; `MissingTag`, `InvalidPartitionIndex` or `InvalidUuid` otherwise."""
+    if _CANONICAL_EXECUTION(text):
+        return ExecutionId(text)
     close = text.find("}:", 4) if text.startswith("{fp:") else -1
     if close < 0:
         raise MissingTag(f"execution_id is missing the `{{fp:N}}:` hash-tag prefix: {text}")

@@ -108,6 +108,8 @@ class Agreement(Lives):
         place = some.partition(lane)
         self.do("list_executions", seat=seat, partition=place, cursor=after, limit=limit)
         self.do("scan_eligible_executions", seat=seat, lane_id=lane, partition=place, limit=limit)
+        behind = None if after is None else (self.clock.now - 100, after)
+        self.do("list_expired_leases", seat=seat, as_of=self.clock.now, after=behind, limit=limit)
         self.do("list_expired_leases", seat=seat, as_of=self.clock.now, limit=limit, namespace="n1")
         self.do("list_lanes", seat=seat, limit=limit, cursor=lane if cursor else None)
 

@@ -210,7 +210,7 @@ def test_every_answer_and_every_record_is_as_the_second_telling_says() -> None:
     predict(examples=25, steps=40)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(12))
 def test_a_long_life_goes_as_the_second_telling_says(seed: int) -> None:
     live(BesideTheOracle, seed, steps=150)
 

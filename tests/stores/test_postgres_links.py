@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections.abc import AsyncIterator
 
@@ -60,10 +61,10 @@ class TestAConnectionThatIsKilled:
     async def test_while_idle_is_replaced_in_silence(self, pg: PostgresStore, rival: Rival, clock: ManualClock) -> None:
         await asyncio.gather(*(pg.ping() for _ in range(5)))
 
-        await rival.fetch(
-            "select pg_terminate_backend(pid) from pg_stat_activity where application_name = 'flowfabric'"
-        )
-        await asyncio.sleep(0.05)  # until this process has heard of it
+        idle = list(pg._links._idle)
+        await rival.fetch(f"select pg_terminate_backend(pid) from ({OURS}) ours")
+        while not all(connection.is_closed() for connection in idle):  # until this process has heard of it
+            await rival.fetch("select pg_sleep(0.001)")
 
         assert await pg.commit([change(Insert(execution("a")))]) == [clock.now]
 
@@ -156,11 +157,8 @@ async def test_calls_wait_for_a_connection_when_all_are_busy(database: str, cloc
 
     assert await asyncio.gather(*(store.ping() for _ in range(50))) == [clock.now] * 50
 
-    count = (
-        "select count(*) from pg_stat_activity where application_name = 'flowfabric' and datname = current_database()"
-    )
     connection = await asyncpg.connect(database)
-    assert await connection.fetchval(count) == 2
+    assert len(await connection.fetch(OURS)) == 2
     await connection.close()
     await store.close()
 
@@ -230,11 +228,12 @@ async def test_a_value_that_cannot_be_kept_stops_its_batch_and_nothing_else(
 @pytest.fixture
 async def own() -> AsyncIterator[PostgresServer]:
     """A server to stop and kill."""
-    server = postgres("store-links")
+    name = f"store-links-{os.getpid()}"
+    server = postgres(name)
     yield server
     server.start()
     server.drop_database("ff")
-    leave("store-links")
+    leave(name)
 
 
 @pytest.mark.serial

@@ -138,7 +138,7 @@ def policy_text(policy: object) -> str | None:
 
 def tags(pairs: object) -> dict[str, str]:
     """Tags as texts; whether the keys are keys is for the rules."""
-    if not isinstance(pairs, dict | Mapping):
+    if type(pairs) is not dict and not isinstance(pairs, Mapping):
         raise errors.InvalidInput("tags: not a mapping")
     if len(pairs) > limits.MAX_TAGS:
         raise errors.InvalidInput(f"tags: {len(pairs)} of them, the limit is {limits.MAX_TAGS}")

@@ -38,9 +38,12 @@ def optional_text(name: str, value: object, *, limit: int = MAX_TEXT_BYTES) -> s
 
 def payload(name: str, value: object) -> bytes:
     """Bytes to be kept as they are."""
-    if not isinstance(value, bytes | bytearray | memoryview):
+    if type(value) is bytes:
+        data = value
+    elif isinstance(value, bytes | bytearray | memoryview):
+        data = bytes(value)
+    else:
         raise errors.InvalidInput(f"{name}: not bytes")
-    data = bytes(value)
     if len(data) > MAX_PAYLOAD_BYTES:
         raise errors.PayloadTooLarge(f"{name}: {len(data)} bytes, the limit is {MAX_PAYLOAD_BYTES}")
     return data
@@ -48,11 +51,13 @@ def payload(name: str, value: object) -> bytes:
 
 def integer(name: str, value: object, *, least: int = -MAX_INTEGER, most: int = MAX_INTEGER) -> int:
     """A whole number within bounds; booleans are not numbers."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise errors.InvalidInput(f"{name}: not a whole number")
+    if type(value) is not int:
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise errors.InvalidInput(f"{name}: not a whole number")
+        value = int(value)
     if not least <= value <= most:
         raise errors.InvalidInput(f"{name}: {value} is not within {least}..{most}")
-    return int(value)
+    return value
 
 
 def duration(name: str, value: object, *, least: int = 1) -> int:

@@ -219,10 +219,8 @@ class MemoryStore:
             after = scan.after and tuple(encode(value, self._line_id) for value in scan.after)
             found = []
             for row in shelf.among(scan):
-                if not shelf.meets(row, scan.where):
-                    continue  # before its place is looked at: only a row that meets the conditions has to have one
                 place = tuple(shelf.value(row, column) for column in order)
-                if after is None or place[: len(after)] > after:
+                if shelf.meets(row, scan.where) and (after is None or place[: len(after)] > after):
                     found.append((place, row))
             return [row for _, row in sorted(found, key=operator.itemgetter(0))[: scan.limit]]
 
