@@ -77,7 +77,7 @@ class Waiting(Lives):
         return found
 
     @move(weight=12, lane=some.lanes, worker=some.workers)
-    def work(self, lane: str, worker: str) -> None:
+    def keep_busy(self, lane: str, worker: str) -> None:
         """A worker takes what there is, or something new, and means to keep it for a while."""
         order = {"lane_id": lane, "lease_ttl_ms": 30_000, **self.who(worker)}
         if self.do("claim", capabilities=("gpu", "cuda"), **order) is None:
