@@ -16,6 +16,7 @@ from typing import Any
 
 import asyncpg
 import pytest
+from hypothesis import HealthCheck, settings
 
 from flowfabric.clock import ManualClock
 from flowfabric.stores.base import Store
@@ -24,6 +25,10 @@ from flowfabric.stores.postgres import PostgresStore
 from flowfabric.stores.postgres.schema import migrations
 from flowfabric.stores.sqlite import SQLiteStore
 from tests.servers import postgres
+
+# How long drawing or running an example takes depends on the machine, and must decide nothing.
+settings.register_profile("ff", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("ff")
 
 STORES = ("memory", "sqlite", "postgres")
 

@@ -77,8 +77,8 @@ FAULTS = (
     Fault(
         "a grant outlives its execution",
         "rules/step.py",
-        '"deadline_at", "granted_until", "grant")',
-        '"deadline_at")',
+        '    "granted_until",\n    "grant",\n    "current_suspension_id",\n',
+        '    "current_suspension_id",\n',
         LIVES,
     ),
     Fault(
@@ -119,8 +119,8 @@ FAULTS = (
     Fault(
         "a replay keeps the old result",
         "rules/replay.py",
-        "writes=(step.moved(row, fields), Delete(Result, (row.execution_id,))),",
-        "writes=(step.moved(row, fields),),",
+        "= (step.moved(row, fields), Delete(Result, (row.execution_id,)))",
+        "= (step.moved(row, fields),)",
         LIVES,
     ),
     Fault(
@@ -154,7 +154,7 @@ FAULTS = (
     ),
     Fault(
         "a claim does not look for what lapsed",
-        "engine/claims.py",
+        "engine/lines.py",
         "        await asyncio.gather(self.mark_lapsed_leases(), self._learn_lines(lane_id))\n",
         "        await self._learn_lines(lane_id)\n",
         LIVES,
@@ -198,8 +198,8 @@ FAULTS = (
     Fault(
         "memory: the feed leaves an entry out between two pages",
         "stores/memory.py",
-        "return FeedPage(events, events[-1].position if events else after)",
-        "return FeedPage(events, events[-1].position + 1 if events else after)",
+        "return FeedPage(events, events[-1].position if events else after, lost)",
+        "return FeedPage(events, events[-1].position + 1 if events else after, lost)",
         AGREEMENT,
     ),
     Fault(

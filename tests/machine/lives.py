@@ -16,6 +16,16 @@ from flowfabric.rules.create import CreateExecution
 from flowfabric.testing.invariants import every
 from tests.machine import choices as some
 from tests.machine.players import Held
+from tests.machine.senses import (
+    is_abandoned,
+    is_active,
+    is_blocked,
+    is_delayed,
+    is_granted,
+    is_over,
+    is_resumable,
+    is_waiting,
+)
 from tests.machine.table import Table, move
 
 INSTANTS = (
@@ -26,38 +36,6 @@ INSTANTS = (
     "deadline_at",
     "purge_at",
 )
-
-
-def is_waiting(row: Execution) -> bool:
-    return row.eligibility_state.value == "eligible_now"
-
-
-def is_granted(row: Execution) -> bool:
-    return row.grant is not None
-
-
-def is_resumable(row: Execution) -> bool:
-    return is_granted(row) and row.attempt_state.value == "attempt_interrupted"
-
-
-def is_active(row: Execution) -> bool:
-    return row.lifecycle_phase.value == "active"
-
-
-def is_abandoned(row: Execution) -> bool:
-    return row.ownership_state.value in ("lease_expired_reclaimable", "lease_revoked")
-
-
-def is_delayed(row: Execution) -> bool:
-    return row.delay_until is not None
-
-
-def is_blocked(row: Execution) -> bool:
-    return row.eligibility_state.value.startswith("blocked")
-
-
-def is_over(row: Execution) -> bool:
-    return row.lifecycle_phase.value == "terminal"
 
 
 class Lives(Table):
@@ -86,6 +64,8 @@ class Lives(Table):
         seat=some.seats,
     )
     def create(self, lane: str, seat: int, key: str | None, **asked: Any) -> None:
+        if self.is_crowded():
+            return
         self.do(
             "create_execution",
             seat=seat,
@@ -116,6 +96,8 @@ class Lives(Table):
 
     @move(lane=some.lanes, count=range(1, 5), keys=some.four_keys, seat=some.seats)
     def create_many(self, lane: str, count: int, keys: tuple[str | None, ...], seat: int) -> None:
+        if self.is_crowded():
+            return
         asks = [
             CreateExecution(
                 execution_id=self.new_id(lane),

@@ -134,14 +134,8 @@ class Agreement(Lives):
         try:
             self.run(self._compare())
         finally:
-            self.run(self._close())
-            self.runner.close()
+            super().teardown()
             self._folder.cleanup()
-
-    async def _close(self) -> None:
-        for player in self.players:
-            for engine in player.engines:
-                await engine.close()
 
 
 @pytest.fixture

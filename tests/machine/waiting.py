@@ -18,7 +18,8 @@ from flowfabric.rules.suspend_args import Fresh, ResumePolicy, SuspendArgs, UseP
 from flowfabric.rules.tokens import WaitpointToken
 from flowfabric.testing.invariants import every
 from tests.machine import choices as some
-from tests.machine.lives import Lives, is_active
+from tests.machine.lives import Lives
+from tests.machine.senses import is_active
 from tests.machine.table import move
 
 NAMES = ("go", "go", "ok", "stop")

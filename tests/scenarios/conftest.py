@@ -7,7 +7,9 @@ import pytest
 from flowfabric.clock import ManualClock
 from flowfabric.engine.engine import Engine
 from flowfabric.ids import SeededMinter
+from flowfabric.settings import Settings
 from flowfabric.stores.base import Store
+from tests.scenarios.flowing import Flowing
 from tests.scenarios.play import Play
 from tests.scenarios.waits import Waits
 from tests.scenarios.watched import Watched
@@ -33,3 +35,9 @@ def play(engine: Engine, clock: ManualClock) -> Play:
 @pytest.fixture
 def waits(play: Play) -> Waits:
     return Waits(play)
+
+
+@pytest.fixture
+async def flow(store: Store, clock: ManualClock) -> Flowing:
+    """A flow on an engine whose dispatch is stopped: a scenario delivers what it wants to see delivered."""
+    return Flowing(Engine(Watched(store), minter=SeededMinter(1), settings=Settings(dispatch=False)), clock)

@@ -14,11 +14,9 @@ import msgspec
 
 from flowfabric import Engine, Handle, connect
 from flowfabric.bench.ground import ground
+from flowfabric.engine.asks import Fresh, SignalArgs, StreamPage, SuspendArgs
 from flowfabric.engine.suspensions import Suspended
 from flowfabric.model.condition import Single
-from flowfabric.rules.frames import StreamPage
-from flowfabric.rules.signals import SignalArgs
-from flowfabric.rules.suspend_args import Fresh, SuspendArgs
 
 LANE = "bench-suspend"
 LEASE_MS = 600_000

@@ -64,7 +64,7 @@ async def throughput(
     progress: Progress | None = None,
 ) -> Report:
     """Measure on a scratch store beside the named one."""
-    tell = _Steps(progress, 5 * rounds + 1 + (2 if depth else 0))
+    tell = Steps(progress, 5 * rounds + 1 + (2 if depth else 0))
     chance = random.Random(0)
     payloads = [chance.randbytes(payload_bytes) for _ in range(jobs)]
     async with AsyncExitStack() as stack:
@@ -91,7 +91,9 @@ class Round(msgspec.Struct, frozen=True):
     single: float
 
 
-class _Steps:
+class Steps:
+    """Tells which of so many steps is being done."""
+
     def __init__(self, progress: Progress | None, steps: int) -> None:
         self._progress = progress
         self._done = 0

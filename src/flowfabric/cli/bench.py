@@ -12,6 +12,7 @@ from flowfabric.cli.stores import StoreOption, chosen_store
 from flowfabric.cli.telling import JsonOption, console, document, table, telling_errors
 
 if TYPE_CHECKING:
+    from flowfabric.bench.flow import FlowReport
     from flowfabric.bench.suspend import Report as WaitReport
     from flowfabric.bench.throughput import Progress, Report
 
@@ -22,6 +23,7 @@ def add_to(app: typer.Typer) -> None:
     bench.callback()(_bench)
     bench.command()(throughput)
     bench.command()(suspend)
+    bench.command()(flow)
     app.add_typer(bench, name="bench")
 
 
@@ -91,6 +93,27 @@ def _print_waits(report: WaitReport) -> None:
     typer.echo(f"durability: {report.durability}")
 
 
+def flow(
+    chains: Annotated[int, typer.Option(min=16, help="Chains of ten steps per round.")] = 600,
+    samples: Annotated[int, typer.Option(min=2, help="Fan-outs and cancels that are measured.")] = 30,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of chains; the median counts.")] = 3,
+    store: StoreOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Chains, a fan-out with its join and the cancel of a quorum's rest, in a scratch store beside the named one."""
+    import asyncio
+
+    from flowfabric.bench.flow import flow as measured
+
+    with telling_errors(), _progress(quiet=json) as progress:
+        url = chosen_store(store)
+        report = asyncio.run(measured(url, chains=chains, samples=samples, rounds=rounds, progress=progress))
+    if json:
+        document(report)
+    else:
+        _print_flow(report)
+
+
 @contextmanager
 def _progress(*, quiet: bool) -> Iterator[Progress | None]:
     if quiet:
@@ -102,6 +125,21 @@ def _progress(*, quiet: bool) -> Iterator[Progress | None]:
     with Bar(console=screen, transient=True, disable=not screen.is_terminal) as bar:
         task = bar.add_task("starting", total=None)
         yield lambda what, done, steps: bar.update(task, description=what, completed=done, total=steps)
+
+
+def _print_flow(report: FlowReport) -> None:
+    fan, cancel = report.fan_out_and_join, report.quorum_cancel
+    rows: list[tuple[object, ...]] = [
+        (f"chains of {report.steps}, {report.in_flight} in flight", f"{report.chains_per_s:,}/s"),
+        (f"fan-out of {report.fan} and join, p50 / p99", f"{fan.p50_ms} / {fan.p99_ms} ms"),
+        (f"cancel of {report.siblings - 1} siblings, p50 / p99", f"{cancel.p50_ms} / {cancel.p99_ms} ms"),
+        (f"a graph of {report.graph_nodes:,} nodes in one call", f"{report.graph_create_s} s"),
+    ]
+    table("", ("", "engine"), rows)
+    versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
+    typer.echo(f"{report.rounds} rounds, {fan.samples} samples, {report.cores} cores")
+    typer.echo(f"versions: {versions}")
+    typer.echo(f"durability: {report.durability}")
 
 
 def _print(report: Report) -> None:

@@ -16,6 +16,8 @@ import msgspec
 from flowfabric import errors
 from flowfabric.clock import Estimate
 from flowfabric.engine.commits import Commits
+from flowfabric.engine.loads import Loads
+from flowfabric.engine.meters import Meters
 from flowfabric.engine.wakes import FEED, Wakes, due_topic, end_topic, lane_topic
 from flowfabric.handles import Handle, HandleFields, open_handle
 from flowfabric.ids import Minter
@@ -30,6 +32,7 @@ from flowfabric.stores.base import Loaded, Scan, Store, Want
 from flowfabric.stores.rows import TABLE
 
 A = TypeVar("A")
+Rows = list[list[Any]]
 
 SEEN_LIMIT = 20_000
 PATIENCE_S = 15.0
@@ -42,7 +45,7 @@ class Doubt(msgspec.Struct, frozen=True):
 
     change: Change
     decision: Decision[Any]
-    rows: list[list[Any]]
+    rows: Rows
 
 
 class Core:
@@ -57,13 +60,17 @@ class Core:
         self.estimate = Estimate()
         self.wakes = Wakes()
         self.commits = Commits(store)
+        self.meters = Meters()
+        self.loads = Loads(store)
         self.chance: Callable[[], float] = random.random
         self._seen: dict[str, Execution] = {}
         self._lines: dict[str, set[LineKey]] = {}
         self.planned: dict[tuple[type[msgspec.Struct], str], int] = {}  # when this process looks at an instant next
         self._untold: set[str] = set()
-        self._takeovers: set[str] = set()  # lanes where this process put work up for takeover
+        self._decided_lanes: set[str] = set()  # lanes where this process put work that is claimed by decision
+        self._takeovers: set[str] = set()  # those where some of it is up for takeover
         self._looked_at: dict[str, int] = {}  # when this process last looked around in a lane
+        self.before_commit: Callable[[Change, Rows], Awaitable[Change]] | None = None  # may make a change carry more
         self.after_commit: list[Callable[[Change], None]] = []  # what this process does about a written change
 
     async def patiently(self, ask: Callable[[], Awaitable[A]]) -> A:
@@ -77,7 +84,7 @@ class Core:
 
     async def load(self, wants: Sequence[Want]) -> Loaded:
         """Rows and the store's time."""
-        loaded = await self.patiently(lambda: self.store.load(wants))
+        loaded = await self.patiently(lambda: self.loads.load(wants))
         self.estimate.hear(loaded.now)
         return loaded
 
@@ -88,15 +95,17 @@ class Core:
     async def settle(
         self,
         wants: Sequence[Want],
-        decide: Callable[[list[list[Any]], int], Decision[A]],
+        decide: Callable[[Rows, int], Decision[A]],
         *,
-        trusting: list[list[Any]] | None = None,
+        trusting: Rows | None = None,
         doubts: Sequence[Doubt] = (),
+        further: Callable[[Rows], Awaitable[Rows]] | None = None,
     ) -> A:
         """Decide and commit until the rule has answered on rows that were still true when written.
 
         `trusting` are rows to decide on first without a look: a claimed sheet, or the absence of what is created.
         `doubts` are changes for the same end whose answer got lost: a root that shows one of them tells that it holds.
+        `further` looks at more, depending on what the first look found.
         """
         rows, now, misses = trusting, self.estimate.now(), 0
         fresh, pause = False, Pause()
@@ -110,12 +119,16 @@ class Core:
                     self.note(doubt.change, doubt.rows, committed_at or now)
                     answer: A = doubt.decision.unwrap(committed_at or now)
                     return answer
+                if further is not None:
+                    rows = rows + await further(rows)
             decision = decide(rows, now)
             if decision.change is None:
                 if fresh:
                     return decision.unwrap(now)
             else:
                 change = msgspec.structs.replace(decision.change, id=self.minter.change_id())
+                if self.before_commit is not None and not misses:
+                    change = await self.before_commit(change, rows)
                 try:
                     committed = await self.commits.add(change)
                 except errors.StoreUnavailable as lost:
@@ -164,7 +177,7 @@ class Core:
         told = await self.patiently(lambda: self.store.history(event.execution_id, topic, HISTORY))
         return next((one for one in told if one.event == event), None)
 
-    def note(self, change: Change, rows: list[list[Any]], committed_at: int) -> None:
+    def note(self, change: Change, rows: Rows, committed_at: int) -> None:
         """Remember and tell what a written change means to this process and to others."""
         self.estimate.hear(committed_at)
         topics: set[str] = set()
@@ -238,13 +251,15 @@ class Core:
         self.note_line(line)
         topics.add(lane_topic(line.lane_id))
         if line.decided:
-            self._takeovers.add(line.lane_id)
+            self._decided_lanes.add(line.lane_id)
 
     def _note_sheet(
-        self, execution_id: str, fields: dict[str, Any], revision: int, rows: list[list[Any]], committed_at: int
+        self, execution_id: str, fields: dict[str, Any], revision: int, rows: Rows, committed_at: int
     ) -> None:
         owned = fields.get("ownership_state")
         if owned is not None and owned is not OwnershipState.LEASED:
+            if owned is not OwnershipState.UNOWNED and (line := fields.get("line")):
+                self._takeovers.add(line.lane_id)
             self._seen.pop(execution_id, None)
             return
         for found in rows:
@@ -268,7 +283,12 @@ class Core:
         return open_handle(handle, self.store.tag)
 
 
-def _recognised(doubtful: dict[int, Doubt], rows: list[list[Any]]) -> tuple[Doubt, int | None] | None:
+def first(rows: Sequence[Any]) -> Any:
+    """The row of a want that names one, or None."""
+    return rows[0] if rows else None
+
+
+def _recognised(doubtful: dict[int, Doubt], rows: Rows) -> tuple[Doubt, int | None] | None:
     """The doubtful change that a root shows as its last one, and when it was written if the root tells."""
     for found in rows:
         for row in found:

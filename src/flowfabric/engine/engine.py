@@ -8,18 +8,28 @@ from typing import Self
 import msgspec
 
 from flowfabric.engine import wait_sweeps
+from flowfabric.engine.admission_sweeps import admission_sweeps
+from flowfabric.engine.cancelling import Cancelling
+from flowfabric.engine.dispatch import Dispatcher
+from flowfabric.engine.flow_cancels import FlowCancels
+from flowfabric.engine.flow_reads import FlowReads
+from flowfabric.engine.flow_sweeps import FlowSweeps
+from flowfabric.engine.folding import Folding
 from flowfabric.engine.gates import Gates
 from flowfabric.engine.pulling import Pulling
 from flowfabric.engine.reads import Reads
+from flowfabric.engine.retention import Retention
 from flowfabric.engine.signals import Signals
 from flowfabric.engine.streams import StreamOps, Streams
 from flowfabric.engine.subscriptions import Subscriptions
 from flowfabric.engine.suspensions import Suspensions
 from flowfabric.engine.sweeper import Pass, Sweeper
 from flowfabric.engine.together import Together
+from flowfabric.engine.unblocking import Unblocking
 from flowfabric.engine.vault import Vault
 from flowfabric.engine.wakes import stream_topic
 from flowfabric.ids import ExecutionId, LaneId, Minter, RandomMinter, mint_solo, parse_lane_id
+from flowfabric.rules.feeds import Filter
 from flowfabric.settings import Settings
 from flowfabric.stores.base import Schema, Store
 
@@ -31,7 +41,7 @@ class Capabilities(msgspec.Struct, frozen=True):
     operations: tuple[str, ...]
 
 
-class Engine(Suspensions, Signals, Streams, Gates, Pulling, Reads, Subscriptions):
+class Engine(FlowCancels, FlowReads, Suspensions, Signals, Streams, Gates, Pulling, Reads, Retention, Subscriptions):
     """A durable execution engine on one store. Use it as an async context manager, or call `close`."""
 
     def __init__(
@@ -49,9 +59,27 @@ class Engine(Suspensions, Signals, Streams, Gates, Pulling, Reads, Subscriptions
         self.vault = Vault(self.settings.secret_key)
         self.together = Together(self)
         self.stream_ops = StreamOps(self.settings.max_concurrent_stream_ops)
-        self.writers, self.folding, self.folds = {}, {}, set()
+        self.writers, self.taking_in, self.folds = {}, {}, set()
         self.after_commit += [self.follow_streams, self.follow_children]
-        store.on_wake(self.wakes.fire)
+        self._turns = {}
+        self._background = set()
+        dispatch = self.settings.dispatch
+        self.folding = Folding(self, keeps_siblings=dispatch)
+        self.cancelling = Cancelling(self, self.folding)
+        self.dispatcher = Dispatcher(self, self.folding, self.cancelling.cancel_siblings, enabled=dispatch)
+        self.before_commit = self.dispatcher.carry
+        self.after_commit.append(self.dispatcher.follow)
+        self._flow_sweeps = FlowSweeps(self, self)
+        self.after_commit += [self.follow_messages]
+        self._unblocking = Unblocking(self)
+        store.on_wake(self._woken)
+
+    def _woken(self, topics: frozenset[str]) -> None:
+        """Another process says what happened; one that cannot say wakes everybody."""
+        if topics:
+            self.wakes.fire(topics)
+        else:
+            self.wakes.fire_all("")
 
     async def ping(self) -> int:
         """The store's time, in milliseconds since the epoch."""
@@ -69,7 +97,7 @@ class Engine(Suspensions, Signals, Streams, Gates, Pulling, Reads, Subscriptions
     def start_sweeps(self) -> None:
         """Run the background sweeps in this process too; any number of processes may."""
         if self._sweeper is None:
-            self._sweeper = Sweeper(self, self.settings.sweeps, wait_sweeps.sweeps(self))
+            self._sweeper = self.sweeper()
             self._sweeper.start()
 
     async def stop_sweeps(self) -> int:
@@ -77,9 +105,18 @@ class Engine(Suspensions, Signals, Streams, Gates, Pulling, Reads, Subscriptions
         sweeper, self._sweeper = self._sweeper, None
         return 0 if sweeper is None else await sweeper.stop()
 
-    async def sweep_once(self, name: str) -> Pass:
-        """One pass of a sweep, now."""
-        return await Sweeper(self, self.settings.sweeps, wait_sweeps.sweeps(self)).sweep_once(name)
+    async def sweep_once(self, name: str, chosen: Filter | None = None, *, batch: int | None = None) -> Pass:
+        """One pass of a sweep, now; `chosen` restricts the sweeps over executions."""
+        return await self.sweeper(chosen).sweep_once(name, batch)
+
+    def sweeper(self, chosen: Filter | None = None) -> Sweeper:
+        """All sweeps, not yet running."""
+        more = (
+            *wait_sweeps.sweeps(self),
+            *self._flow_sweeps.sweeps(chosen),
+            *admission_sweeps(self, self._unblocking, chosen),
+        )
+        return Sweeper(self, self.settings.sweeps, more, chosen)
 
     async def close(self) -> None:
         """Stop sweeping, let what is on its way arrive, and let go of the store. A second call does nothing."""
@@ -88,6 +125,10 @@ class Engine(Suspensions, Signals, Streams, Gates, Pulling, Reads, Subscriptions
         self.wakes.fire_all(stream_topic(""))
         await self.frames_written()
         await self.folds_done()
+        await self.finish_background()
+        await self.dispatcher.close()
+        self.stop_timers()
+        await self.delivered()
         await self.commits.drained()
         await self.store.close()
 

@@ -10,16 +10,30 @@ import msgspec
 from flowfabric import errors
 from flowfabric.engine import intake
 from flowfabric.engine.bulk import BulkCreate, settle_create
-from flowfabric.engine.core import Core
+from flowfabric.engine.core import Core, Rows, first
 from flowfabric.handles import Handle, HandleFields
 from flowfabric.model import answers
 from flowfabric.model.execution import Execution
+from flowfabric.model.flow import Dependency, EdgeGroup
 from flowfabric.model.suspension import Waitpoint
-from flowfabric.rules import cancel, delay, expiry, finish, lease, limits, notes, operate, replay, retention, tags
+from flowfabric.rules import (
+    cancel,
+    delay,
+    dependents,
+    expiry,
+    finish,
+    lease,
+    limits,
+    notes,
+    operate,
+    replay,
+    retention,
+    tags,
+)
 from flowfabric.rules.change import Decision, FromNow
 from flowfabric.rules.create import CreateExecution
 from flowfabric.rules.lease import Fence
-from flowfabric.stores.base import Held, Scan, Where
+from flowfabric.stores.base import Held, Scan, Want, Where
 
 HANDLE = Fence()
 WAITPOINTS_PAGE = 1000
@@ -280,11 +294,20 @@ class Executions(Core):
         """Put the work away until its dependencies are resolved."""
         execution, shown = self._who(handle, execution_id, fence)
         by = intake.source(source)
-        return await self.settle_execution(
-            execution,
-            lambda row, now: delay.wait_children(row, shown, by, unresolved=False, now=now),
-            trust=self._untimed(execution),
+        seen = self._seen.get(execution) if self._untimed(execution) else None
+        return await self.settle(
+            (Want(Execution, (execution,)),),
+            lambda rows, now: dependents.wait_children(first(rows[0]), first(rows[1]), shown, by, now),
+            trusting=[[seen], []] if seen is not None and seen.flow_id is None else None,
+            further=self._group_of,
         )
+
+    async def _group_of(self, rows: Rows) -> Rows:
+        """The join of a loaded execution, to be decided together with it."""
+        row = first(rows[0])
+        if row is None or row.flow_id is None:
+            return [[]]
+        return (await self.load((Want(EdgeGroup, (row.flow_id, row.execution_id)),))).rows
 
     def _untimed(self, execution_id: str) -> bool:
         """Whether a remembered sheet will do: the time left of an attempt is reckoned from a fresh look only."""
@@ -324,7 +347,25 @@ class Executions(Core):
     async def replay_execution(self, execution_id: str) -> answers.Replayed:
         """Give a finished execution another life."""
         execution = intake.execution(execution_id)
-        return await self.settle_execution(execution, lambda row, _: replay.replay(row))
+
+        def decide(rows: Rows, _: int) -> Decision[answers.Replayed]:
+            row = first(rows[0])
+            if row is None or len(rows) == 1:
+                return replay.replay(row)
+            upstreams = {each[0].execution_id: each[0] for each in rows[3:] if each}
+            return dependents.replay_member(row, first(rows[1]), rows[2], upstreams)
+
+        return await self.settle((Want(Execution, (execution,)),), decide, further=self._join_to_reset)
+
+    async def _join_to_reset(self, rows: Rows) -> Rows:
+        """Of a skipped member: its group, its dependencies, and each of its upstreams."""
+        row = first(rows[0])
+        if not dependents.is_skipped_member(row):
+            return []
+        wants = (Want(EdgeGroup, (row.flow_id, row.execution_id)), Want(Dependency, (row.execution_id,)))
+        group, inbound = (await self.load(wants)).rows
+        names = sorted({one.upstream_execution_id for one in inbound})
+        return [group, inbound, *(await self.load([Want(Execution, (name,)) for name in names])).rows]
 
     async def expire_execution(
         self, execution_id: str, reason: str = expiry.ATTEMPT_TIMEOUT
@@ -352,10 +393,10 @@ class Executions(Core):
         execution = intake.execution(execution_id)
         return await self.settle_execution(execution, expiry.mark_lease_expired_if_due)
 
-    async def purge_execution(self, execution_id: str) -> bool:
+    async def purge_execution(self, execution_id: str, *, default_retention_ms: int | None = None) -> bool:
         """Remove a finished execution whose retention is over, with everything it owns."""
-        execution = intake.execution(execution_id)
-        gone = await self.settle_execution(execution, retention.purge)
+        execution, default = intake.execution(execution_id), default_retention_ms
+        gone = await self.settle_execution(execution, lambda row, now: retention.purge(row, now, None, default))
         if isinstance(gone, bool):
             return gone
         named: list[str] = []
@@ -366,7 +407,8 @@ class Executions(Core):
             named += [one.waitpoint_id for one in found]
             if len(found) < WAITPOINTS_PAGE:
                 break
-        return await self.settle_execution(execution, lambda row, now: retention.purge(row, now, named)) is True
+        went = await self.settle_execution(execution, lambda row, now: retention.purge(row, now, named, default))
+        return went is True
 
     # -- operators and schedulers -------------------------------------------------------------------------------
 

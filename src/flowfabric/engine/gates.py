@@ -60,7 +60,7 @@ class Waits(msgspec.Struct, frozen=True):
 class Gates(Keys):
     """What a durable function does to wait."""
 
-    folding: dict[str, bool]  # parents whose children's ends are being taken in, and whether to look again
+    taking_in: dict[str, bool]  # parents whose children's ends are being taken in, and whether to look again
     folds: set[asyncio.Task[int]]
 
     async def open_gate(self, handle: Handle, args: GateArgs) -> OpenedGate | GateMemo:
@@ -184,10 +184,10 @@ class Gates(Keys):
         for write in change.writes:  # compared by type: this runs for every change
             if type(write) is Put and type(write.row) is ChildEnd and write.row.due_at is not None:
                 parent = write.row.parent_id
-                if parent in self.folding:
-                    self.folding[parent] = True
+                if parent in self.taking_in:
+                    self.taking_in[parent] = True
                 else:
-                    self.folding[parent] = False
+                    self.taking_in[parent] = False
                     fold = asyncio.create_task(self._fold(parent))
                     self.folds.add(fold)
                     fold.add_done_callback(self._folded)
@@ -201,12 +201,12 @@ class Gates(Keys):
         taken = 0
         try:
             while True:
-                self.folding[parent_id] = False
+                self.taking_in[parent_id] = False
                 taken += await self.take_in_children(parent_id)
-                if not self.folding[parent_id]:
+                if not self.taking_in[parent_id]:
                     return taken
         finally:
-            del self.folding[parent_id]
+            del self.taking_in[parent_id]
 
     async def take_in_children(self, parent_id: str) -> int:
         """Let a parent's gates know of the children that ended; how many ends there were."""

@@ -6,7 +6,7 @@ Whatever is wrong with it, the answer is a `ValidationError`; what comes out can
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -16,18 +16,28 @@ from flowfabric.rules.claim import GrantOrder
 from flowfabric.rules.create import CreateExecution
 from flowfabric.rules.lease import Fence, Holder
 
+T = TypeVar("T")
+
 MAX_ATTEMPT_INDEX = 2**32 - 1
 MAX_EPOCH = 2**64 - 1
 
 
 class ClaimOrder(msgspec.Struct, frozen=True, gc=False):
-    """Who wants work, from which lane, for how long at a time."""
+    """Who wants work, from which lane, for how long at a time, and whether budgets and quotas are asked."""
 
     lane_id: str
     worker_id: str
     worker_instance_id: str
     capabilities: frozenset[str]
     lease_ttl_ms: int
+    admission: bool = False
+
+
+def parsed(value: T | errors.FabricError) -> T:
+    """What a rule made of a part of a request; its refusal is raised."""
+    if isinstance(value, errors.FabricError):
+        raise value
+    return value
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -37,6 +47,21 @@ class ClaimOrder(msgspec.Struct, frozen=True, gc=False):
 def execution(execution_id: object) -> ids.ExecutionId:
     """An execution id."""
     return ids.parse_execution_id(limits.text("execution_id", execution_id))
+
+
+def member(name: str, execution_id: object) -> ids.ExecutionId:
+    """The id of an execution that plays a part, named as that part."""
+    return ids.parse_execution_id(limits.text(name, execution_id))
+
+
+def flow(flow_id: object) -> ids.FlowId:
+    """A flow's id."""
+    return ids.FlowId(ids.parse_uuid(limits.text("flow_id", flow_id), "flow_id"))
+
+
+def edge(edge_id: object) -> str:
+    """An edge's id."""
+    return ids.parse_uuid(limits.text("edge_id", edge_id), "edge_id")
 
 
 def lane(lane_id: object) -> ids.LaneId:
@@ -174,7 +199,13 @@ def offered(tokens: object) -> frozenset[str]:
 
 
 def claim_order(
-    lane_id: object, worker_id: object, worker_instance_id: object, tokens: object, lease_ttl_ms: object
+    lane_id: object,
+    worker_id: object,
+    worker_instance_id: object,
+    tokens: object,
+    lease_ttl_ms: object,
+    *,
+    admission: bool = False,
 ) -> ClaimOrder:
     """A worker's wish for work."""
     return ClaimOrder(
@@ -183,6 +214,7 @@ def claim_order(
         instance(worker_instance_id),
         offered(tokens),
         limits.duration("lease_ttl_ms", lease_ttl_ms),
+        admission,
     )
 
 

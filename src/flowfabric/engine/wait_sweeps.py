@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
-from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from typing import Protocol
 
-import msgspec
-
-from flowfabric import errors
 from flowfabric.engine.sweeper import Pass, Sweep
 from flowfabric.model.gate import ChildEnd
 from flowfabric.model.suspension import Suspension, Waitpoint
 from flowfabric.rules.resuming import Expiry
 from flowfabric.stores.base import Store
-
-logger = logging.getLogger("flowfabric.sweeper")
 
 UNTOUCHED = (Expiry.NOT_DUE, Expiry.NOT_SUSPENDED)
 
@@ -45,32 +37,8 @@ def sweeps(engine: Waiting) -> tuple[Sweep, ...]:
         return Pass(await engine.trim_feed(), 0)
 
     return (
-        Sweep("suspension_timeout", whole=_by_instant(engine, Suspension, "due_at", time_out)),
-        Sweep(
-            "pending_wp_expiry", whole=_by_instant(engine, Waitpoint, "pending_until", engine.expire_pending_waitpoint)
-        ),
-        Sweep("child_ends", whole=_by_instant(engine, ChildEnd, "due_at", take_in)),
+        Sweep("suspension_timeout", "due_at", time_out, row=Suspension),
+        Sweep("pending_wp_expiry", "pending_until", engine.expire_pending_waitpoint, row=Waitpoint),
+        Sweep("child_ends", "due_at", take_in, row=ChildEnd),
         Sweep("feed_trimmer", whole=trim),
     )
-
-
-def _by_instant(
-    engine: Waiting, row: type[msgspec.Struct], column: str, act: Callable[[Any], Awaitable[bool]]
-) -> Callable[[int], Awaitable[Pass]]:
-    """A pass over rows of one kind whose instant has come."""
-
-    async def one(found: Any) -> bool | None:
-        try:
-            return await act(found)
-        except errors.StoreUnavailable:
-            raise
-        except errors.FabricError:
-            logger.exception("sweep of %s.%s: a row was left for the next pass", row.__name__, column)
-            return None
-
-    async def whole(limit: int) -> Pass:
-        due = await engine.store.due(row, column, limit=limit)
-        acts = await asyncio.gather(*(one(found) for found in due.rows))
-        return Pass(sum(act is True for act in acts), sum(act is None for act in acts), due.now, due.next_at)
-
-    return whole

@@ -12,6 +12,7 @@ from flowfabric.rules.lease import Fence
 
 SYSTEM_SOURCES = frozenset({"operator_override", "flow_cascade", "system_timeout"})
 WORKER = "worker"
+FLOW_CASCADE = "flow_cascade"
 
 
 def cancel(row: Execution | None, fence: Fence, source: str, reason: str) -> Decision[Cancelled]:
@@ -42,6 +43,7 @@ def cancel(row: Execution | None, fence: Fence, source: str, reason: str) -> Dec
         attempt_reason=f"cancelled: {reason}",
         released="cancelled",
         details=_revoked_by(source),
+        settles=source != FLOW_CASCADE,
         cancellation_reason=reason,
         cancelled_by=source or row.execution_id,
     )

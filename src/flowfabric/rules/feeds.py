@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from flowfabric.model.event import Event, FeedEvent
+from flowfabric.model.execution import Execution
 from flowfabric.rules import notes, tags
 
 REVOKED_BY_RECONCILER = frozenset({"max_reclaims_exceeded", "dependency_impossible"})
@@ -73,12 +74,12 @@ OUTCOMES = {"success": "Success", "failed": "Failure", "failure": "Failure", "ca
 
 
 class Filter(msgspec.Struct, frozen=True):
-    """Which events a subscriber wants; unset parts ask for nothing."""
+    """Which events a subscriber wants, or which executions a sweep; unset parts ask for nothing."""
 
     namespace: str | None = None
     instance_tag: tuple[str, str] | None = None
 
-    def accepts(self, event: Event) -> bool:
+    def accepts(self, event: Event | Execution) -> bool:
         """Whether namespace and tag, as they were when it happened, both match."""
         if self.namespace is not None and event.namespace != self.namespace:
             return False

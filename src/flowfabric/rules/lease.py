@@ -121,6 +121,8 @@ CLAIMED: dict[str, Any] = {
     "granted_until": None,
     "grant": None,
     "delay_until": None,
+    "blocked_on": None,
+    "blocked_at": None,
     "attempt_suspended_at": None,
     "attempt_suspension": None,
     "lease_expired_at": None,

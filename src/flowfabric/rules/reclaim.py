@@ -16,7 +16,17 @@ from flowfabric.model.states import (
 )
 from flowfabric.rules import capabilities, closing, lease, step
 from flowfabric.rules.change import Decision, refuse
-from flowfabric.rules.claim import Acquired, GrantOrder, KeyMaker, acquired, granted, live_grant, mismatch, stored_grant
+from flowfabric.rules.claim import (
+    Acquired,
+    GrantOrder,
+    KeyMaker,
+    acquired,
+    claim_waiting,
+    granted,
+    live_grant,
+    mismatch,
+    stored_grant,
+)
 from flowfabric.rules.lease import Holder
 from flowfabric.rules.policy import decode_terms
 
@@ -73,6 +83,23 @@ def take_over(
     if row.lease_reclaim_count >= cap:
         return cap_reached(row, cap)
     return reclaimed(row, holder)
+
+
+def take_up(
+    row: Execution | None, holder: Holder, offered: frozenset[str], now: int
+) -> Decision[Acquired | NotReclaimable | ReclaimCapExceeded | None]:
+    """The ordinary claim of a row in a decided line: take over what lost its lease, or claim what waits."""
+    if row is None or is_reclaimable(row):
+        return take_over(row, holder, offered, now)
+    return claim_waiting(row, holder, offered, now)
+
+
+def end_at_cap(row: Execution | None) -> Decision[ReclaimCapExceeded | None]:
+    """End interrupted work that has been reclaimed as often as it may; otherwise change nothing."""
+    if row is None or not is_reclaimable(row):
+        return Decision(None)
+    cap = reclaim_cap(row, None)
+    return cap_reached(row, cap) if row.lease_reclaim_count >= cap else Decision(None)
 
 
 def is_reclaimable(row: Execution) -> bool:

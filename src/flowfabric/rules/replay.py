@@ -7,6 +7,7 @@ import msgspec
 from flowfabric import errors
 from flowfabric.model.answers import Replayed
 from flowfabric.model.execution import Execution, Lineage, Result
+from flowfabric.model.flow import Flow
 from flowfabric.model.gate import GateMemo, StepMemo
 from flowfabric.model.states import (
     AttemptState,
@@ -16,7 +17,7 @@ from flowfabric.model.states import (
 )
 from flowfabric.model.suspension import Suspension
 from flowfabric.rules import lease, place, step
-from flowfabric.rules.change import Change, Decision, Delete, Patch, Write, refuse, seen
+from flowfabric.rules.change import NOW, Change, Decision, Delete, Patch, Write, refuse, seen
 from flowfabric.rules.operate import operator_event
 from flowfabric.rules.policy import decode_terms
 
@@ -30,10 +31,10 @@ FORMER_LIFE_LEAVES = lease.Leftovers(
 )
 
 
-def replay(row: Execution | None) -> Decision[Replayed]:
+def replay(row: Execution | None, *, branch: str = "normal", groups_reset: int | None = None) -> Decision[Replayed]:
     """Make a terminal execution claimable again; its history, payload, tags, retries and epoch stay.
 
-    The deadline of the first life is not armed again.
+    The deadline of the first life is not armed again. `branch` tells what kind of replay this is part of.
     """
     if row is None:
         return refuse(errors.NotFound("execution"))
@@ -52,10 +53,15 @@ def replay(row: Execution | None) -> Decision[Replayed]:
         purge_at=None,
         **FORMER_LIFE_LEAVES.cleared(row),
     )
-    details = {"replay_count": row.replay_count + 1, "replay_type": "normal", "branch": "normal"}
+    details = {"replay_count": row.replay_count + 1, "replay_type": branch, "branch": branch}
+    if groups_reset is not None:
+        details["groups_reset"] = groups_reset
+    writes: tuple[Write, ...] = (step.moved(row, fields), Delete(Result, (row.execution_id,)))
+    if row.flow_id is not None:  # the summary of its flow may have been closed
+        writes += (Patch(Flow, (row.flow_id,), {"project_at": NOW}, unless="project_at"),)
     change = Change(
         guards=(seen(row),),
-        writes=(step.moved(row, fields), Delete(Result, (row.execution_id,)), *_forgotten(row)),
+        writes=writes + _forgotten(row),
         events=(operator_event(row, "replayed", msgspec.json.encode(details).decode(), lease_name="replay_initiated"),),
     )
     return Decision(Replayed(PublicState.WAITING), change)

@@ -15,7 +15,7 @@ from flowfabric.model.states import (
     TerminalOutcome,
     public_state,
 )
-from flowfabric.rules import closing, lease
+from flowfabric.rules import admission, closing, lease, successors
 from flowfabric.rules.change import NOW, Change, FromNow, Guard, Patch, Write, live, seen
 from flowfabric.rules.policy import decode_terms
 
@@ -47,12 +47,14 @@ def ended(
     also: tuple[Write, ...] = (),
     stream: str | None = None,
     suspension: str | None = None,
+    settles: bool = True,
     **fields: Any,
 ) -> Change:
     """The end of a life: vector, open attempt, lease, indexes, grant and the one completion event, together.
 
     `released` is the reason in the lease history, used only when a lease ends here; `stream` and `suspension` are the
-    reasons with which these close, if they are open and the outcome does not say it all.
+    reasons with which these close, if they are open and the outcome does not say it all. `settles=False`
+    leaves those who wait for this end to the dependency reconciler.
     """
     was_active = row.lifecycle_phase is LifecyclePhase.ACTIVE
     fields |= ENDED
@@ -61,7 +63,7 @@ def ended(
     if row.blocking_reason is not BlockingReason.NONE:
         fields["blocking_reason"] = BlockingReason.NONE
     if row.attempt_index is not None:
-        fields["attempt_state"] = AttemptState.ATTEMPT_TERMINAL
+        fields.setdefault("attempt_state", AttemptState.ATTEMPT_TERMINAL)
     fields |= LIFE_LEAVES.cleared(row)
     if was_active:
         fields |= lease.release(row)
@@ -73,9 +75,11 @@ def ended(
     writes += closing.close_stream(row, stream or closing.STREAM_REASON[outcome])
     writes += closing.close_suspension(row, suspension or outcome.value)
     writes += closing.tell_parent(row, outcome)
+    if settles:
+        also += successors.settled(row, outcome)
     return Change(
         guards=(guard or seen(row),),
-        writes=writes + also,
+        writes=writes + also + admission.released_at_end(row),
         events=(completion(row, outcome, released=released if was_active else None, details=details),),
     )
 
@@ -93,6 +97,8 @@ LIFE_LEAVES = lease.Leftovers(
     "grant",
     "current_suspension_id",
     "current_waitpoint_id",
+    "blocked_on",
+    "blocked_at",
 )
 
 

@@ -173,14 +173,28 @@ class Where(msgspec.Struct, frozen=True, gc=False):
     value: Any = None
 
 
-class Scan(msgspec.Struct, frozen=True, gc=False):
-    """A list for people and consoles: rows of one table that meet all conditions, ordered, strictly after a place."""
+class Scan(msgspec.Struct, frozen=True):
+    """A list: rows of one table that meet all conditions, ordered, strictly after a place.
+
+    `each` names a column that an `in` condition gives values for: the limit then holds for each of these values, so
+    that the first rows of many lines come in one trip.
+    """
 
     row: type[msgspec.Struct]
     where: tuple[Where, ...] = ()
     order: tuple[str, ...] = ()
     after: tuple[Any, ...] | None = None
     limit: int = 100
+    each: str | None = None
+
+    def of_each(self) -> list[Scan]:
+        """The same as one list for each value, for stores that read them one after the other."""
+        named = next(one for one in self.where if one.column == self.each and one.op == "in")
+        others = tuple(one for one in self.where if one is not named)
+        return [
+            msgspec.structs.replace(self, where=(Where(named.column, "=", value), *others), each=None)
+            for value in dict.fromkeys(named.value)
+        ]
 
 
 class FeedPage(msgspec.Struct, frozen=True, gc=False):

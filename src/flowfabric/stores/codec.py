@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import Enum
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -15,7 +16,7 @@ from msgspec.structs import astuple
 
 from flowfabric.model.event import Event
 from flowfabric.model.execution import LineKey
-from flowfabric.rules.change import FromNow
+from flowfabric.rules.change import Delete, FromNow, Patch, Write
 from flowfabric.stores.base import Unstorable
 from flowfabric.stores.rows import TABLES, Column, Table
 
@@ -114,6 +115,31 @@ def encode(value: Any, line_of: LineOf) -> Any:
 
 
 CODEC: dict[type[msgspec.Struct], RowCodec] = {table.row: RowCodec(table) for table in TABLES}
+
+
+def _key_of(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
+    get = attrgetter(*names)
+    return get if len(names) > 1 else lambda row: (get(row),)
+
+
+_KEY = {table.row: _key_of(table.key) for table in TABLES}
+
+
+# By type, not by instance: a look at the class alone costs a tenth, and every write of a batch is asked.
+
+
+def row_of(write: Write) -> type[msgspec.Struct]:
+    """The kind of row that is written."""
+    row: Any = write.row
+    return row if type(write) is Patch or type(write) is Delete else type(row)
+
+
+def target(write: Write) -> tuple[type[msgspec.Struct], tuple[Any, ...]]:
+    """The row that is written, as a guard would name it."""
+    if type(write) is Patch or type(write) is Delete:
+        return write.row, write.key
+    row: Any = write.row
+    return type(row), _KEY[type(row)](row)
 
 
 def check(column: Column, value: Any) -> None:

@@ -8,7 +8,7 @@ import time
 from bisect import bisect_left, bisect_right, insort
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from heapq import merge
+from heapq import merge, nsmallest
 from itertools import islice, takewhile
 from typing import Any
 
@@ -72,8 +72,19 @@ class Shelf:
         keys = islice(self.keys, bisect_left(self.keys, prefix), None)
         return [*takewhile(lambda key: key[: len(prefix)] == prefix, keys)]
 
-    def among(self, scan: Scan) -> Iterator[Any]:
-        """The rows that a list may hold: those whose key begins with what its conditions say, after its place."""
+    def value(self, row: Any, column: str) -> Any:
+        """A column as conditions and orders see it."""
+        return encode(getattr(row, column), self._line_of)
+
+    def narrowed(self, scan: Scan) -> Iterator[Any]:
+        """Rows among which are all that a list may hold: those of an index or a key that its conditions name."""
+        for one in scan.where:
+            if one.op == "=" and one.value is not None and one.column in self.indexes:
+                return self._of(self.indexes[one.column], encode(one.value, self._line_of))
+        return self._among(scan)
+
+    def _among(self, scan: Scan) -> Iterator[Any]:
+        """Those whose key begins with what the conditions say, after the place of the list."""
         given = {one.column: one.value for one in scan.where if one.op == "="}
         names = self.codec.table.key
         prefix = tuple(given[name] for name in takewhile(given.__contains__, names))
@@ -88,13 +99,16 @@ class Shelf:
                 return
             yield self.rows[key]
 
-    def value(self, row: Any, column: str) -> Any:
-        """A column as conditions and orders see it."""
-        return encode(getattr(row, column), self._line_of)
-
     def meets(self, row: Any, where: Sequence[Where]) -> bool:
         """Whether the row meets all conditions."""
         return all(self._meets(self.value(row, one.column), one) for one in where)
+
+    def _of(self, entries: list[tuple[Any, ...]], value: Any) -> Iterator[Any]:
+        width = len(self.codec.table.key)
+        place = bisect_left(entries, (value,))
+        while place < len(entries) and entries[place][0] == value:
+            yield self.rows[entries[place][-width:]]
+            place += 1
 
     def _meets(self, value: Any, one: Where) -> bool:
         if one.op in ("set", "unset"):
@@ -216,13 +230,19 @@ class MemoryStore:
         with self._lock:
             shelf = self._shelves[scan.row]
             order = scan.order + tuple(name for name in shelf.codec.table.key if name not in scan.order)
-            after = scan.after and tuple(encode(value, self._line_id) for value in scan.after)
-            found = []
-            for row in shelf.among(scan):
-                place = tuple(shelf.value(row, column) for column in order)
-                if shelf.meets(row, scan.where) and (after is None or place[: len(after)] > after):
-                    found.append((place, row))
-            return [row for _, row in sorted(found, key=operator.itemgetter(0))[: scan.limit]]
+            found = [self._listed(shelf, one, order) for one in (scan.of_each() if scan.each else [scan])]
+            return [row for _, row in merge(*found, key=operator.itemgetter(0))]
+
+    def _listed(self, shelf: Shelf, scan: Scan, order: tuple[str, ...]) -> list[tuple[Key, Any]]:
+        after = scan.after and tuple(encode(value, self._line_id) for value in scan.after)
+        found = []
+        for row in shelf.narrowed(scan):
+            if not shelf.meets(row, scan.where):
+                continue  # before its place is looked at: only a row that meets the conditions has to have one
+            place = tuple(shelf.value(row, column) for column in order)
+            if after is None or place[: len(after)] > after:
+                found.append((place, row))
+        return nsmallest(scan.limit, found, key=operator.itemgetter(0))
 
     async def lines(self, lane_id: str | None = None) -> list[LineKey]:
         with self._lock:

@@ -15,8 +15,8 @@ Most batches are written by one statement. Two kinds are not:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from operator import attrgetter, itemgetter
+from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any
 
 import msgspec
@@ -25,7 +25,7 @@ from msgspec.structs import astuple
 from flowfabric.model.event import Event
 from flowfabric.rules.change import Change, Delete, Guard, LeaseCheck, Patch, Put, Write
 from flowfabric.stores.base import Unstorable
-from flowfabric.stores.codec import CODEC
+from flowfabric.stores.codec import CODEC, row_of, target
 from flowfabric.stores.postgres.habits import Habits
 from flowfabric.stores.postgres.pieces import (
     BOUND_TYPES,
@@ -76,8 +76,11 @@ def _judged(changes: Sequence[Change], habits: Habits) -> list[tuple[Guards, Val
         guards = change.guards
         if not guards or change.not_before is not None or change.not_after is not None:
             bounds.append((no, change.not_before, change.not_after))
+        written = _written_roots(change)
         for guard in guards:
-            lock: Lock = "none" if guard.revision is None else "update" if _writes(change, guard) else "share"
+            lock: Lock = (
+                "none" if guard.revision is None else "update" if (guard.row, guard.key) in written else "share"
+            )
             kinds.setdefault((guard.row, lock), []).append((guard.key, no, guard))
     found: list[tuple[Guards, Values]] = []
     # Tables in one order, and what will be written before what is only looked at: two batches meet in the same order.
@@ -109,30 +112,10 @@ def _asked(lease: LeaseCheck | None) -> tuple[int | None, str | None, int | None
     return (None, None, None) if lease is None else (lease.want.value, lease.lease_id, lease.lease_epoch)
 
 
-def _writes(change: Change, guard: Guard) -> bool:
-    """Whether the change writes what it guards."""
-    for write in change.writes:
-        row, key = _target(write)
-        if row is guard.row and key == guard.key:
-            return True
-    return False
-
-
-def _target(write: Write) -> tuple[Row, tuple[Any, ...]]:
-    """The row that is written, as a guard would name it."""
-    if isinstance(write, _NAMED):
-        return write.row, write.key
-    row = type(write.row)
-    return row, _KEY[row](write.row)
-
-
-def _key_of(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
-    get = attrgetter(*names)
-    return get if len(names) > 1 else lambda row: (get(row),)
-
-
-_NAMED = (Patch, Delete)
-_KEY = {table.row: _key_of(table.key) for table in TABLE.values()}
+def _written_roots(change: Change) -> set[tuple[Row, tuple[Any, ...]]]:
+    """The rows that the change writes, as far as it guards any of their kind."""
+    guarded = {guard.row for guard in change.guards if guard.revision is not None}
+    return {target(write) for write in change.writes if row_of(write) in guarded} if guarded else set()
 
 
 def _rounds(changes: Sequence[Change]) -> list[list[tuple[int, int, Write]]]:
@@ -141,23 +124,22 @@ def _rounds(changes: Sequence[Change]) -> list[list[tuple[int, int, Write]]]:
     first = rounds[0]
     for no, change in enumerate(changes, start=1):
         writes = change.writes
-        if len(writes) == 1 or len({_row_of(write) for write in writes}) == len(writes):
+        if len(writes) == 1 or len({row_of(write) for write in writes}) == len(writes):
+            first += [(no, change.id, write) for write in writes]
+            continue
+        deleting = any(type(write) is Delete for write in writes)
+        targets = [target(write) for write in writes]
+        if not deleting and len(set(targets)) == len(targets):
             first += [(no, change.id, write) for write in writes]
             continue
         levels: dict[tuple[Row, tuple[Any, ...]], int] = {}
-        deleting = any(type(write) is Delete for write in writes)
-        for write in writes:
-            target = _target(write)
-            meets = (other for other in levels if _meet(target, other)) if deleting else (target,)
-            level = levels[target] = max((levels.get(other, -1) + 1 for other in meets), default=0)
+        for write, place in zip(writes, targets, strict=True):
+            meets = (other for other in levels if _meet(place, other)) if deleting else (place,)
+            level = levels[place] = max((levels.get(other, -1) + 1 for other in meets), default=0)
             while level >= len(rounds):
                 rounds.append([])
             rounds[level].append((no, change.id, write))
     return rounds
-
-
-def _row_of(write: Write) -> Row:
-    return write.row if isinstance(write, _NAMED) else type(write.row)
 
 
 def _meet(one: tuple[Row, tuple[Any, ...]], other: tuple[Row, tuple[Any, ...]]) -> bool:
@@ -171,14 +153,15 @@ def _written(writes: list[tuple[int, int, Write]], habits: Habits) -> list[tuple
     rows: dict[tuple[Row, bool], list[tuple[int, int, msgspec.Struct]]] = {}
     deletes: dict[tuple[Row, int], list[tuple[Any, ...]]] = {}
     for no, change_id, write in writes:
-        if isinstance(write, Patch):
+        if type(write) is Patch:
             fields = write.fields
             shape = (write.row, tuple(fields), write.unless)
             patches.setdefault(shape, []).append((no, write.key, tuple(fields.values()), change_id))
-        elif isinstance(write, Delete):
+        elif type(write) is Delete:
             deletes.setdefault((write.row, len(write.key)), []).append((no, *write.key))
         else:
-            rows.setdefault((type(write.row), isinstance(write, Put)), []).append((no, change_id, write.row))
+            new: Any = write.row
+            rows.setdefault((type(new), type(write) is Put), []).append((no, change_id, new))
     found: list[tuple[Writes, Values]] = []
     for (row, width), starts in sorted(deletes.items(), key=_by_name):
         numbers, *columns = zip(*starts, strict=True)
@@ -187,8 +170,8 @@ def _written(writes: list[tuple[int, int, Write]], habits: Habits) -> list[tuple
         found.append((Deleted(row, width, *known[:2]), known[2]))
     for (row, names, unless), given in sorted(patches.items(), key=_by_name):
         found.append(_patched(row, names, unless, given, habits))
-    for (row, put), new in sorted(rows.items(), key=_by_name):
-        found.append(_inserted(row, put, new, habits))
+    for (row, put), inserts in sorted(rows.items(), key=_by_name):
+        found.append(_inserted(row, put, inserts, habits))
     return found
 
 

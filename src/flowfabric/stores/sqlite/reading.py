@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from heapq import merge
+from operator import attrgetter
 from typing import Any
 
 import apsw
@@ -59,6 +61,14 @@ def due(
 
 def scan(db: apsw.Connection, lines: Lines, scan: Scan) -> list[Any]:
     """The rows of a list."""
+    if scan.each is None:
+        return _listed(db, lines, scan)
+    found = [_listed(db, lines, one) for one in scan.of_each()]
+    order = scan.order + tuple(name for name in TABLE[scan.row].key if name not in scan.order)
+    return [*merge(*found, key=attrgetter(*order))]
+
+
+def _listed(db: apsw.Connection, lines: Lines, scan: Scan) -> list[Any]:
     _known(scan.row, *scan.order)
     text, values = _conditions(db, lines, scan.row, scan.where)
     order = scan.order + tuple(name for name in TABLE[scan.row].key if name not in scan.order)

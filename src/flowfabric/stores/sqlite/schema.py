@@ -20,7 +20,11 @@ def migrations() -> dict[int, str]:
     """The text of each migration by its number."""
     folder = files(__package__) / "migrations"
     named = {re.match(r"(\d{4})_\w+\.sql$", entry.name): entry for entry in folder.iterdir()}
-    return {int(match[1]): entry.read_text() for match, entry in sorted(named.items(), key=str) if match}
+    return {
+        int(match[1]): entry.read_text()
+        for match, entry in sorted(named.items(), key=lambda item: item[1].name)
+        if match
+    }
 
 
 def version(db: apsw.Connection) -> int:

@@ -19,7 +19,7 @@ from flowfabric.model.event import Event
 from flowfabric.model.execution import Execution, LineKey, Payload
 from flowfabric.rules.change import Change, Delete, LeaseWant, Patch, Put, Write
 from flowfabric.stores.base import Held, Take, Taken, Unstorable, lease_event
-from flowfabric.stores.codec import CODEC, encode_column
+from flowfabric.stores.codec import CODEC, encode_column, row_of, target
 from flowfabric.stores.rows import TABLE
 from flowfabric.stores.sqlite import sql
 from flowfabric.stores.sqlite.lines import UNKNOWN, LinesOfWriter
@@ -110,14 +110,29 @@ def _refused(db: apsw.Connection, changes: Sequence[Change], now: int) -> set[in
 
 
 def _rounds(changes: Iterable[Change]) -> list[Gathered]:
-    """What to write: the first writes of all changes, then the second ones, and so on."""
+    """What to write: what meets in no row goes together, what does is written in its order."""
     rounds: list[Gathered] = []
     for change in changes:
-        for place, write in enumerate(change.writes):
+        for place, write in zip(_places(change.writes), change.writes, strict=True):
             if place == len(rounds):
                 rounds.append({})
             _gather(rounds[place], write, change.id)
     return rounds
+
+
+def _places(writes: Sequence[Write]) -> Sequence[int]:
+    """The round of each write: how many writes of the same row come before it."""
+    if len({row_of(write) for write in writes}) == len(writes):
+        return [0] * len(writes)
+    if any(type(write) is Delete for write in writes):  # which may meet any number of rows
+        return range(len(writes))
+    written: dict[object, int] = {}
+    places = []
+    for write in writes:
+        row = target(write)
+        places.append(written.get(row, 0))
+        written[row] = places[-1] + 1
+    return places
 
 
 def _gather(gathered: Gathered, write: Write, change_id: int) -> None:

@@ -1,0 +1,250 @@
+"""`ff bench flow`: chains, fan-out with a join, the cancel of a quorum's rest, through the engine of one process."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import platform
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import pairwise
+from statistics import median, quantiles
+from time import perf_counter
+from uuid import uuid4
+
+import msgspec
+
+from flowfabric import CreateExecution, Engine, __version__, connect
+from flowfabric.bench.drive import LEASE_MS, RESULT, WORKER
+from flowfabric.bench.ground import ground
+from flowfabric.bench.throughput import Progress, Steps
+from flowfabric.engine.asks import Change
+from flowfabric.engine.flows import GraphEdge
+from flowfabric.ids import FlowId, mint_for_flow
+
+IN_FLIGHT = 16
+CLAIM_LOOPS = 2
+SILENCE_MS = 10_000
+
+
+class Spread(msgspec.Struct, frozen=True):
+    """Milliseconds: half of all samples took at most p50, all but one in a hundred at most p99."""
+
+    p50_ms: float
+    p99_ms: float
+    samples: int
+
+
+class FlowReport(msgspec.Struct, frozen=True):
+    """What was measured; rates are medians over the rounds."""
+
+    store: str
+    durability: str
+    versions: dict[str, str]
+    cores: int
+    rounds: int
+    steps: int
+    in_flight: int
+    chains_per_s: float
+    fan: int
+    fan_out_and_join: Spread  # from the call that creates the graph to the end of the join
+    siblings: int
+    quorum_cancel: Spread  # from the call that completes the winner to the cancel of the last sibling
+    graph_nodes: int
+    graph_create_s: float
+
+
+async def flow(
+    url: str,
+    *,
+    chains: int = 600,
+    steps: int = 10,
+    fan: int = 100,
+    siblings: int = 1000,
+    samples: int = 30,
+    graph: int = 10_000,
+    rounds: int = 3,
+    progress: Progress | None = None,
+) -> FlowReport:
+    """Measure on a scratch store beside the named one."""
+    tell = Steps(progress, rounds + 3)
+    async with AsyncExitStack() as stack:
+        place = await stack.enter_async_context(ground(url))
+        engine = await stack.enter_async_context(await connect(place.url))
+        await _chains(engine, "bench-warm", IN_FLIGHT * 4, steps)
+        rates = []
+        for number in range(rounds):
+            tell(f"round {number + 1}: {chains} chains of {steps}")
+            gc.collect()
+            rates.append(await _chains(engine, f"bench-chains-{number}", chains, steps))
+        tell(f"fan-out of {fan} and join")
+        fans = [await _fan(engine, "bench-fan", fan) for _ in range(samples + 2)]
+        tell(f"cancel of {siblings - 1} siblings")
+        cancels = [await _quorum(engine, f"bench-quorum-{number}", siblings) for number in range(samples + 2)]
+        tell(f"one graph of {graph} nodes")
+        created_s = await _graph(engine, graph)
+        tell.finish()
+    return FlowReport(
+        store=place.url.partition("://")[0],
+        durability=place.durability,
+        versions={"flowfabric": __version__, "python": platform.python_version(), **place.versions},
+        cores=os.cpu_count() or 1,
+        rounds=rounds,
+        steps=steps,
+        in_flight=IN_FLIGHT,
+        chains_per_s=round(median(rates), 1),
+        fan=fan,
+        fan_out_and_join=_spread(fans[2:]),
+        siblings=siblings,
+        quorum_cancel=_spread(cancels[2:]),
+        graph_nodes=graph,
+        graph_create_s=round(created_s, 2),
+    )
+
+
+def _spread(times: Sequence[float]) -> Spread:
+    percentiles = quantiles(times, n=100, method="inclusive")
+    return Spread(round(percentiles[49] * 1000, 1), round(percentiles[98] * 1000, 1), len(times))
+
+
+async def _chains(engine: Engine, lane: str, chains: int, steps: int) -> float:
+    """Chains that are created and worked off, so many of them at any time; how many a second."""
+    left = iter(range(chains))
+
+    async def one_after_another() -> None:
+        for _ in left:
+            flow_id, names = _names(engine, steps)
+            edges = [GraphEdge(*pair) for pair in pairwise(names)]
+            await engine.create_flow_graph(flow_id, _nodes(lane, names), edges, namespace="bench")
+            await ended(names[-1])
+
+    async with _worker(engine, lane) as ended:
+        began = perf_counter()
+        await asyncio.gather(*(one_after_another() for _ in range(IN_FLIGHT)))
+        return chains / (perf_counter() - began)
+
+
+async def _fan(engine: Engine, lane: str, fan: int) -> float:
+    """One execution, many after it, one after all of these; seconds from the create to the last end."""
+    flow_id, names = _names(engine, fan + 2)
+    first, *middle, last = names
+    edges = [GraphEdge(first, name) for name in middle] + [GraphEdge(name, last) for name in middle]
+    async with _worker(engine, lane, claim=fan) as ended:
+        began = perf_counter()
+        await engine.create_flow_graph(flow_id, _nodes(lane, names), edges, namespace="bench")
+        await ended(last)
+        return perf_counter() - began
+
+
+async def _quorum(engine: Engine, lane: str, siblings: int) -> float:
+    """Many before one that needs the first of them; seconds from the first end to the last cancel."""
+    flow_id, names = _names(engine, siblings + 1)
+    *many, last = names
+    policy = {last: {"kind": "quorum", "k": 1, "on_satisfied": "cancel_remaining"}}
+    edges = [GraphEdge(name, last) for name in many]
+    await engine.create_flow_graph(flow_id, _nodes(lane, names), edges, policies=policy, namespace="bench")
+    winner = await engine.claim(lane, worker_id=WORKER, worker_instance_id=WORKER, lease_ttl_ms=LEASE_MS)
+    if winner is None:
+        raise AssertionError("nothing could be claimed")
+    cancelled = asyncio.Event()
+    left = siblings - 1
+
+    def count(change: Change) -> None:
+        nonlocal left
+        left -= sum(event.outcome == "cancelled" for event in change.events)
+        if not left:
+            cancelled.set()
+
+    engine.after_commit.append(count)
+    try:
+        began = perf_counter()
+        await engine.complete(winner.handle, result=RESULT)
+        await asyncio.wait_for(cancelled.wait(), SILENCE_MS / 1000)
+        took = perf_counter() - began
+    finally:
+        engine.after_commit.remove(count)
+    await engine.dispatched()
+    return took
+
+
+async def _graph(engine: Engine, size: int) -> float:
+    """A layered graph in which most nodes wait for two others; seconds until it is created."""
+    flow_id, names = _names(engine, size)
+    width = 100
+    edges = [
+        GraphEdge(names[place - width + step], names[place])
+        for place in range(width, size)
+        for step in ((0, 1) if (place + 1) % width else (0,))
+    ]
+    began = perf_counter()
+    await engine.create_flow_graph(flow_id, _nodes("bench-graph", names), edges, namespace="bench")
+    return perf_counter() - began
+
+
+def _names(engine: Engine, count: int) -> tuple[FlowId, list[str]]:
+    flow_id = FlowId(str(uuid4()))
+    return flow_id, [mint_for_flow(flow_id, engine.partitions, engine.minter) for _ in range(count)]
+
+
+def _nodes(lane: str, names: Sequence[str]) -> list[CreateExecution]:
+    return [
+        CreateExecution(
+            execution_id=name, partition=0, namespace="bench", lane_id=lane, execution_kind="noop", input_payload=b"{}"
+        )
+        for name in names
+    ]
+
+
+class _Ends:
+    """Waits for ends that the worker of this process brings about."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, asyncio.Future[None]] = {}
+        self._known: set[str] = set()
+
+    def told(self, execution_id: str) -> None:
+        waiter = self._waiting.pop(execution_id, None)
+        if waiter is None:
+            self._known.add(execution_id)
+        elif not waiter.done():
+            waiter.set_result(None)
+
+    async def __call__(self, execution_id: str) -> None:
+        if execution_id in self._known:
+            return
+        waiter = self._waiting[execution_id] = asyncio.get_running_loop().create_future()
+        await asyncio.wait_for(waiter, SILENCE_MS / 1000)
+
+
+@asynccontextmanager
+async def _worker(engine: Engine, lane: str, claim: int = IN_FLIGHT) -> AsyncIterator[_Ends]:
+    """A worker that does nothing with what it claims but to complete it, until the block is left."""
+    ends = _Ends()
+
+    async def finish(handle: object, execution_id: str) -> None:
+        await engine.complete(handle, result=RESULT)  # type: ignore[arg-type]
+        ends.told(execution_id)
+
+    async def loop(instance: str) -> None:
+        while True:
+            claimed = await engine.claim_many(
+                lane,
+                claim,
+                worker_id=WORKER,
+                worker_instance_id=instance,
+                lease_ttl_ms=LEASE_MS,
+                max_wait_ms=SILENCE_MS,
+            )
+            await asyncio.gather(*(finish(one.handle, one.execution_id) for one in claimed))
+
+    loops = [asyncio.create_task(loop(f"{WORKER}-{number}")) for number in range(CLAIM_LOOPS)]
+    try:
+        yield ends
+    finally:
+        for each in loops:
+            each.cancel()
+        for ended in await asyncio.gather(*loops, return_exceptions=True):
+            if isinstance(ended, Exception):
+                raise ended
+        await engine.dispatched()

@@ -1,0 +1,128 @@
+"""Cancelling many executions: the members of a flow, or the siblings that a join no longer needs.
+
+Members are cancelled in batches, each member a change of its own; who was cancelled, had ended, or is gone is
+acknowledged afterwards. A cancel may be repeated at will, so a crash in between costs a second look, nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from flowfabric import errors
+from flowfabric.engine.core import Core, first
+from flowfabric.engine.folding import Child, Folding
+from flowfabric.model.execution import Execution
+from flowfabric.model.flow import CancelBacklog, EdgeGroup, PendingCancel, PendingCancelGroup
+from flowfabric.model.flow_answers import Disposition, SiblingDrain
+from flowfabric.rules import cancel, flow_cancel, lease
+from flowfabric.rules.change import Change
+from flowfabric.rules.lease import Fence
+from flowfabric.stores.base import Want
+
+BATCH = 500
+
+Dispositions = dict[str, Disposition | errors.FabricError]
+
+
+class Cancelling:
+    """Ends executions that nobody needs any more."""
+
+    def __init__(self, core: Core, folding: Folding) -> None:
+        self._core = core
+        self._folding = folding
+
+    async def cancel_many(
+        self, names: Sequence[str], reason: str, known: Mapping[str, Execution] | None = None
+    ) -> Dispositions:
+        """Cancel these; what became of each. A failure is told, not raised. `known` are sheets to try first."""
+        parts = [names[start : start + BATCH] for start in range(0, len(names), BATCH)]
+        done: Dispositions = {}
+        for part in await asyncio.gather(*(self._cancel_part(part, reason, known or {}) for part in parts)):
+            done |= part
+        return done
+
+    async def _cancel_part(self, names: Sequence[str], reason: str, known: Mapping[str, Execution]) -> Dispositions:
+        done: Dispositions = {}
+        left = list(names)
+        while left:
+            rows: dict[str, Execution | None]
+            if all(name in known for name in left):
+                rows = {name: known[name] for name in left}
+                known = {}
+            else:
+                try:
+                    found = (await self._core.store.load([Want(Execution, (name,)) for name in left])).rows
+                except errors.StoreUnavailable as away:
+                    return done | dict.fromkeys(left, away)
+                rows = {name: each[0] if each else None for name, each in zip(left, found, strict=True)}
+            changes: list[Change] = []
+            asked: list[str] = []
+            for name, row in rows.items():
+                decision = cancel.cancel(row, Fence(), lease.OPERATOR_OVERRIDE, reason)
+                if decision.change is None:
+                    done[name] = _disposition(decision.answer)
+                else:
+                    changes.append(msgspec.structs.replace(decision.change, id=self._core.minter.change_id()))
+                    asked.append(name)
+            verdicts = await self._core.commits.send(changes) if changes else []
+            left = []
+            for name, change, verdict in zip(asked, changes, verdicts, strict=True):
+                if isinstance(verdict, errors.FabricError):
+                    done[name] = verdict
+                elif verdict is None:
+                    left.append(name)  # it moved meanwhile: look again
+                else:
+                    self._core.note(change, [], verdict)
+                    done[name] = Disposition.CANCELLED
+        return done
+
+    # -- members of a flow ------------------------------------------------------------------------------------------
+
+    async def cancel_members(self, flow_id: str, names: Sequence[str], reason: str) -> list[str]:
+        """Cancel members of a cancelled flow and acknowledge them; those that failed stay in the backlog."""
+        done = await self.cancel_many(names, reason)
+        await self.acknowledge(flow_id, [name for name in names if isinstance(done[name], Disposition)])
+        return [name for name in names if not isinstance(done[name], Disposition)]
+
+    async def acknowledge(self, flow_id: str, names: Sequence[str]) -> int:
+        """Strike members off the backlog of their flow; how many stood there."""
+        if not names:
+            return 0
+        wants = [Want(CancelBacklog, (flow_id,)), *(Want(PendingCancel, (flow_id, name)) for name in names)]
+        return await self._core.settle(
+            wants,
+            lambda rows, _: flow_cancel.ack(first(rows[0]), [row for found in rows[1:] for row in found]),
+        )
+
+    # -- siblings -----------------------------------------------------------------------------------------------------
+
+    async def cancel_siblings(self, child: Child) -> Dispositions:
+        """Cancel the remaining upstreams of a fired group and drain it; a group with a failure keeps everything."""
+        known = {row.execution_id: row for row in self._folding.siblings.pop(child, [])}
+        found = (await self._core.load((Want(EdgeGroup, child),))).rows[0]
+        done: Dispositions = {}
+        if found and found[0].cancel_siblings_pending_flag:
+            group: EdgeGroup = found[0]
+            done = await self.cancel_many(flow_cancel.siblings(group), group.cancel_siblings_reason or "", known)
+            if not all(isinstance(one, Disposition) for one in done.values()):
+                return done
+        await self.drain(child)
+        return done
+
+    async def drain(self, child: Child) -> SiblingDrain:
+        """Clear what a fired group had flagged."""
+        return await self._core.settle(
+            (Want(PendingCancelGroup, child), Want(EdgeGroup, child)),
+            lambda rows, _: flow_cancel.drain(first(rows[0]), first(rows[1])),
+        )
+
+
+def _disposition(answer: object) -> Disposition | errors.FabricError:
+    if isinstance(answer, errors.NotFound):
+        return Disposition.NOT_FOUND
+    if isinstance(answer, errors.ExecutionNotActive):
+        return Disposition.ALREADY_TERMINAL
+    return answer if isinstance(answer, errors.FabricError) else Disposition.CANCELLED

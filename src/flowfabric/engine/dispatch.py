@@ -1,0 +1,272 @@
+"""Dispatch: what the end of an execution means to those who wait for it, within milliseconds of the commit.
+
+The change that ends an execution notes the end on its edges, or leaves a dispatch row when there are many. This page
+takes it from there: it hears of every written change of its process and folds what was settled, batch by batch. While
+one round is on its way the next one fills. Nothing here is needed for correctness: whatever a process leaves undone
+when it dies is found by the sweeps.
+
+A child that waits for one upstream only needs no fold: its part is written into the very change that ends the upstream
+(`carry`), which saves a commit a step in a chain. When that change is refused, the end is written without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from flowfabric import errors
+from flowfabric.engine.core import Core, Rows
+from flowfabric.engine.folding import Child, Folding, Settled
+from flowfabric.model.execution import Execution, Payload, Result
+from flowfabric.model.flow import Dependency, Dispatch, Edge, EdgeGroup, PendingCancelGroup
+from flowfabric.model.states import LifecyclePhase, TerminalOutcome
+from flowfabric.rules import joins, successors
+from flowfabric.rules.change import Change, Decision, Delete, Guard, Patch, Put
+from flowfabric.rules.joins import Settlement, Surroundings
+from flowfabric.rules.successors import Successor
+from flowfabric.stores.base import Scan, Want, Where
+
+logger = logging.getLogger("flowfabric.dispatch")
+
+ROUNDS = 4  # under way at once
+ROUND_EDGES = 1000
+STEP_EDGES = 500  # of a dispatch row, settled in one change
+DEPTH = 50  # of a cascade in one call
+PAGE = 1000
+
+
+class Dispatcher:
+    """Carries ends to those who wait for them."""
+
+    def __init__(
+        self, core: Core, folding: Folding, cancel_siblings: Callable[[Child], Awaitable[object]], *, enabled: bool
+    ) -> None:
+        self._core = core
+        self._folding = folding
+        self._cancel_siblings = cancel_siblings
+        self._enabled = enabled
+        self._settled: dict[Child, set[str]] = {}
+        self._folded_now: set[Child] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._rounds = 0
+
+    # -- hearing of ends ------------------------------------------------------------------------------------------
+
+    def follow(self, change: Change) -> None:
+        """A change was written: take up what it leaves to be done."""
+        if not self._enabled:
+            return
+        flow_id = change.events[0].flow_id if change.events and change.events[0].outcome else None
+        for write in change.writes:
+            row: Any = write.row
+            if type(write) is Patch and row is Dependency and flow_id and write.fields.get("unfolded_at") is not None:
+                child, edge_id = write.key
+                self._settled.setdefault(Child(flow_id, child), set()).add(edge_id)
+            elif type(write) is Put and type(row) is Dispatch:
+                self._start(partial(self.deliver, row.execution_id))
+            elif type(write) is Put and type(row) is PendingCancelGroup:
+                self._start(partial(self._cancel_siblings, Child(row.flow_id, row.downstream_execution_id)))
+        self._start_round()
+
+    async def idle(self) -> None:
+        """Wait until everything that this process took up is done, or left to the sweeps."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def close(self, grace_s: float = 15.0) -> int:
+        """Take up nothing more, finish what is under way; how much had to be cut off."""
+        self._enabled = False
+        if not self._tasks:
+            return 0
+        _, late = await asyncio.wait(self._tasks, timeout=grace_s)
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*late, return_exceptions=True)
+        return len(late)
+
+    def _start(self, work: Callable[[], Awaitable[object]]) -> None:
+        task = asyncio.create_task(self._safely(work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _safely(self, work: Callable[[], Awaitable[object]]) -> None:
+        try:
+            await work()
+        except errors.FabricError as fault:
+            logger.warning("left to the sweeps: %s", fault)
+        except Exception:
+            logger.exception("left to the sweeps")
+
+    def _start_round(self) -> None:
+        if self._rounds < ROUNDS and self._settled.keys() - self._folded_now:
+            self._rounds += 1
+            self._start(self._run_rounds)
+
+    async def _run_rounds(self) -> None:
+        try:
+            await asyncio.sleep(0)  # whatever was written in the same batch is folded together
+            while batch := self._next_round():
+                children = {one.child for one in batch}
+                self._folded_now |= children
+                try:
+                    await self._folding.fold(batch)
+                finally:
+                    self._folded_now -= children
+        finally:
+            self._rounds -= 1
+
+    def _next_round(self) -> list[Settled]:
+        batch: list[Settled] = []
+        for child in [*self._settled]:
+            if child in self._folded_now:
+                continue  # its group is being written: these wait for the next round
+            if batch and len(batch) + len(self._settled[child]) > ROUND_EDGES:
+                break
+            batch += [Settled(child, edge_id) for edge_id in self._settled.pop(child)]
+        return batch
+
+    # -- many edges -----------------------------------------------------------------------------------------------
+
+    async def deliver(self, execution_id: str) -> int:
+        """Settle and fold the edges of an end that left a dispatch row, some at a time; how many were settled."""
+        delivered = 0
+        while True:
+            step = await self._core.settle((Want(Dispatch, (execution_id,)),), _step, further=self._edges_after)
+            if not step:
+                return delivered
+            delivered += len(step)
+            await self._folding.fold(step)
+
+    async def _edges_after(self, rows: Rows) -> Rows:
+        if not rows[0]:
+            return [[]]
+        owed: Dispatch = rows[0][0]
+        where = (Where("upstream_execution_id", "=", owed.execution_id),)
+        place = (owed.execution_id, owed.after_edge)
+        order = ("upstream_execution_id", "edge_id")
+        return [await self._core.scan(Scan(Edge, where, order, place, STEP_EDGES + 1))]
+
+    # -- one edge: written with the end itself ------------------------------------------------------------------------
+
+    async def carry(self, change: Change, rows: Rows) -> Change:
+        """The change that ends an execution, with the children that it alone was waited for by."""
+        if not self._enabled or not change.events or change.events[0].outcome != TerminalOutcome.SUCCESS:
+            return change
+        row = rows[0][0] if rows[0] and isinstance(rows[0][0], Execution) else None
+        if row is None or row.successors is None or row.execution_id != change.events[0].execution_id:
+            return change
+        alone = [one for one in successors.named(row) if not one.joins]
+        if not alone:
+            return change
+        flow_id = row.flow_id or ""
+        wants: list[Want] = []
+        for one in alone:
+            wants += (
+                Want(EdgeGroup, (flow_id, one.execution_id)),
+                Want(Execution, (one.execution_id,)),
+                Want(Dependency, (one.execution_id, one.edge_id)),
+            )
+            if one.passes:
+                wants.append(Want(Payload, (one.execution_id,)))
+        found = iter((await self._core.load(wants)).rows)
+        for one in alone:
+            group, child, dependency = next(found), next(found), next(found)
+            payload = next(found) if one.passes else []
+            if group and child and dependency:
+                change = _carried(change, one, group[0], child[0], dependency[0], payload)
+        return change
+
+    # -- cascades by request --------------------------------------------------------------------------------------
+
+    async def cascade(self, ended: Sequence[str]) -> tuple[int, int]:
+        """Resolve all edges of ended executions now, and of those that are skipped by it, to a bounded depth."""
+        resolved = descended = 0
+        level = [*ended]
+        for depth in range(DEPTH + 1):
+            folds = await self._folding.fold(await self._edges_of(level))
+            resolved += sum(fold.resolved for fold in folds)
+            level = [fold.child.execution_id for fold in folds if fold.skipped]
+            descended += len(level) if depth < DEPTH else 0
+            if not level:
+                break
+        return resolved, descended
+
+    async def _edges_of(self, ended: list[str]) -> list[Settled]:
+        loaded = await self._core.load([Want(Execution, (name,)) for name in ended])
+        outcomes = {
+            row.execution_id: row.terminal_outcome
+            for rows in loaded.rows
+            for row in rows
+            if row.lifecycle_phase is LifecyclePhase.TERMINAL and row.flow_id is not None
+        }
+        return [
+            Settled(
+                Child(edge.flow_id, edge.downstream_execution_id), edge.edge_id, outcomes[edge.upstream_execution_id]
+            )
+            for edge in await edges_from(self._core, [*outcomes])
+        ]
+
+
+async def edges_from(core: Core, upstreams: Sequence[str]) -> list[Edge]:
+    """The staged edges that lead away from these."""
+    return await edges_by(core, "upstream_execution_id", upstreams)
+
+
+async def edges_by(core: Core, end: str, names: Sequence[str]) -> list[Edge]:
+    """The staged edges with one of these at one end, by that end and by id."""
+    found: list[Edge] = []
+    place: tuple[str, str] | None = None
+    while names:
+        page = await core.scan(Scan(Edge, (Where(end, "in", names),), (end, "edge_id"), place, PAGE))
+        found += page
+        if len(page) < PAGE:
+            break
+        place = (getattr(page[-1], end), page[-1].edge_id)
+    return found
+
+
+def _step(rows: Rows, now: int) -> Decision[list[Settled]]:
+    """The next edges of a dispatch row, noted as settled; the row goes with the last of them."""
+    if not rows[0]:
+        return Decision([])
+    owed: Dispatch = rows[0][0]
+    step = rows[1][:STEP_EDGES]
+    key = (owed.execution_id,)
+    is_last = len(rows[1]) <= STEP_EDGES
+    writes: tuple[Delete | Patch, ...] = (
+        Delete(Dispatch, key) if is_last else Patch(Dispatch, key, {"after_edge": step[-1].edge_id}),
+    )
+    writes += tuple(successors.settle(edge.downstream_execution_id, edge.edge_id, owed.outcome) for edge in step)
+    change = Change(guards=(Guard(Dispatch, key, owed.revision),), writes=writes)
+    return Decision([Settled(Child(owed.flow_id, edge.downstream_execution_id), edge.edge_id) for edge in step], change)
+
+
+def _carried(
+    change: Change, one: Successor, group: EdgeGroup, child: Execution, dependency: Dependency, payload: list[Payload]
+) -> Change:
+    if group.n != 1 or dependency.outcome is not None:
+        return change  # it waits for others by now, or this end is not the first one: the fold decides
+    tally = joins.tally(group, [Settlement(dependency, TerminalOutcome.SUCCESS)])
+    if tally.flags_siblings(group) or tally.skips(child):
+        return change
+    around = Surroundings()
+    if payload and tally.carriers(group, child):
+        results = [write.row for write in change.writes if isinstance(write, Put) and isinstance(write.row, Result)]
+        if results:
+            around = Surroundings(carried=(payload[0], results[0]))
+    decision = joins.fold(group, child, tally, around)
+    if decision.change is None:
+        return change
+    noted = (one.execution_id, one.edge_id)
+    rest = tuple(
+        write
+        for write in change.writes
+        if not (isinstance(write, Patch) and write.row is Dependency and write.key == noted)
+    )
+    both = joins.joined(msgspec.structs.replace(change, writes=rest), decision.change)
+    return msgspec.structs.replace(change, guards=both.guards, writes=both.writes, events=both.events)

@@ -1,0 +1,262 @@
+"""The sweeps of flows: what a process left undone when it died, and what nobody is told about.
+
+Each pass takes a bounded page. A page that brought nothing forward is not taken again before the others had their turn.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from flowfabric import errors, ids
+from flowfabric.engine.core import first
+from flowfabric.engine.flow_cancels import FlowCancels
+from flowfabric.engine.flow_reads import FlowReads
+from flowfabric.engine.folding import Child, Settled
+from flowfabric.engine.sweeper import Pass, Sweep
+from flowfabric.model.execution import Execution
+from flowfabric.model.flow import (
+    CancelBacklog,
+    Dependency,
+    Dispatch,
+    EdgeGroup,
+    Flow,
+    PendingCancel,
+    PendingCancelGroup,
+)
+from flowfabric.model.flow_answers import Disposition, SiblingReconcile
+from flowfabric.model.states import LifecyclePhase
+from flowfabric.rules import flow_cancel, notes
+from flowfabric.rules.feeds import Filter
+from flowfabric.stores.base import Scan, Want, Where
+
+logger = logging.getLogger("flowfabric.sweeper")
+
+GROUPS = 50
+EDGES = 20  # of one group that waits, looked at in one pass
+FLOWS = 100
+BACKLOGS = 50
+MEMBERS = 500  # of one backlog, cancelled in one pass
+PERMANENT = (errors.ValidationError, errors.BugError)
+
+
+class Rotation:
+    """Pages of a table by an instant, going round: the next page begins after one that could not be moved."""
+
+    def __init__(self, row: type[msgspec.Struct], column: str, key: tuple[str, ...], limit: int) -> None:
+        self._row = row
+        self._order = (column, *key)
+        self._limit = limit
+        self._after: tuple[Any, ...] | None = None
+
+    async def page(self, engine: FlowCancels, *where: Where) -> list[Any]:
+        """The next rows whose instant has come, earliest first."""
+        now = await engine.store.ping()
+        engine.estimate.hear(now)
+        due = (Where(self._order[0], "<=", now), *where)
+        rows = await engine.store.scan(Scan(self._row, due, self._order, self._after, self._limit))
+        if not rows and self._after is not None:
+            self._after = None
+            rows = await engine.store.scan(Scan(self._row, due, self._order, None, self._limit))
+        self._after = tuple(getattr(rows[-1], name) for name in self._order) if len(rows) == self._limit else None
+        return rows
+
+
+class FlowSweeps:
+    """One pass of each sweep of flows; the places where the next pass goes on are kept here."""
+
+    def __init__(self, engine: FlowCancels, reads: FlowReads) -> None:
+        self._engine = engine
+        self._reads = reads
+        self._waiting = Rotation(EdgeGroup, "waiting_since", ("flow_id", "downstream_execution_id"), GROUPS)
+        self._flows = Rotation(Flow, "project_at", ("flow_id",), FLOWS)
+        self._backlogs = Rotation(CancelBacklog, "due_at", ("flow_id",), BACKLOGS)
+        key = ("flow_id", "downstream_execution_id")
+        self._flagged = Rotation(PendingCancelGroup, "flagged_at", key, GROUPS)
+        self._reconciled = Rotation(PendingCancelGroup, "flagged_at", key, GROUPS)
+
+    def sweeps(self, chosen: Filter | None = None) -> tuple[Sweep, ...]:
+        """The sweeps by their names; `chosen` restricts those that act on single executions."""
+        wanted = chosen or Filter()
+
+        def filtered(run: Callable[[Filter], Awaitable[Pass]]) -> Callable[[int], Awaitable[Pass]]:
+            return lambda _: run(wanted)
+
+        return (
+            Sweep("completion_dispatch", whole=self.dispatch_completions),
+            Sweep("dependency_reconciler", whole=filtered(self.reconcile_dependencies)),
+            Sweep("flow_projector", whole=self.project_flows),
+            Sweep("cancel_reconciler", whole=filtered(self.reconcile_cancels)),
+            Sweep("edge_cancel_dispatcher", whole=self.dispatch_sibling_cancels),
+            Sweep("edge_cancel_reconciler", whole=self.reconcile_sibling_cancels),
+        )
+
+    # -- ends -----------------------------------------------------------------------------------------------------
+
+    async def dispatch_completions(self, batch: int) -> Pass:
+        """Carry on with ends that a process wrote and did not live to follow up."""
+        owed = await self._engine.store.due(Dispatch, "due_at", limit=batch)
+        processed = 0
+        for row in owed.rows:
+            processed += await self._engine.dispatcher.deliver(row.execution_id)
+        noted = await self._engine.store.due(Dependency, "unfolded_at", limit=batch)
+        processed += await self._fold([_noted(one) for one in noted.rows])
+        return Pass(processed, 0, noted.now)
+
+    async def reconcile_dependencies(self, chosen: Filter) -> Pass:
+        """Resolve edges whose upstream has ended, whether or not anybody noted it, and cascade the skips."""
+        noted = await self._engine.store.due(Dependency, "unfolded_at", limit=GROUPS * EDGES)
+        settled = [_noted(one) for one in noted.rows]
+        for row in (await self._engine.store.due(Dispatch, "due_at", limit=GROUPS)).rows:
+            await self._engine.dispatcher.deliver(row.execution_id)
+        settled += await self._unnoticed(await self._waiting.page(self._engine))
+        return Pass(await self._fold(await self._accepted(settled, chosen)), 0, noted.now)
+
+    async def _unnoticed(self, groups: Sequence[EdgeGroup]) -> list[Settled]:
+        """Unresolved edges of waiting groups whose upstream is terminal."""
+        if not groups:
+            return []
+        found = await self._load([Want(Dependency, (group.downstream_execution_id,)) for group in groups])
+        open_edges = [one for each in found for one in [one for one in each if one.outcome is None][:EDGES]]
+        upstreams = await self._load([Want(Execution, (one.upstream_execution_id,)) for one in open_edges])
+        return [
+            Settled(Child(one.flow_id, one.downstream_execution_id), one.edge_id, rows[0].terminal_outcome)
+            for one, rows in zip(open_edges, upstreams, strict=True)
+            if rows and rows[0].lifecycle_phase is LifecyclePhase.TERMINAL
+        ]
+
+    async def _accepted(self, settled: list[Settled], chosen: Filter) -> list[Settled]:
+        if chosen == Filter():
+            return settled
+        rows = await self._load([Want(Execution, (one.child.execution_id,)) for one in settled])
+        return [one for one, row in zip(settled, rows, strict=True) if accepts(chosen, first(row))]
+
+    async def _fold(self, settled: list[Settled]) -> int:
+        folds = await self._engine.folding.fold(settled)
+        skipped = [fold.child.execution_id for fold in folds if fold.skipped]
+        more = await self._engine.dispatcher.cascade(skipped) if skipped else (0, 0)
+        return sum(fold.resolved for fold in folds) + more[0]
+
+    # -- summaries ------------------------------------------------------------------------------------------------
+
+    async def project_flows(self, batch: int) -> Pass:
+        """Write the summaries of flows that are still going on."""
+        return await self._each(
+            await self._flows.page(self._engine), lambda row: self._reads.project_flow_summary(row.flow_id)
+        )
+
+    # -- cancels --------------------------------------------------------------------------------------------------
+
+    async def reconcile_cancels(self, chosen: Filter) -> Pass:
+        """Cancel what the backlog of cancelled flows lists, after the grace."""
+        processed = faults = 0
+        for backlog in await self._backlogs.page(self._engine):
+            try:
+                done, failed = await self._reconcile_backlog(backlog, chosen)
+            except errors.StoreUnavailable:
+                raise
+            except errors.FabricError:
+                logger.exception("cancel_reconciler: flow %s was left for the next pass", backlog.flow_id)
+                done, failed = 0, 1
+            processed, faults = processed + done, faults + failed
+        return Pass(processed, faults)
+
+    async def _reconcile_backlog(self, backlog: CancelBacklog, chosen: Filter) -> tuple[int, int]:
+        flow_id = backlog.flow_id
+        wants = (Want(Flow, (flow_id,)), Want(PendingCancel, (flow_id,)))
+        flows, pending = await self._load(wants)
+        if not flows or not pending:
+            await self._drop(flow_id)
+            return 1, 0 if _is_uuid(flow_id) else 1
+        names = [one.execution_id for one in pending[:MEMBERS]]
+        broken = [name for name in names if not _is_execution_id(name)]
+        names = [name for name in names if name not in broken]
+        if chosen != Filter():
+            rows = await self._load([Want(Execution, (name,)) for name in names])
+            names = [name for name, row in zip(names, rows, strict=True) if accepts(chosen, first(row))]
+        done = await self._engine.cancelling.cancel_many(names, flow_cancel.member_reason(first(flows)))
+        gone = list(broken)
+        faults = len(broken)
+        for name, one in done.items():
+            if isinstance(one, Disposition):
+                gone.append(name)
+            elif isinstance(one, PERMANENT):
+                logger.error("cancel_reconciler: %s cannot be cancelled and is given up: %s", name, one)
+                gone.append(name)
+                faults += 1
+            else:
+                faults += 1
+        struck = await self._engine.cancelling.acknowledge(flow_id, gone)
+        return struck, faults
+
+    async def _drop(self, flow_id: str) -> bool:
+        return await self._engine.settle(
+            (Want(CancelBacklog, (flow_id,)),), lambda rows, _: flow_cancel.drop_backlog(first(rows[0]))
+        )
+
+    async def dispatch_sibling_cancels(self, batch: int) -> Pass:
+        """Cancel the remaining upstreams of fired groups."""
+
+        async def cancel(row: PendingCancelGroup) -> bool | None:
+            done = await self._engine.cancelling.cancel_siblings(Child(row.flow_id, row.downstream_execution_id))
+            return True if all(isinstance(one, Disposition) for one in done.values()) else None
+
+        return await self._each(await self._flagged.page(self._engine), cancel)
+
+    async def reconcile_sibling_cancels(self, batch: int) -> Pass:
+        """Finish drains that a crash interrupted."""
+
+        async def reconcile(row: PendingCancelGroup) -> bool:
+            done = await self._engine.reconcile_sibling_cancel_group(row.flow_id, row.downstream_execution_id)
+            return done is not SiblingReconcile.NO_OP
+
+        return await self._each(await self._reconciled.page(self._engine), reconcile)
+
+    async def _each(self, rows: Sequence[Any], act: Callable[[Any], Awaitable[bool | None]]) -> Pass:
+        processed = faults = 0
+        for row in rows:
+            try:
+                did = await act(row)
+            except errors.StoreUnavailable:
+                raise
+            except errors.FabricError:
+                logger.exception("a row was left for the next pass: %r", row)
+                did = None
+            processed, faults = processed + (did is True), faults + (did is None)
+        return Pass(processed, faults)
+
+    async def _load(self, wants: Sequence[Want]) -> list[list[Any]]:
+        return (await self._engine.load(wants)).rows if wants else []
+
+
+def _noted(one: Dependency) -> Settled:
+    return Settled(Child(one.flow_id, one.downstream_execution_id), one.edge_id)
+
+
+def accepts(chosen: Filter, row: Execution | None) -> bool:
+    """Whether a filtered sweep may act on this execution; one that cannot be read is passed over."""
+    if row is None or (chosen.namespace is not None and row.namespace != chosen.namespace):
+        return chosen == Filter()
+    if chosen.instance_tag is None:
+        return True
+    key, value = chosen.instance_tag
+    return notes.read_tags(row.tags).get(key) == value
+
+
+def _is_uuid(text: str) -> bool:
+    try:
+        ids.parse_uuid(text)
+    except errors.InvalidInput:
+        return False
+    return True
+
+
+def _is_execution_id(text: str) -> bool:
+    try:
+        ids.parse_execution_id(text)
+    except errors.InvalidInput:
+        return False
+    return True

@@ -1,0 +1,356 @@
+"""The verbs of a flow: build its graph, let executions wait for each other, resolve, cancel."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+
+from flowfabric import errors, ids
+from flowfabric.engine import intake
+from flowfabric.engine.cancelling import Cancelling
+from flowfabric.engine.core import Rows, first
+from flowfabric.engine.dispatch import Dispatcher, edges_from
+from flowfabric.engine.executions import Executions
+from flowfabric.engine.folding import Child, Folding, Settled
+from flowfabric.model import flow_answers
+from flowfabric.model.answers import Moved
+from flowfabric.model.execution import Execution
+from flowfabric.model.flow import Dependency, Edge, EdgeGroup, Flow, FlowMember
+from flowfabric.model.states import TerminalOutcome
+from flowfabric.rules import dependents, flows, graph, limits, tags
+from flowfabric.rules.change import Decision
+from flowfabric.rules.create import CreateExecution
+from flowfabric.rules.dependents import ApplyDependency
+from flowfabric.rules.flows import StageEdge
+from flowfabric.rules.graph import CreateGraph
+from flowfabric.rules.joins import Verdict
+from flowfabric.stores.base import Want
+
+SEARCHED_NODES = 1000
+
+
+class GraphEdge(msgspec.Struct, frozen=True):
+    """An edge of a graph that is created as a whole; an id is minted when none is given."""
+
+    upstream: str
+    downstream: str
+    dependency_kind: str = "success_only"
+    data_passing_ref: str | None = None
+    edge_id: str | None = None
+
+
+class FlowVerbs(Executions):
+    """What can be done to a flow, by the names of the specification."""
+
+    folding: Folding
+    cancelling: Cancelling
+    dispatcher: Dispatcher
+    _turns: dict[str, asyncio.Lock]
+
+    # -- the graph ------------------------------------------------------------------------------------------------
+
+    async def create_flow(
+        self, flow_id: str, *, flow_kind: str = "dag", namespace: str = "default"
+    ) -> flow_answers.Created | flow_answers.AlreadySatisfied:
+        """Create a flow; one that exists stays as it is."""
+        flow = intake.flow(flow_id)
+        kind, namespace = _labels(flow_kind, namespace)
+        partition = ids.flow_partition(flow, self.partitions)
+        return await self.settle(
+            (Want(Flow, (flow,)),),
+            lambda rows, _: flows.create(first(rows[0]), flow, partition, kind, namespace),
+            trusting=[[]],
+        )
+
+    async def create_flow_graph(
+        self,
+        flow_id: str,
+        nodes: Iterable[CreateExecution],
+        edges: Iterable[GraphEdge] = (),
+        *,
+        policies: Mapping[str, Mapping[str, Any]] | None = None,
+        flow_kind: str = "dag",
+        namespace: str = "default",
+    ) -> flow_answers.GraphCreated | flow_answers.AlreadySatisfied:
+        """Create a flow with all its members, edges and joins, all of it or nothing; repeating the call is harmless."""
+        flow = intake.flow(flow_id)
+        kind, namespace = _labels(flow_kind, namespace)
+        here = ids.flow_partition(flow, self.partitions)
+        if not isinstance(policies or {}, Mapping):
+            raise errors.InvalidInput("policies: not a mapping")
+        ask = CreateGraph(
+            flow,
+            here,
+            kind,
+            namespace,
+            [_on(here, intake.creation(node)) for node in intake.each("nodes", nodes)],
+            [self._staged(flow, _an_edge(edge)) for edge in intake.each("edges", edges)],
+            {self._member_id(flow, name): _policy(policy) for name, policy in (policies or {}).items()},
+        )
+        if refused := graph.check(ask):
+            raise refused
+        wants = [Want(Flow, (flow,)), *(Want(Execution, (node.execution_id,)) for node in ask.nodes)]
+
+        def decide(rows: Rows, now: int) -> Any:
+            existing = {each[0].execution_id: each[0] for each in rows[1:] if each}
+            return graph.create_graph(first(rows[0]), existing, ask, now)
+
+        answer: flow_answers.GraphCreated | flow_answers.AlreadySatisfied
+        answer = await self.settle(wants, decide, trusting=[[] for _ in wants])
+        return answer
+
+    async def add_execution_to_flow(
+        self, flow_id: str, execution_id: str
+    ) -> flow_answers.Added | flow_answers.AlreadyMember:
+        """Make an execution a member of a flow on its partition."""
+        flow = intake.flow(flow_id)
+        member = self._member_id(flow, execution_id)
+        wants = (Want(Flow, (flow,)), Want(Execution, (member,)), Want(FlowMember, (flow, member)))
+        async with self._turn(flow):
+            return await self.settle(
+                wants,
+                lambda rows, _: flows.add_member(first(rows[0]), first(rows[1]), first(rows[2]), member),
+            )
+
+    async def stage_dependency_edge(
+        self,
+        flow_id: str,
+        edge_id: str,
+        upstream: str,
+        downstream: str,
+        *,
+        dependency_kind: str = "success_only",
+        data_passing_ref: str | None = None,
+        expected_graph_revision: int | None = None,
+    ) -> flow_answers.Staged:
+        """Add an edge to the graph; without an expected revision none is asked for."""
+        flow = intake.flow(flow_id)
+        if expected_graph_revision is not None:
+            limits.integer("expected_graph_revision", expected_graph_revision, least=0)
+        edge = GraphEdge(
+            intake.member("upstream", upstream),
+            intake.member("downstream", downstream),
+            dependency_kind,
+            data_passing_ref,
+        )
+        ask = msgspec.structs.replace(
+            self._staged(flow, edge),
+            edge_id=intake.edge(edge_id),
+            expected_graph_revision=expected_graph_revision,
+        )
+        wants = (
+            Want(Flow, (flow,)),
+            Want(Edge, (flow, ask.edge_id)),
+            Want(FlowMember, (flow, ask.upstream)),
+            Want(FlowMember, (flow, ask.downstream)),
+            Want(EdgeGroup, (flow, ask.downstream)),
+        )
+        circle = False
+
+        async def search(rows: Rows) -> Rows:
+            # After the flow was read: an edge that is staged since then makes the flow's guard fail.
+            nonlocal circle
+            circle = bool(rows[0]) and await self._reaches(ask.downstream, ask.upstream)
+            return []
+
+        async with self._turn(flow):
+            return await self.settle(
+                wants,
+                lambda rows, _: flows.stage(
+                    first(rows[0]),
+                    first(rows[1]),
+                    (first(rows[2]), first(rows[3])),
+                    first(rows[4]),
+                    ask,
+                    closes_circle=circle,
+                ),
+                further=search,
+            )
+
+    async def _reaches(self, start: str, goal: str) -> bool:
+        """Whether a way leads from start to goal; a search that grows too large counts as yes."""
+        visited, level = {start}, [start]
+        while level:
+            nexts = {edge.downstream_execution_id for edge in await edges_from(self, level)}
+            if goal in nexts:
+                return True
+            level = sorted(nexts - visited)
+            visited |= nexts
+            if len(visited) > SEARCHED_NODES:
+                return True
+        return False
+
+    async def apply_dependency_to_child(
+        self,
+        flow_id: str,
+        edge_id: str,
+        downstream: str,
+        upstream: str,
+        *,
+        graph_revision: int | None = None,
+        dependency_kind: str | None = None,
+        data_passing_ref: str | None = None,
+    ) -> flow_answers.Applied | flow_answers.AlreadyApplied:
+        """Let the downstream of a staged edge wait for its upstream; what is left out is taken from the edge."""
+        if graph_revision is not None:
+            limits.integer("graph_revision", graph_revision, least=0)
+        ask = ApplyDependency(
+            intake.flow(flow_id),
+            intake.edge(edge_id),
+            intake.member("upstream", upstream),
+            intake.member("downstream", downstream),
+            None if dependency_kind is None else intake.parsed(flows.parse_kind(dependency_kind)),
+            limits.optional_text("data_passing_ref", data_passing_ref),
+            graph_revision,
+        )
+        wants = (
+            Want(Execution, (ask.downstream,)),
+            Want(Execution, (ask.upstream,)),
+            Want(Edge, (ask.flow_id, ask.edge_id)),
+            Want(Dependency, (ask.downstream, ask.edge_id)),
+            Want(EdgeGroup, (ask.flow_id, ask.downstream)),
+        )
+
+        def decide(rows: Rows, _: int) -> Decision[flow_answers.Applied | flow_answers.AlreadyApplied]:
+            child, above, edge, existing, group = map(first, rows)
+            return dependents.apply(child, above, edge, existing, group, ask)
+
+        return await self.settle(wants, decide)
+
+    async def set_edge_group_policy(
+        self, flow_id: str, downstream: str, policy: Mapping[str, Any]
+    ) -> flow_answers.PolicySet:
+        """Say how an execution joins its upstreams, before any edge into it is staged."""
+        given = _policy(policy)
+        flow = intake.flow(flow_id)
+        child = self._member_id(flow, downstream)
+        return await self.settle(
+            (Want(Flow, (flow,)), Want(EdgeGroup, (flow, child))),
+            lambda rows, _: flows.set_policy(first(rows[0]), first(rows[1]), flow, child, given),
+        )
+
+    async def set_flow_tag(self, flow_id: str, key: str, value: str) -> None:
+        """Set one tag of a flow."""
+        if refused := tags.check_tag_key(limits.text("key", key)):
+            raise refused
+        flow = intake.flow(flow_id)
+        limits.text("value", value)
+        await self.settle((Want(Flow, (flow,)),), lambda rows, _: flows.set_tag(first(rows[0]), key, value))
+
+    # -- ends -----------------------------------------------------------------------------------------------------
+
+    async def resolve_dependency(
+        self, flow_id: str, edge_id: str, downstream: str, outcome: str
+    ) -> flow_answers.Resolution:
+        """Count the end of an edge's upstream on its downstream; counting it again changes nothing."""
+        ended = _outcome(outcome)
+        child = Child(intake.flow(flow_id), intake.member("downstream", downstream))
+        edge = intake.edge(edge_id)
+        [fold] = await self.folding.fold([Settled(child, edge, ended)])
+        if edge not in fold.verdicts:
+            raise errors.InvalidDependency(f"edge {edge} was never applied to {downstream}")
+        return _RESOLUTION[fold.verdicts[edge]]
+
+    async def cascade_completion(self, execution_id: str) -> flow_answers.CascadeOutcome:
+        """Resolve every edge of an execution that has ended, and of those that this skips, before it answers."""
+        resolved, descended = await self.dispatcher.cascade([intake.execution(execution_id)])
+        return flow_answers.CascadeOutcome(resolved, descended)
+
+    async def promote_blocked_to_eligible(self, execution_id: str) -> Moved:
+        """Make an execution claimable that waits although its dependencies are met."""
+        execution = intake.execution(execution_id)
+        return await self.settle(
+            (Want(Execution, (execution,)),),
+            lambda rows, _: dependents.promote_blocked(first(rows[0]), first(rows[1])),
+            further=self._group_of,
+        )
+
+    async def evaluate_flow_eligibility(self, execution_id: str) -> flow_answers.Eligibility:
+        """Whether dependencies let an execution run."""
+        rows = (await self.load((Want(Execution, (intake.execution(execution_id),)),))).rows
+        return dependents.eligibility(first(rows[0]), first((await self._group_of(rows))[0]))
+
+    async def dispatched(self) -> None:
+        """Wait until this process has carried every end it knows of to those who waited for it."""
+        await self.dispatcher.idle()
+
+    # -- arguments ------------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def _turn(self, flow_id: str) -> AsyncIterator[None]:
+        """Calls that write one flow's row take turns in a process, instead of refusing each other in the store."""
+        turn = self._turns.setdefault(flow_id, asyncio.Lock())
+        try:
+            async with turn:
+                yield
+        finally:
+            if not turn.locked():
+                self._turns.pop(flow_id, None)
+
+    def _member_id(self, flow_id: ids.FlowId, execution_id: str) -> str:
+        execution = intake.execution(execution_id)
+        _check_partition(execution, ids.partition_of(execution), ids.flow_partition(flow_id, self.partitions))
+        return execution
+
+    def _staged(self, flow_id: ids.FlowId, edge: GraphEdge) -> StageEdge:
+        return StageEdge(
+            flow_id,
+            self.minter.uuid() if edge.edge_id is None else intake.edge(edge.edge_id),
+            edge.upstream,
+            edge.downstream,
+            intake.parsed(flows.parse_kind(edge.dependency_kind)),
+            limits.optional_text("data_passing_ref", edge.data_passing_ref),
+            None,
+        )
+
+
+def _check_partition(execution_id: str, partition: int, here: int) -> None:
+    if partition != here:
+        raise errors.InvalidInput(f"partition mismatch: {execution_id} is on {partition}, its flow on {here}")
+
+
+def _on(here: int, node: CreateExecution) -> CreateExecution:
+    _check_partition(node.execution_id, node.partition, here)
+    return node
+
+
+def _an_edge(given: object) -> GraphEdge:
+    if not isinstance(given, GraphEdge):
+        raise errors.InvalidInput("edges: not a GraphEdge")
+    intake.member("upstream", given.upstream)
+    intake.member("downstream", given.downstream)
+    return given
+
+
+_RESOLUTION = {
+    Verdict.SATISFIED: flow_answers.Resolution.SATISFIED,
+    Verdict.IMPOSSIBLE: flow_answers.Resolution.IMPOSSIBLE,
+    Verdict.PENDING: flow_answers.Resolution.PENDING,
+    Verdict.ALREADY_FIRED: flow_answers.Resolution.ALREADY_RESOLVED,
+    Verdict.ALREADY_RESOLVED: flow_answers.Resolution.ALREADY_RESOLVED,
+}
+
+
+def _labels(flow_kind: str, namespace: str) -> tuple[str, str]:
+    kind = limits.text("flow_kind", flow_kind, limit=limits.MAX_NAME_BYTES)
+    if not kind:
+        raise errors.InvalidInput("flow_kind: empty")
+    return kind, limits.text("namespace", namespace, limit=limits.MAX_NAME_BYTES)
+
+
+def _policy(policy: object) -> flows.Policy:
+    return intake.parsed(flows.parse_policy(dict(policy) if isinstance(policy, Mapping) else policy))
+
+
+def _outcome(outcome: str) -> TerminalOutcome:
+    try:
+        ended = TerminalOutcome(outcome)
+    except ValueError:
+        ended = TerminalOutcome.NONE
+    if ended is TerminalOutcome.NONE:
+        raise errors.InvalidInput(f"outcome: {outcome!r} is no end")
+    return ended

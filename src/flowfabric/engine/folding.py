@@ -1,0 +1,237 @@
+"""Folding: the settled edges of many children, counted into their groups in a few trips.
+
+One fold loads the groups, children and dependencies of a whole batch together, and then only what their tallies ask
+for: the other upstreams when siblings are to be cancelled, a result when it is handed on, the flow when a child is
+skipped. Each child is a change of its own; a change that came too late is decided again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from flowfabric import errors
+from flowfabric.engine.core import Core, Pause, first
+from flowfabric.model.execution import Execution, Payload, Result
+from flowfabric.model.flow import Dependency, EdgeGroup, Flow, GroupState, PendingCancel
+from flowfabric.model.states import TerminalOutcome
+from flowfabric.rules import joins
+from flowfabric.rules.change import Change
+from flowfabric.rules.joins import Folded, Settlement, Surroundings, Tally, Verdict
+from flowfabric.stores.base import Want
+
+CHILDREN = 250  # folded together
+EDGES = 2000  # looked at together
+
+
+class Child(NamedTuple):
+    """Whose group it is."""
+
+    flow_id: str
+    execution_id: str
+
+
+class Settled(NamedTuple):
+    """An edge whose upstream has ended; without an outcome it is folded as its dependency notes it, if it does."""
+
+    child: Child
+    edge_id: str
+    outcome: TerminalOutcome | None = None
+
+
+class Fold(msgspec.Struct, frozen=True):
+    """What became of one child: a verdict by edge, and whether it was skipped. An edge never applied has no verdict."""
+
+    child: Child
+    verdicts: dict[str, Verdict]
+    resolved: int = 0
+    skipped: bool = False
+
+
+class _Case(msgspec.Struct):
+    """One child under way."""
+
+    child: Child
+    group: EdgeGroup | None
+    row: Execution | None
+    tally: Tally
+    edges: tuple[str, ...]  # of the tally's verdicts
+    around: Surroundings = Surroundings()
+
+
+class Folding:
+    """Counts what has been settled."""
+
+    def __init__(self, core: Core, *, keeps_siblings: bool) -> None:
+        """`keeps_siblings` is for a process that cancels them itself, at once."""
+        self._core = core
+        self._keeps_siblings = keeps_siblings
+        self.siblings: dict[Child, list[Execution]] = {}  # of groups that have just fired, as they were seen
+
+    async def fold(self, settled: Iterable[Settled]) -> list[Fold]:
+        """Count these edges; answers when everything is written."""
+        todo: dict[Child, list[Settled]] = {}
+        for one in settled:
+            todo.setdefault(one.child, []).append(one)
+        done: list[Fold] = []
+        alone, misses, pause = False, 0, Pause()
+        while todo:
+            batch = _batch(todo)
+            folds = await self._fold_once(batch, pause, alone=alone)
+            for fold in folds:
+                todo[fold.child] = todo[fold.child][len(batch[fold.child]) :]
+                if not todo[fold.child]:
+                    del todo[fold.child]
+            done += folds
+            alone = len(folds) < len(batch)
+            misses = misses + 1 if not folds else 0
+            if alone:
+                await asyncio.sleep(self._core.chance() * min(0.05, 0.001 * 2**misses))
+        return done
+
+    async def _fold_once(self, batch: dict[Child, list[Settled]], pause: Pause, *, alone: bool) -> list[Fold]:
+        cases = await self._cases(batch)
+        await self._look_around(cases)
+        folds: list[Fold] = []
+        written: list[tuple[list[_Case], list[Folded], Change]] = []
+        together: dict[str, tuple[list[_Case], list[Folded], list[Change]]] = {}
+        for case in cases:
+            if case.group is None:
+                folds.append(Fold(case.child, {}))
+                continue
+            decision = joins.fold(case.group, case.row, case.tally, case.around)
+            answer = decision.unwrap(0)
+            if decision.change is None:
+                folds.append(_told(case, answer))
+            elif answer.skipped and not alone:
+                # Skips rely on the flow, and a batch holds one change about a root: so they are one change.
+                shared = together.setdefault(case.child.flow_id, ([], [], []))
+                shared[0].append(case)
+                shared[1].append(answer)
+                shared[2].append(decision.change)
+            else:
+                written.append(([case], [answer], decision.change))
+        written += [(cases, answers, joins.joined(*changes)) for cases, answers, changes in together.values()]
+        changes = [msgspec.structs.replace(change, id=self._core.minter.change_id()) for _, _, change in written]
+        times = await asyncio.gather(*(self._write(change, pause) for change in changes))
+        for (members, answers, _), change, committed_at in zip(written, changes, times, strict=True):
+            if committed_at is None:
+                continue
+            for case, answer in zip(members, answers, strict=True):
+                if case.around.upstreams and self._keeps_siblings:
+                    self.siblings[case.child] = [*case.around.upstreams]
+                folds.append(_told(case, answer))
+            self._core.note(change, [], committed_at)
+        return folds
+
+    async def _write(self, change: Change, pause: Pause) -> int | None:
+        """The commit's time, or None when the change was not written and has to be decided again."""
+        try:
+            return await self._core.commits.add(change)
+        except errors.StoreUnavailable as lost:
+            await pause.or_raise()
+            if not lost.in_doubt:
+                return None
+        loaded = await self._core.load((Want(EdgeGroup, change.guards[0].key),))
+        group = first(loaded.rows[0])
+        return loaded.now if group is not None and group.revision == change.id else None
+
+    async def _cases(self, batch: dict[Child, list[Settled]]) -> list[_Case]:
+        wants: list[Want] = []
+        for child, settled in batch.items():
+            wants += (Want(EdgeGroup, child), Want(Execution, (child.execution_id,)))
+            wants += [Want(Dependency, (child.execution_id, one.edge_id)) for one in settled]
+        found = iter((await self._core.load(wants)).rows)
+        cases = []
+        for child, settled in batch.items():
+            group, row = first(next(found)), first(next(found))
+            settlements = []
+            for one in settled:
+                dependency = first(next(found))
+                if (settlement := _settlement(dependency, one)) is not None:
+                    settlements.append(settlement)
+            if group is None:
+                settlements = []
+            tally = joins.tally(group, settlements) if group is not None else _NOTHING
+            edges = tuple(one.dependency.edge_id for one in sorted(settlements, key=joins.arrival))
+            cases.append(_Case(child, group, row, tally, edges))
+        return cases
+
+    async def _look_around(self, cases: Sequence[_Case]) -> None:
+        """Load what the tallies ask for, each kind for all cases at once."""
+        flagging = [case for case in cases if case.group is not None and case.tally.flags_siblings(case.group)]
+        skipping = [case for case in cases if case.tally.skips(case.row)]
+        if flagging or skipping:
+            wants = [Want(Dependency, (case.child.execution_id,)) for case in flagging]
+            for case in skipping:
+                wants += (Want(Flow, (case.child.flow_id,)), Want(PendingCancel, case.child))
+            found = (await self._core.load(wants)).rows
+            inbound, flows = found[: len(flagging)], iter(found[len(flagging) :])
+            for case in skipping:
+                flow, pending = first(next(flows)), bool(next(flows))
+                case.around = msgspec.structs.replace(case.around, flow=flow, cancel_pending=pending)
+            if flagging:
+                await self._look_at_siblings(flagging, inbound)
+        await self._look_for_results(cases)
+
+    async def _look_at_siblings(self, flagging: Sequence[_Case], inbound: list[list[Any]]) -> None:
+        names = [sorted({one.upstream_execution_id for one in edges}) for edges in inbound]
+        found = iter((await self._core.load([Want(Execution, (name,)) for each in names for name in each])).rows)
+        for case, each in zip(flagging, names, strict=True):
+            rows = [row for _ in each if (row := first(next(found))) is not None]
+            case.around = msgspec.structs.replace(case.around, upstreams=rows)
+
+    async def _look_for_results(self, cases: Sequence[_Case]) -> None:
+        """The result of the last carrier that has one; usually the last one has."""
+        open_cases = [
+            (case, carriers)
+            for case in cases
+            if case.group is not None and (carriers := case.tally.carriers(case.group, case.row))
+        ]
+        while open_cases:
+            wants: list[Want] = []
+            for case, carriers in open_cases:
+                wants += (
+                    Want(Payload, (case.child.execution_id,)),
+                    Want(Result, (carriers.pop(0).upstream_execution_id,)),
+                )
+            found = iter((await self._core.load(wants)).rows)
+            left = []
+            for case, carriers in open_cases:
+                payload, result = first(next(found)), first(next(found))
+                if payload is not None and result is not None:
+                    case.around = msgspec.structs.replace(case.around, carried=(payload, result))
+                elif carriers:
+                    left.append((case, carriers))
+            open_cases = left
+
+
+_NOTHING = Tally(0, 0, 0, GroupState.PENDING, (), ())
+
+
+def _settlement(dependency: Dependency | None, one: Settled) -> Settlement | None:
+    if dependency is None:
+        return None
+    outcome = one.outcome
+    if outcome is None and dependency.unfolded_at is not None:
+        outcome = dependency.outcome
+    return None if outcome is None else Settlement(dependency, outcome)
+
+
+def _told(case: _Case, answer: Folded) -> Fold:
+    verdicts = dict(zip(case.edges, answer.verdicts, strict=True))
+    return Fold(case.child, verdicts, answer.resolved, answer.skipped)
+
+
+def _batch(todo: dict[Child, list[Settled]]) -> dict[Child, list[Settled]]:
+    batch: dict[Child, list[Settled]] = {}
+    edges = 0
+    for child, settled in todo.items():
+        if batch and (len(batch) == CHILDREN or edges + len(settled) > EDGES):
+            break
+        batch[child] = settled[:EDGES]
+        edges += len(settled)
+    return batch

@@ -1,0 +1,209 @@
+"""A flow as rows: the graph, the join of each execution that waits for others, and what still has to be carried out.
+
+Roots are the flow, the edge group of each downstream execution, and the dependency of each applied edge. A completion
+writes to the dependencies of its own edges only, which nobody else writes to at that time; the *fold* then counts all
+settled dependencies of a group in one change. So a thousand members that end together never meet in one row.
+
+Rows that say that something is owed: a dependency that is settled and not folded (`unfolded_at`), a dispatch (an end
+with too many edges to settle in its own change), a flagged group (siblings to cancel) and a cancel backlog (members to
+cancel). Each has an instant and an index, so that any process can find what a dead one left behind.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from flowfabric.model.states import TerminalOutcome
+
+
+class FlowState(StrEnum):
+    """The flow's own record knows `open` and `cancelled`; the others are derived and stand in its summary."""
+
+    OPEN = "open"
+    RUNNING = "running"
+    BLOCKED = "blocked"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class DependencyKind(StrEnum):
+    """Which ends of the upstream satisfy an edge; the other ends make it impossible."""
+
+    SUCCESS_ONLY = "success_only"
+    FAILURE_ONLY = "failure_only"
+    ANY_OUTCOME = "any_outcome"
+
+
+class DependencyState(StrEnum):
+    UNSATISFIED = "unsatisfied"
+    SATISFIED = "satisfied"
+    IMPOSSIBLE = "impossible"
+
+
+class PolicyVariant(StrEnum):
+    ALL_OF = "all_of"
+    ANY_OF = "any_of"
+    QUORUM = "quorum"
+
+
+class OnSatisfied(StrEnum):
+    """What happens to the other upstreams when a group fires."""
+
+    CANCEL_REMAINING = "cancel_remaining"
+    LET_RUN = "let_run"
+
+
+class GroupState(StrEnum):
+    PENDING = "pending"
+    SATISFIED = "satisfied"
+    IMPOSSIBLE = "impossible"
+    CANCELLED = "cancelled"  # reserved, never produced
+
+
+class CancellationPolicy(StrEnum):
+    CANCEL_ALL = "cancel_all"
+    CANCEL_PENDING = "cancel_pending"
+    FLOW_ONLY = "flow_only"
+
+
+class Flow(msgspec.Struct, frozen=True):
+    """The flow's own record. Its revision fences membership and graph."""
+
+    flow_id: str
+    partition: int
+    flow_kind: str
+    namespace: str
+    public_flow_state: FlowState
+    created_at: int
+    last_mutation_at: int
+    graph_revision: int = 0
+    node_count: int = 0
+    edge_count: int = 0
+    tags: str | None = None  # a JSON object with sorted keys; None for no tags
+    cancelled_at: int | None = None
+    cancel_reason: str | None = None
+    cancellation_policy: CancellationPolicy | None = None
+    project_at: int | None = None  # set while the projector has to look after its summary
+    revision: int = 0
+
+
+class FlowMember(msgspec.Struct, frozen=True):
+    """An execution belongs to a flow; it stays a member when retention has removed it."""
+
+    flow_id: str
+    execution_id: str
+
+
+class Edge(msgspec.Struct, frozen=True):
+    """A staged edge. It never changes: how it was resolved stands in the dependency of its downstream."""
+
+    flow_id: str
+    edge_id: str
+    upstream_execution_id: str
+    downstream_execution_id: str
+    dependency_kind: DependencyKind
+    created_at: int
+    data_passing_ref: str | None = None
+
+
+class EdgeGroup(msgspec.Struct, frozen=True):
+    """The join of one downstream execution over all its inbound edges."""
+
+    flow_id: str
+    downstream_execution_id: str
+    policy_variant: PolicyVariant
+    on_satisfied: OnSatisfied | None = None
+    k: int = 0
+    staged: int = 0  # inbound edges, applied or not
+    n: int = 0  # inbound edges that were applied
+    succeeded: int = 0
+    failed: int = 0
+    skipped: int = 0
+    group_state: GroupState = GroupState.PENDING
+    satisfied_at: int | None = None
+    waiting_since: int | None = None  # set while it is pending with edges applied
+    cancel_siblings_pending_flag: bool = False
+    cancel_siblings_pending_members: str | None = None  # joined by |
+    cancel_siblings_reason: str | None = None
+    last_flow_graph_revision: int | None = None
+    revision: int = 0
+
+
+class Dependency(msgspec.Struct, frozen=True):
+    """One applied edge as its downstream knows it.
+
+    The end of the upstream sets `outcome` and `unfolded_at`, once; the fold of the group sets `state` and unsets
+    `unfolded_at`. Only the replay of a skipped downstream takes an outcome back.
+    """
+
+    downstream_execution_id: str
+    edge_id: str
+    flow_id: str
+    upstream_execution_id: str
+    dependency_kind: DependencyKind
+    state: DependencyState = DependencyState.UNSATISFIED
+    data_passing_ref: str | None = None
+    outcome: TerminalOutcome | None = None
+    last_resolved_at: int | None = None
+    unfolded_at: int | None = None
+    revision: int = 0
+
+
+class Dispatch(msgspec.Struct, frozen=True):
+    """The end of an execution with many edges, which have not all been settled yet; `after_edge` tells how far."""
+
+    execution_id: str
+    flow_id: str
+    outcome: TerminalOutcome
+    due_at: int
+    after_edge: str = ""
+    revision: int = 0
+
+
+class PendingCancelGroup(msgspec.Struct, frozen=True):
+    """A fired group whose remaining upstreams have to be cancelled."""
+
+    flow_id: str
+    downstream_execution_id: str
+    flagged_at: int
+    revision: int = 0
+
+
+class CancelBacklog(msgspec.Struct, frozen=True):
+    """A cancelled flow with members that are still to be cancelled; a reconciler looks after it from `due_at` on."""
+
+    flow_id: str
+    due_at: int
+    remaining: int
+    revision: int = 0
+
+
+class PendingCancel(msgspec.Struct, frozen=True):
+    """A member that the cancel of its flow selected and that nobody has acknowledged yet."""
+
+    flow_id: str
+    execution_id: str
+
+
+class FlowSummary(msgspec.Struct, frozen=True):
+    """What the projector last counted: members by public state, and the state of the flow that follows from them."""
+
+    flow_id: str
+    public_flow_state: FlowState
+    last_summary_update_at: int
+    total_members: int = 0
+    sampled_members: int = 0  # those that retention has not removed
+    members_completed: int = 0
+    members_failed: int = 0
+    members_cancelled: int = 0
+    members_expired: int = 0
+    members_skipped: int = 0
+    members_active: int = 0
+    members_suspended: int = 0
+    members_waiting: int = 0
+    members_delayed: int = 0
+    members_rate_limited: int = 0
+    members_waiting_children: int = 0

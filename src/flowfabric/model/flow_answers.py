@@ -1,0 +1,144 @@
+"""What the operations on flows answer. Variants of one answer stand together; refusals are errors, not answers."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from flowfabric.model.flow import CancellationPolicy
+
+
+class Created(msgspec.Struct, frozen=True):
+    flow_id: str
+
+
+class AlreadySatisfied(msgspec.Struct, frozen=True):
+    """The flow exists; nothing of the request was looked at."""
+
+    flow_id: str
+
+
+class GraphCreated(msgspec.Struct, frozen=True):
+    """A flow with all its members and edges."""
+
+    flow_id: str
+    graph_revision: int
+    node_count: int
+    edge_count: int
+
+
+class Added(msgspec.Struct, frozen=True):
+    execution_id: str
+    new_node_count: int
+
+
+class AlreadyMember(msgspec.Struct, frozen=True):
+    execution_id: str
+    node_count: int
+
+
+class Staged(msgspec.Struct, frozen=True):
+    edge_id: str
+    new_graph_revision: int
+
+
+class Applied(msgspec.Struct, frozen=True):
+    unsatisfied_count: int
+
+
+class AlreadyApplied(msgspec.Struct, frozen=True):
+    pass
+
+
+class PolicySet(StrEnum):
+    SET = "set"
+    ALREADY_SET = "already_set"
+
+
+class Resolution(StrEnum):
+    """What the end of one upstream meant to one join."""
+
+    SATISFIED = "satisfied"
+    IMPOSSIBLE = "impossible"
+    PENDING = "pending"
+    ALREADY_RESOLVED = "already_resolved"
+
+
+class CascadeOutcome(msgspec.Struct, frozen=True):
+    """Edges that a cascade advanced, and skipped descendants whose own edges it went on with."""
+
+    resolved: int
+    cascaded_children: int
+    synchronous: bool = True
+
+
+class Eligibility(StrEnum):
+    """Whether an execution's dependencies let it run; the first that applies."""
+
+    NOT_FOUND = "not_found"
+    NOT_RUNNABLE = "not_runnable"
+    OWNED = "owned"
+    TERMINAL = "terminal"
+    IMPOSSIBLE = "impossible"
+    BLOCKED_BY_DEPENDENCIES = "blocked_by_dependencies"
+    ELIGIBLE = "eligible"
+
+
+class Cancelled(msgspec.Struct, frozen=True):
+    """The flow is cancelled, and so is every member that the policy selected."""
+
+    cancellation_policy: CancellationPolicy
+    member_execution_ids: list[str]
+
+
+class CancellationScheduled(msgspec.Struct, frozen=True):
+    """The flow is cancelled; its members are being cancelled."""
+
+    cancellation_policy: CancellationPolicy
+    member_count: int
+    member_execution_ids: list[str]
+
+
+class PartiallyCancelled(msgspec.Struct, frozen=True):
+    """The flow is cancelled; the cancel of some members failed and will be tried again."""
+
+    cancellation_policy: CancellationPolicy
+    member_execution_ids: list[str]
+    failed_member_execution_ids: list[str]
+
+
+class HeaderCancelled(msgspec.Struct, frozen=True):
+    """The flow is cancelled now; the selected members stand in its backlog."""
+
+    cancellation_policy: CancellationPolicy
+    member_execution_ids: list[str]
+    selected_execution_ids: list[str]
+
+
+class HeaderAlreadyTerminal(msgspec.Struct, frozen=True):
+    """The flow was cancelled before; nothing changed."""
+
+    stored_cancellation_policy: CancellationPolicy | None
+    stored_cancel_reason: str | None
+    member_execution_ids: list[str]
+
+
+class SiblingDrain(StrEnum):
+    DRAINED = "drained"
+    ALREADY_DRAINED = "already_drained"
+    DRAINED_SANS_GROUP = "drained_sans_group"
+
+
+class SiblingReconcile(StrEnum):
+    NO_OP = "no_op"
+    STALE_REMOVED = "sremmed_stale"
+    COMPLETED_DRAIN = "completed_drain"
+
+
+class Disposition(StrEnum):
+    """What became of the cancel of one member."""
+
+    CANCELLED = "cancelled"
+    ALREADY_TERMINAL = "already_terminal"
+    NOT_FOUND = "not_found"

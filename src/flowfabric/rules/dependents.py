@@ -1,0 +1,268 @@
+"""Dependents: executions that wait for others. Applying an edge, parking, promoting, replaying a skipped one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from flowfabric import errors
+from flowfabric.model.answers import Moved, Replayed
+from flowfabric.model.execution import Execution
+from flowfabric.model.flow import (
+    Dependency,
+    DependencyKind,
+    DependencyState,
+    Edge,
+    EdgeGroup,
+    GroupState,
+    OnSatisfied,
+    PendingCancelGroup,
+    PolicyVariant,
+)
+from flowfabric.model.flow_answers import AlreadyApplied, Applied, Eligibility
+from flowfabric.model.states import (
+    EligibilityState,
+    LifecyclePhase,
+    OwnershipState,
+    PublicState,
+    TerminalOutcome,
+)
+from flowfabric.rules import delay, joins, replay, step
+from flowfabric.rules.change import NOW, Change, Decision, Delete, Insert, Patch, Put, Write, at, refuse, seen
+from flowfabric.rules.flows import Policy, new_group, seen_group
+from flowfabric.rules.lease import Fence
+from flowfabric.rules.successors import Successor, with_successors
+
+
+class ApplyDependency(msgspec.Struct, frozen=True):
+    """A staged edge that its downstream shall wait for; what is unset is taken from the edge."""
+
+    flow_id: str
+    edge_id: str
+    upstream: str
+    downstream: str
+    kind: DependencyKind | None = None
+    data_passing_ref: str | None = None
+    graph_revision: int | None = None
+
+
+def apply(
+    child: Execution | None,
+    upstream: Execution | None,
+    edge: Edge | None,
+    existing: Dependency | None,
+    group: EdgeGroup | None,
+    ask: ApplyDependency,
+) -> Decision[Applied | AlreadyApplied]:
+    """Let the downstream wait for the upstream. Nothing is resolved here, even when the upstream has ended."""
+    if child is None:
+        return refuse(errors.NotFound("execution"))
+    if child.flow_id is None:
+        return refuse(errors.ExecutionNotInFlow(execution_id=child.execution_id))
+    if child.flow_id != ask.flow_id:
+        return refuse(
+            errors.ExecutionAlreadyInFlow(
+                f"already_member_of_different_flow:{child.flow_id}", execution_id=child.execution_id
+            )
+        )
+    if existing is not None:
+        return Decision(AlreadyApplied())
+    if edge is None:
+        return refuse(errors.InvalidDependency(f"edge {ask.edge_id} is not staged"))
+    if (edge.upstream_execution_id, edge.downstream_execution_id) != (ask.upstream, ask.downstream):
+        return refuse(errors.InvalidDependency(f"edge {ask.edge_id} is staged between other executions"))
+    if ask.kind is not None and ask.kind is not edge.dependency_kind:
+        return refuse(errors.InvalidDependency(f"edge {ask.edge_id} is staged as {edge.dependency_kind.value}"))
+    if upstream is None:
+        return refuse(errors.InvalidDependency(f"the upstream of edge {ask.edge_id} has been removed"))
+
+    joined = grown(group, ask)
+    dependency = Dependency(
+        ask.downstream,
+        ask.edge_id,
+        ask.flow_id,
+        ask.upstream,
+        edge.dependency_kind,
+        data_passing_ref=ask.data_passing_ref or edge.data_passing_ref,
+        # An end that has come already is noted for the reconciler, as it would have been when it came.
+        outcome=upstream.terminal_outcome if _has_ended(upstream) else None,
+        unfolded_at=at(0) if _has_ended(upstream) else None,
+    )
+    follows = Successor(ask.edge_id, ask.downstream, joined.n > 1, bool(dependency.data_passing_ref))
+    fields = {"successors": with_successors(upstream, [follows]), "last_mutation_at": NOW}
+    unresolved = joined.n - joined.succeeded - joined.failed - joined.skipped
+    writes: tuple[Write, ...] = (
+        Put(joined),
+        Insert(dependency),
+        Patch(Execution, (upstream.execution_id,), fields),
+    )
+    if blocks(child, joined):
+        text = f"{unresolved} dep(s) unresolved, the last one applied is edge {ask.edge_id}"
+        writes += (step.moved(child, joins.waits(text)),)
+    guards = (seen_group(group, ask.flow_id, ask.downstream), seen(child), seen(upstream))
+    return Decision(Applied(unresolved), Change(guards=guards, writes=writes))
+
+
+def _has_ended(row: Execution) -> bool:
+    return row.lifecycle_phase is LifecyclePhase.TERMINAL
+
+
+def grown(group: EdgeGroup | None, ask: ApplyDependency) -> EdgeGroup:
+    """The group with one more edge applied: all_of that was satisfied waits again, whatever else fired stays fired."""
+    if group is None:
+        group = new_group(ask.flow_id, ask.downstream, Policy(), staged=1)
+    fields: dict[str, Any] = {"n": group.n + 1}
+    if ask.graph_revision is not None:
+        fields["last_flow_graph_revision"] = ask.graph_revision
+    reopens = group.policy_variant is PolicyVariant.ALL_OF and group.group_state is GroupState.SATISFIED
+    if reopens:
+        fields.update(group_state=GroupState.PENDING, satisfied_at=None)
+    if reopens or (group.group_state is GroupState.PENDING and group.waiting_since is None):
+        fields["waiting_since"] = at(0)
+    return msgspec.structs.replace(group, **fields)
+
+
+def blocks(child: Execution, group: EdgeGroup) -> bool:
+    """Whether a child has to wait for the edge that was applied last."""
+    return (
+        child.lifecycle_phase is LifecyclePhase.RUNNABLE
+        and child.terminal_outcome is TerminalOutcome.NONE
+        and group.group_state is not GroupState.SATISFIED
+    )
+
+
+def wait_children(
+    row: Execution | None, group: EdgeGroup | None, fence: Fence, source: str | None, now: int
+) -> Decision[Moved]:
+    """Put active work away until its dependencies are met; with none unresolved it is claimable at once.
+
+    Decided on the group too: one that fires meanwhile must not leave the execution parked.
+    """
+    unresolved = group is not None and group.n > 0 and group.group_state is not GroupState.SATISFIED
+    decision = delay.wait_children(row, fence, source, unresolved=unresolved, now=now)
+    if decision.change is None or row is None or row.flow_id is None:
+        return decision
+    if isinstance(decision.answer, errors.FabricError):
+        return decision
+    guard = seen_group(group, row.flow_id, row.execution_id)
+    change = joins.joined(decision.change, Change(guards=(guard,)))
+    return Decision(decision.answer, change)
+
+
+def promote_blocked(row: Execution | None, group: EdgeGroup | None) -> Decision[Moved]:
+    """Make an execution claimable whose dependencies are met."""
+    if row is None:
+        return refuse(errors.NotFound("execution"))
+    if row.lifecycle_phase is not LifecyclePhase.RUNNABLE:
+        return refuse(errors.NotRunnable(execution_id=row.execution_id))
+    if row.eligibility_state is not EligibilityState.BLOCKED_BY_DEPENDENCIES:
+        return refuse(errors.NotBlockedByDeps(execution_id=row.execution_id))
+    if row.terminal_outcome is not TerminalOutcome.NONE:
+        return refuse(errors.Terminal(execution_id=row.execution_id))
+    if group is not None and group.n > 0 and group.group_state is not GroupState.SATISFIED:
+        return refuse(errors.DepsNotSatisfied(execution_id=row.execution_id))
+    change = joins.released(row)
+    if row.flow_id is not None:
+        change = joins.joined(change, Change(guards=(seen_group(group, row.flow_id, row.execution_id),)))
+    return Decision(Moved(row.execution_id, PublicState.WAITING), change)
+
+
+def eligibility(row: Execution | None, group: EdgeGroup | None) -> Eligibility:
+    """Whether dependencies let an execution run; the first that applies."""
+    if row is None:
+        return Eligibility.NOT_FOUND
+    if row.lifecycle_phase is not LifecyclePhase.RUNNABLE:
+        return Eligibility.NOT_RUNNABLE
+    if row.ownership_state is not OwnershipState.UNOWNED:
+        return Eligibility.OWNED
+    if row.terminal_outcome is not TerminalOutcome.NONE:
+        return Eligibility.TERMINAL
+    if group is not None and group.group_state is GroupState.IMPOSSIBLE:
+        return Eligibility.IMPOSSIBLE
+    if group is not None and group.group_state is GroupState.PENDING and group.n > 0:
+        return Eligibility.BLOCKED_BY_DEPENDENCIES
+    return Eligibility.ELIGIBLE
+
+
+def is_skipped_member(row: Execution | None) -> bool:
+    """Whether a replay has to reset the join that ended the last life."""
+    return row is not None and row.flow_id is not None and row.terminal_outcome is TerminalOutcome.SKIPPED
+
+
+def replay_member(
+    row: Execution,
+    group: EdgeGroup | None,
+    dependencies: Sequence[Dependency],
+    upstreams: Mapping[str, Execution],
+) -> Decision[Replayed]:
+    """Let a skipped member wait again: what was impossible is unsatisfied, what was satisfied stays so.
+
+    An upstream that has ended is noted for the reconciler, which skips the member again if nothing else happens. If
+    what is satisfied meets the policy already, the group fires and the member is claimable.
+    """
+    normal = replay.replay(row, branch="skipped_flow_member", groups_reset=0 if group is None else 1)
+    if group is None or normal.change is None:
+        return normal
+    satisfied = [one for one in dependencies if one.state is DependencyState.SATISFIED or _came_well(one)]
+    reset = [one for one in dependencies if one not in satisfied]
+    fires = joins.evaluate(group, len(satisfied), 0) is GroupState.SATISFIED
+    fields: dict[str, Any] = {
+        "succeeded": len(satisfied),
+        "failed": 0,
+        "skipped": 0,
+        "group_state": GroupState.SATISFIED if fires else GroupState.PENDING,
+        "satisfied_at": NOW if fires else None,
+        "waiting_since": None if fires else NOW,
+        "cancel_siblings_pending_flag": False,
+        "cancel_siblings_pending_members": None,
+    }
+    key = (group.flow_id, group.downstream_execution_id)
+    writes: tuple[Write, ...] = (Patch(EdgeGroup, key, fields),)
+    writes += tuple(_counted(one) for one in satisfied if one.state is not DependencyState.SATISFIED)
+    writes += tuple(_reset(one, upstreams.get(one.upstream_execution_id)) for one in reset)
+    # Decided on the upstreams too: one that ends meanwhile must not find its old end still noted, and be lost.
+    waited_for = {one.upstream_execution_id for one in reset}
+    guards = (seen_group(group, *key), *(seen(row) for name, row in upstreams.items() if name in waited_for))
+    if fires and group.on_satisfied is OnSatisfied.CANCEL_REMAINING:
+        writes = (Patch(EdgeGroup, key, fields | joins.flagged([*upstreams.values()], satisfied=True)), *writes[1:])
+        writes += (Put(PendingCancelGroup(*key, at(0))),)
+    elif group.cancel_siblings_pending_flag:
+        writes += (Delete(PendingCancelGroup, key),)
+    change = joins.joined(normal.change, Change(guards=guards, writes=writes))
+    if fires:
+        return Decision(Replayed(PublicState.WAITING), change)
+    back = normal.change.writes[0]
+    assert isinstance(back, Patch)
+    waiting = step.moved(row, back.fields | joins.waits(f"{group.n - len(satisfied)} dep(s) unsatisfied after replay"))
+    change = msgspec.structs.replace(change, writes=(waiting, *change.writes[1:]))
+    return Decision(Replayed(PublicState.WAITING_CHILDREN), change)
+
+
+def _came_well(one: Dependency) -> bool:
+    """Whether an end that satisfies the edge has come and was not counted yet."""
+    return one.unfolded_at is not None and one.outcome is not None and joins.satisfies(one.dependency_kind, one.outcome)
+
+
+def _counted(one: Dependency) -> Patch:
+    fields = {
+        "state": DependencyState.SATISFIED,
+        "outcome": one.outcome,
+        "last_resolved_at": NOW,
+        "unfolded_at": None,
+    }
+    return Patch(Dependency, (one.downstream_execution_id, one.edge_id), fields)
+
+
+def _reset(one: Dependency, upstream: Execution | None) -> Patch:
+    outcome = one.outcome  # the last word of an upstream that retention has removed
+    if upstream is not None:
+        outcome = upstream.terminal_outcome if _has_ended(upstream) else None
+    fields = {
+        "state": DependencyState.UNSATISFIED,
+        "outcome": outcome,
+        "last_resolved_at": None,
+        "unfolded_at": None if outcome is None else NOW,
+    }
+    return Patch(Dependency, (one.downstream_execution_id, one.edge_id), fields)

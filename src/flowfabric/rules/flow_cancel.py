@@ -1,0 +1,173 @@
+"""Cancelling a flow, and cancelling the siblings that a fired join no longer needs.
+
+Both are durable promises kept by others: the header marks the flow and lists the members to cancel; a fired group
+lists its remaining upstreams. Whoever cancels a member acknowledges it; what a dead process leaves behind is found in
+the backlog. A flow is cancelled once and its list only shrinks, so an empty list stays empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+
+from flowfabric import errors
+from flowfabric.model.event import Event
+from flowfabric.model.execution import Execution
+from flowfabric.model.flow import (
+    CancelBacklog,
+    CancellationPolicy,
+    EdgeGroup,
+    Flow,
+    FlowMember,
+    FlowState,
+    PendingCancel,
+    PendingCancelGroup,
+)
+from flowfabric.model.flow_answers import HeaderAlreadyTerminal, HeaderCancelled, SiblingDrain, SiblingReconcile
+from flowfabric.model.states import LifecyclePhase
+from flowfabric.rules.change import NOW, Change, Decision, Delete, Guard, Insert, Patch, Write, at, refuse
+from flowfabric.rules.flows import TERMINAL, seen_flow, seen_group
+
+GRACE_MS = 30_000
+MAX_GRACE_MS = 2**53 - 1
+FALLBACK_REASON = "flow_cancelled"
+PENDING_PHASES = frozenset({LifecyclePhase.SUBMITTED, LifecyclePhase.RUNNABLE})
+
+
+def parse_policy(given: object) -> CancellationPolicy | errors.FabricError:
+    """A cancellation policy by its name; `cancel_flow_only` is another name of `flow_only`."""
+    if given == "cancel_flow_only":
+        return CancellationPolicy.FLOW_ONLY
+    try:
+        return CancellationPolicy(given)  # type: ignore[arg-type]
+    except ValueError:
+        return errors.InvalidInput(f"cancellation_policy: {given!r} is none of {', '.join(CancellationPolicy)}")
+
+
+def check_grace(given: object) -> errors.FabricError | None:
+    """A grace is a whole number of milliseconds."""
+    if isinstance(given, int) and not isinstance(given, bool) and 0 <= given <= MAX_GRACE_MS:
+        return None
+    return errors.InvalidGraceMs(f"grace_ms: {given!r}")
+
+
+def selects(policy: CancellationPolicy, row: Execution) -> bool:
+    """Whether the cancel of a flow ends this member too."""
+    match policy:
+        case CancellationPolicy.CANCEL_ALL:
+            return row.lifecycle_phase is not LifecyclePhase.TERMINAL
+        case CancellationPolicy.CANCEL_PENDING:
+            return row.lifecycle_phase in PENDING_PHASES
+        case _:  # also for a policy of a later release: rather too few than too many
+            return False
+
+
+def header(
+    flow: Flow | None,
+    members: Sequence[FlowMember],
+    rows: Mapping[str, Execution],
+    *,
+    reason: str,
+    policy: CancellationPolicy,
+    grace_ms: int = GRACE_MS,
+) -> Decision[HeaderCancelled | HeaderAlreadyTerminal]:
+    """Flip the flow to cancelled and put the members that the policy selects into its backlog."""
+    if flow is None:
+        return refuse(errors.NotFound("flow"))
+    everyone = [member.execution_id for member in members]
+    if flow.public_flow_state in TERMINAL:
+        return Decision(HeaderAlreadyTerminal(flow.cancellation_policy, flow.cancel_reason, everyone))
+    chosen = [name for name in everyone if name in rows and selects(policy, rows[name])]
+    fields = {
+        "public_flow_state": FlowState.CANCELLED,
+        "cancelled_at": NOW,
+        "cancel_reason": reason,
+        "cancellation_policy": policy,
+        "last_mutation_at": NOW,
+    }
+    writes: tuple[Write, ...] = (Patch(Flow, (flow.flow_id,), fields),)
+    if chosen:
+        writes += (Insert(CancelBacklog(flow.flow_id, at(grace_ms), len(chosen))),)
+        writes += tuple(Insert(PendingCancel(flow.flow_id, name)) for name in chosen)
+    details = {
+        "flow_id": flow.flow_id,
+        "cancellation_policy": policy.value,
+        "reason": reason,
+        "member_count": len(everyone),
+    }
+    event = Event(
+        execution_id="",  # a fact about the flow as such
+        namespace=flow.namespace,
+        tags=flow.tags,
+        flow_id=flow.flow_id,
+        operator="flow_cancel_requested",
+        details=msgspec.json.encode(details).decode(),
+    )
+    change = Change(guards=(seen_flow(flow),), writes=writes, events=(event,))
+    return Decision(HeaderCancelled(policy, everyone, chosen), change)
+
+
+def member_reason(flow: Flow | None) -> str:
+    """The reason that cancelled members carry."""
+    return (flow.cancel_reason if flow is not None else None) or FALLBACK_REASON
+
+
+def ack(backlog: CancelBacklog | None, pending: Iterable[PendingCancel]) -> Decision[int]:
+    """Strike members off the backlog, and the backlog off when it is empty; how many were struck off."""
+    found = tuple(pending)
+    if backlog is None or not found:
+        return Decision(0)
+    left = backlog.remaining - len(found)
+    key = (backlog.flow_id,)
+    done: Write = Patch(CancelBacklog, key, {"remaining": left}) if left > 0 else Delete(CancelBacklog, key)
+    writes = (done, *(Delete(PendingCancel, (one.flow_id, one.execution_id)) for one in found))
+    guard = Guard(CancelBacklog, key, backlog.revision)
+    return Decision(len(found), Change(guards=(guard,), writes=writes))
+
+
+def drop_backlog(backlog: CancelBacklog | None) -> Decision[bool]:
+    """Forget a backlog with everything it lists: its flow is gone, or it lists nobody."""
+    if backlog is None:
+        return Decision(False)
+    key = (backlog.flow_id,)
+    guard = Guard(CancelBacklog, key, backlog.revision)
+    return Decision(True, Change(guards=(guard,), writes=(Delete(CancelBacklog, key), Delete(PendingCancel, key))))
+
+
+def siblings(group: EdgeGroup) -> list[str]:
+    """The upstreams that a fired group wants cancelled."""
+    listed = group.cancel_siblings_pending_members
+    return listed.split("|") if listed else []
+
+
+def drain(entry: PendingCancelGroup | None, group: EdgeGroup | None) -> Decision[SiblingDrain]:
+    """Every sibling has been dealt with: clear flag and list, keep the reason."""
+    if entry is None:
+        return Decision(SiblingDrain.ALREADY_DRAINED)
+    answer = SiblingDrain.DRAINED_SANS_GROUP if group is None else SiblingDrain.DRAINED
+    return Decision(answer, _drained(entry, group))
+
+
+def reconcile(
+    entry: PendingCancelGroup | None, group: EdgeGroup | None, members: Mapping[str, Execution]
+) -> Decision[SiblingReconcile]:
+    """Finish what a crash interrupted; cancels nobody, and leaves a group with a running member alone."""
+    if entry is None:
+        return Decision(SiblingReconcile.NO_OP)
+    if group is None or not group.cancel_siblings_pending_flag:
+        return Decision(SiblingReconcile.STALE_REMOVED, _drained(entry, None))
+    if any(row.lifecycle_phase is not LifecyclePhase.TERMINAL for row in members.values()):
+        return Decision(SiblingReconcile.NO_OP)
+    return Decision(SiblingReconcile.COMPLETED_DRAIN, _drained(entry, group))
+
+
+def _drained(entry: PendingCancelGroup, group: EdgeGroup | None) -> Change:
+    key = (entry.flow_id, entry.downstream_execution_id)
+    guards: tuple[Guard, ...] = (Guard(PendingCancelGroup, key, entry.revision),)
+    writes: tuple[Write, ...] = (Delete(PendingCancelGroup, key),)
+    if group is not None:
+        guards += (seen_group(group, *key),)
+        fields = {"cancel_siblings_pending_flag": False, "cancel_siblings_pending_members": None}
+        writes = (Patch(EdgeGroup, key, fields), *writes)
+    return Change(guards=guards, writes=writes)

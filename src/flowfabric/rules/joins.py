@@ -1,0 +1,303 @@
+"""Joins: how the ends of upstream executions let a downstream run, or make it impossible.
+
+A group counts the ends of its inbound edges in three buckets and fires once: satisfied or impossible. Ends arrive
+many at a time; they are counted one after another, so that the result is the same as if each had come alone:
+
+    policy      satisfied when      impossible when
+    all_of      succeeded == n      failed + skipped >= 1
+    any_of      succeeded >= 1      failed + skipped > n - 1
+    quorum(k)   succeeded >= k      failed + skipped > n - k
+
+Satisfied is asked first. An end that satisfies its edge counts as succeeded, whatever the end was (`DependencyKind`);
+any other counts as skipped when the upstream was skipped, else as failed. What a fold needs to know beyond group,
+child and dependencies depends on what it finds: `Tally` tells, so that nothing is loaded in vain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from flowfabric import errors
+from flowfabric.model.execution import Execution, Payload, Result
+from flowfabric.model.flow import (
+    Dependency,
+    DependencyKind,
+    DependencyState,
+    EdgeGroup,
+    Flow,
+    GroupState,
+    OnSatisfied,
+    PendingCancelGroup,
+    PolicyVariant,
+)
+from flowfabric.model.states import (
+    AttemptRecordState,
+    AttemptState,
+    BlockingReason,
+    EligibilityState,
+    LifecyclePhase,
+    OwnershipState,
+    TerminalOutcome,
+)
+from flowfabric.rules import lease, place, step
+from flowfabric.rules.change import NOW, Change, Decision, Guard, Patch, Put, Write, at, seen
+from flowfabric.rules.flows import seen_flow, seen_group
+
+IMPOSSIBLE_REASON = "dependency_impossible"
+
+
+class Verdict(StrEnum):
+    """What one end meant to the group."""
+
+    SATISFIED = "satisfied"
+    IMPOSSIBLE = "impossible"
+    PENDING = "pending"
+    ALREADY_FIRED = "already_fired"
+    ALREADY_RESOLVED = "already_resolved"
+
+
+class Settlement(msgspec.Struct, frozen=True):
+    """An edge and how its upstream ended."""
+
+    dependency: Dependency
+    outcome: TerminalOutcome
+
+
+class Tally(msgspec.Struct, frozen=True):
+    """A group after some ends were counted: what is to be written, and what that means."""
+
+    succeeded: int
+    failed: int
+    skipped: int
+    state: GroupState
+    counted: tuple[Settlement, ...]
+    verdicts: tuple[Verdict, ...]  # one for each settlement, counted or not
+    fired_by: Dependency | None = None
+
+    def flags_siblings(self, group: EdgeGroup) -> bool:
+        """Whether the other upstreams have to be cancelled now."""
+        return self.fired_by is not None and group.on_satisfied is OnSatisfied.CANCEL_REMAINING
+
+    def skips(self, child: Execution | None) -> bool:
+        """Whether the child can no longer run."""
+        return self.fired_by is not None and self.state is GroupState.IMPOSSIBLE and _is_open(child)
+
+    def carriers(self, group: EdgeGroup, child: Execution | None) -> list[Dependency]:
+        """The edges whose upstream's result becomes the child's input: the first of them that has a result does."""
+        if not _is_open(child) or self.state is GroupState.IMPOSSIBLE:
+            return []
+        if group.policy_variant is PolicyVariant.ALL_OF:
+            found = [one.dependency for one in self.counted if satisfies(one.dependency.dependency_kind, one.outcome)]
+        else:
+            found = [] if self.fired_by is None else [self.fired_by]
+        return [one for one in reversed(found) if one.data_passing_ref]
+
+
+def _is_open(child: Execution | None) -> bool:
+    return child is not None and child.terminal_outcome is TerminalOutcome.NONE
+
+
+def satisfies(kind: DependencyKind, outcome: TerminalOutcome) -> bool:
+    """Whether this end of the upstream is one that the edge asks for."""
+    if kind is DependencyKind.ANY_OUTCOME:
+        return True
+    return (outcome is TerminalOutcome.SUCCESS) == (kind is DependencyKind.SUCCESS_ONLY)
+
+
+def evaluate(group: EdgeGroup, succeeded: int, unsuccessful: int) -> GroupState:
+    """What these counts make of a pending group."""
+    if group.policy_variant is PolicyVariant.ALL_OF:
+        if succeeded == group.n:
+            return GroupState.SATISFIED
+        return GroupState.IMPOSSIBLE if unsuccessful else GroupState.PENDING
+    if succeeded >= group.k:
+        return GroupState.SATISFIED
+    return GroupState.IMPOSSIBLE if unsuccessful > group.n - group.k else GroupState.PENDING
+
+
+def tally(group: EdgeGroup, settlements: Sequence[Settlement]) -> Tally:
+    """Count the ends in the order in which they came; an edge that was counted before is passed over."""
+    succeeded, failed, skipped = group.succeeded, group.failed, group.skipped
+    state, fired_by = group.group_state, None
+    counted, verdicts = [], []
+    for one in sorted(settlements, key=arrival):
+        if one.dependency.state is not DependencyState.UNSATISFIED:
+            verdicts.append(Verdict.ALREADY_RESOLVED)
+            continue
+        counted.append(one)
+        if satisfies(one.dependency.dependency_kind, one.outcome):
+            succeeded += 1
+        elif one.outcome is TerminalOutcome.SKIPPED:
+            skipped += 1
+        else:
+            failed += 1
+        if state is not GroupState.PENDING:
+            verdicts.append(Verdict.ALREADY_FIRED)
+            continue
+        state = evaluate(group, succeeded, failed + skipped)
+        if state is not GroupState.PENDING:
+            fired_by = one.dependency
+        verdicts.append(Verdict(state.value))
+    return Tally(succeeded, failed, skipped, state, tuple(counted), tuple(verdicts), fired_by)
+
+
+def arrival(one: Settlement) -> tuple[int, str]:
+    """The order in which ends are counted: when they came, then by edge."""
+    return one.dependency.unfolded_at or 0, one.dependency.edge_id
+
+
+class Surroundings(msgspec.Struct, frozen=True):
+    """What a fold has to know besides group, child and dependencies, as far as its tally asks for it."""
+
+    upstreams: Sequence[Execution] = ()  # of all inbound edges, when siblings are flagged
+    carried: tuple[Payload, Result] | None = None  # the child's input, and the result that replaces it
+    flow: Flow | None = None  # when the child is skipped
+    cancel_pending: bool = False  # the child is about to be cancelled with its flow
+
+
+class Folded(msgspec.Struct, frozen=True):
+    """What a fold did: a verdict for each settlement in order of arrival, and whether the child ended by it."""
+
+    verdicts: tuple[Verdict, ...]
+    resolved: int = 0
+    skipped: bool = False
+
+
+def fold(group: EdgeGroup, child: Execution | None, counts: Tally, around: Surroundings) -> Decision[Folded]:
+    """Count settled edges and do what follows: let the child run, skip it, flag its other upstreams.
+
+    The change is decided on the group; and on the child and its flow where those are touched.
+    """
+    if not counts.counted:
+        return Decision(Folded(counts.verdicts))
+    total = counts.succeeded + counts.failed + counts.skipped
+    if total > group.n:
+        return Decision(errors.BugError(f"invariant_violation: {total} ends of {group.n} edges"))
+    key = (group.flow_id, group.downstream_execution_id)
+    guards: tuple[Guard, ...] = (seen_group(group, *key),)
+    fields: dict[str, Any] = {
+        "succeeded": counts.succeeded,
+        "failed": counts.failed,
+        "skipped": counts.skipped,
+        **_fired(group, counts, around),
+    }
+    writes: tuple[Write, ...] = (Patch(EdgeGroup, key, fields), *(_resolved(one) for one in counts.counted))
+    if counts.flags_siblings(group):
+        writes += (Put(PendingCancelGroup(*key, at(0))),)
+    if counts.fired_by is not None and child is not None:
+        # Also when the child is left as it is: its worker may be about to park it until this group fires.
+        guards += (seen(child),)
+    change = Change(guards=guards, writes=writes)
+    if around.carried is not None and child is not None:
+        change = joined(change, _carry(child, *around.carried))
+    skips = counts.skips(child) and not around.cancel_pending
+    if skips and child is not None:
+        # Decided on the flow as well: its cancel, when it comes first, wants the child for itself.
+        flow = () if around.flow is None else (seen_flow(around.flow),)
+        change = joined(change, skip(child), Change(guards=flow))
+    elif counts.fired_by is not None and counts.state is GroupState.SATISFIED and is_waiting(child):
+        change = joined(change, released(child))
+    return Decision(Folded(counts.verdicts, len(counts.counted), skips), change)
+
+
+def _fired(group: EdgeGroup, counts: Tally, around: Surroundings) -> dict[str, Any]:
+    if counts.fired_by is None:
+        return {}
+    satisfied = counts.state is GroupState.SATISFIED
+    fields: dict[str, Any] = {
+        "group_state": counts.state,
+        "waiting_since": None,
+        "satisfied_at": NOW if satisfied else None,
+    }
+    if counts.flags_siblings(group):
+        fields.update(flagged(around.upstreams, satisfied=satisfied))
+    return fields
+
+
+def flagged(upstreams: Sequence[Execution], *, satisfied: bool) -> dict[str, Any]:
+    """The fields of a fired group whose other upstreams are to be cancelled; the list may be empty."""
+    members = sorted({row.execution_id for row in upstreams if row.lifecycle_phase is not LifecyclePhase.TERMINAL})
+    return {
+        "cancel_siblings_pending_flag": True,
+        "cancel_siblings_pending_members": "|".join(members) or None,
+        "cancel_siblings_reason": "sibling_quorum_satisfied" if satisfied else "sibling_quorum_impossible",
+    }
+
+
+def _resolved(one: Settlement) -> Patch:
+    satisfied = satisfies(one.dependency.dependency_kind, one.outcome)
+    fields = {
+        "state": DependencyState.SATISFIED if satisfied else DependencyState.IMPOSSIBLE,
+        "outcome": one.outcome,
+        "last_resolved_at": NOW,
+        "unfolded_at": None,
+    }
+    return Patch(Dependency, (one.dependency.downstream_execution_id, one.dependency.edge_id), fields)
+
+
+def _carry(child: Execution, payload: Payload, result: Result) -> Change:
+    """The upstream's result in place of the child's input, bytes and encoding."""
+    new = msgspec.structs.replace(
+        payload, input_payload=result.payload or None, payload_encoding=result.encoding or payload.payload_encoding
+    )
+    return Change(guards=(seen(child),), writes=(Put(new),))
+
+
+def is_waiting(child: Execution | None) -> bool:
+    """Whether the child waits for its dependencies and for nothing else."""
+    return (
+        child is not None
+        and child.lifecycle_phase is LifecyclePhase.RUNNABLE
+        and child.ownership_state is OwnershipState.UNOWNED
+        and child.terminal_outcome is TerminalOutcome.NONE
+        and child.eligibility_state is EligibilityState.BLOCKED_BY_DEPENDENCIES
+    )
+
+
+def released(child: Execution | None) -> Change:
+    """A child whose dependencies are met stands in line for a worker."""
+    assert child is not None
+    fields: dict[str, Any] = {}
+    state = child.attempt_state
+    if state is AttemptState.NONE:
+        fields["attempt_state"] = state = AttemptState.PENDING_FIRST_ATTEMPT
+    fields.update(place.entrance(child, state))
+    return Change(guards=(seen(child),), writes=(step.moved(child, fields),))
+
+
+def waits(text: str) -> dict[str, Any]:
+    """The fields of an execution that waits for others and can be claimed by nobody."""
+    return {
+        "eligibility_state": EligibilityState.BLOCKED_BY_DEPENDENCIES,
+        "blocking_reason": BlockingReason.WAITING_FOR_CHILDREN,
+        "blocking_text": text,
+        "delay_until": None,
+        "line": None,
+    }
+
+
+def skip(child: Execution) -> Change:
+    """The end of an execution that can never run: nothing it waits for can come any more."""
+    fields: dict[str, Any] = {} if lease.has_open_attempt(child) else {"attempt_state": AttemptState.NONE}
+    return step.ended(
+        child,
+        TerminalOutcome.SKIPPED,
+        attempt=AttemptRecordState.ENDED_CANCELLED,
+        attempt_reason=IMPOSSIBLE_REASON,
+        released=IMPOSSIBLE_REASON,
+        **fields,
+    )
+
+
+def joined(*changes: Change) -> Change:
+    """Changes of one partition that hold together; a root that several rely on is guarded once."""
+    guards = {(guard.row, guard.key): guard for change in reversed(changes) for guard in change.guards}
+    return Change(
+        guards=tuple(reversed(guards.values())),
+        writes=tuple(write for change in changes for write in change.writes),
+        events=tuple(event for change in changes for event in change.events),
+    )

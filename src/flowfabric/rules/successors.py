@@ -1,0 +1,61 @@
+"""Successors: who waits for the end of an execution, and what that end leaves behind for them.
+
+The sheet of an execution names its applied outgoing edges when there are few, and otherwise says that there are many.
+So an end knows its edges without asking: applying one writes the sheet, and an end decided on an older sheet is
+refused. Few edges are settled in the change that ends the execution. Many are left to a dispatch row, which is worked
+off in bounded steps.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from flowfabric.model.execution import Execution
+from flowfabric.model.flow import Dependency, Dispatch
+from flowfabric.model.states import TerminalOutcome
+from flowfabric.rules.change import NOW, Patch, Put, Write, at
+
+FEW = 8  # edges that are named on the sheet
+MANY = "many"
+
+
+class Successor(msgspec.Struct, frozen=True, array_like=True):
+    """One applied outgoing edge."""
+
+    edge_id: str
+    execution_id: str
+    joins: bool = False  # it waited for others too when the edge was applied: its group is folded, not advanced
+    passes: bool = False  # the result becomes its input
+
+
+_read = msgspec.json.Decoder(list[Successor]).decode
+_write = msgspec.json.Encoder().encode
+
+
+def named(row: Execution) -> list[Successor]:
+    """The successors that the sheet names; none when there are none, or too many."""
+    return [] if row.successors is None or row.successors == MANY else _read(row.successors)
+
+
+def with_successors(row: Execution, more: list[Successor]) -> str:
+    """The field of the sheet when these edges have been applied as well."""
+    return MANY if row.successors == MANY else listed(named(row) + more)
+
+
+def listed(successors: list[Successor]) -> str:
+    """The field of a sheet with exactly these successors."""
+    return MANY if len(successors) > FEW else _write(successors).decode()
+
+
+def settled(row: Execution, outcome: TerminalOutcome) -> tuple[Write, ...]:
+    """What the end of this execution writes for those who wait for it."""
+    if row.successors is None:
+        return ()
+    if row.successors == MANY:
+        return (Put(Dispatch(row.execution_id, row.flow_id or "", outcome, at(0))),)
+    return tuple(settle(one.execution_id, one.edge_id, outcome) for one in named(row))
+
+
+def settle(downstream: str, edge_id: str, outcome: TerminalOutcome) -> Patch:
+    """Note on a dependency how its upstream ended; the first end counts."""
+    return Patch(Dependency, (downstream, edge_id), {"outcome": outcome, "unfolded_at": NOW}, unless="outcome")

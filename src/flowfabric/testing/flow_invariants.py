@@ -1,0 +1,142 @@
+"""What is true of every flow at every moment: counters are recounts, joins follow their policy, nobody starts early.
+
+    await check_flow_invariants(engine)         # raises InvariantBroken with every sentence that does not hold
+
+Rows are read one after the other, so nothing else may be under way meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+
+from flowfabric.engine.engine import Engine
+from flowfabric.model.execution import Execution
+from flowfabric.model.flow import (
+    CancelBacklog,
+    Dependency,
+    DependencyState,
+    Edge,
+    EdgeGroup,
+    Flow,
+    FlowMember,
+    GroupState,
+    PendingCancel,
+    PendingCancelGroup,
+    PolicyVariant,
+)
+from flowfabric.model.states import EligibilityState, LifecyclePhase
+from flowfabric.rules import joins, successors
+from flowfabric.testing.invariants import InvariantBroken, every
+
+
+async def check_flow_invariants(engine: Engine) -> None:
+    """Look at every row of every flow; raises `InvariantBroken`."""
+    store = engine.store
+    executions = {row.execution_id: row for row in await every(store, Execution)}
+    flows, members = await every(store, Flow), await every(store, FlowMember)
+    edges, groups, inbound = await every(store, Edge), await every(store, EdgeGroup), await every(store, Dependency)
+    flagged = {(one.flow_id, one.downstream_execution_id) for one in await every(store, PendingCancelGroup)}
+    broken = [
+        *_broken_flows(flows, members, edges),
+        *_broken_groups(groups, inbound, edges, executions, flagged),
+        *_broken_successors(executions, inbound),
+        *_broken_backlogs(await every(store, CancelBacklog), await every(store, PendingCancel)),
+    ]
+    if broken:
+        raise InvariantBroken("\n".join(broken))
+
+
+def _broken_flows(flows: Sequence[Flow], members: Sequence[FlowMember], edges: Sequence[Edge]) -> Iterator[str]:
+    nodes, arrows = Counter(one.flow_id for one in members), Counter(one.flow_id for one in edges)
+    for flow in flows:
+        counted = (nodes[flow.flow_id], arrows[flow.flow_id])
+        if (flow.node_count, flow.edge_count) != counted:
+            yield f"flow {flow.flow_id}: {flow.node_count} nodes and {flow.edge_count} edges, counted {counted}"
+        if flow.graph_revision != sum(counted):
+            yield f"flow {flow.flow_id}: revision {flow.graph_revision} of {counted}"
+
+
+def _broken_groups(
+    groups: Sequence[EdgeGroup],
+    inbound: Sequence[Dependency],
+    edges: Sequence[Edge],
+    executions: dict[str, Execution],
+    flagged: set[tuple[str, str]],
+) -> Iterator[str]:
+    applied: dict[str, list[Dependency]] = defaultdict(list)
+    for one in inbound:
+        applied[one.downstream_execution_id].append(one)
+    staged = Counter((one.flow_id, one.downstream_execution_id) for one in edges)
+    for group in groups:
+        key = (group.flow_id, group.downstream_execution_id)
+        child = executions.get(group.downstream_execution_id)
+        if group.staged != staged[key]:
+            yield f"group of {key[1]}: {group.staged} staged edges, counted {staged[key]}"
+        if child is not None:
+            yield from _broken_counts(group, applied[group.downstream_execution_id])
+            yield from _broken_child(group, child)
+        if group.cancel_siblings_pending_flag != (key in flagged):
+            yield f"group of {key[1]}: flag {group.cancel_siblings_pending_flag}, listed {key in flagged}"
+        if (group.waiting_since is not None) != (group.group_state is GroupState.PENDING and group.n > 0):
+            yield f"group of {key[1]}: {group.group_state} and waiting since {group.waiting_since}"
+        if (group.satisfied_at is not None) != (group.group_state is GroupState.SATISFIED):
+            yield f"group of {key[1]}: {group.group_state}, satisfied at {group.satisfied_at}"
+
+
+def _broken_counts(group: EdgeGroup, inbound: Sequence[Dependency]) -> Iterator[str]:
+    name = group.downstream_execution_id
+    counted: Counter[str] = Counter()
+    for one in inbound:
+        if (one.state is DependencyState.UNSATISFIED) != (one.last_resolved_at is None):
+            yield f"{name}: edge {one.edge_id} is {one.state} and was resolved at {one.last_resolved_at}"
+        if one.unfolded_at is not None and (one.outcome is None or one.state is not DependencyState.UNSATISFIED):
+            yield f"{name}: edge {one.edge_id} is to be folded as {one.outcome} and is {one.state}"
+        if one.state is DependencyState.UNSATISFIED or one.outcome is None:
+            continue
+        if joins.satisfies(one.dependency_kind, one.outcome) != (one.state is DependencyState.SATISFIED):
+            yield f"{name}: edge {one.edge_id} of kind {one.dependency_kind} is {one.state} after {one.outcome}"
+        bucket = "succeeded" if one.state is DependencyState.SATISFIED else "failed"
+        counted[bucket if bucket == "succeeded" or one.outcome.value != "skipped" else "skipped"] += 1
+    found = (counted["succeeded"], counted["failed"], counted["skipped"], len(inbound))
+    if found != (group.succeeded, group.failed, group.skipped, group.n):
+        yield f"{name}: {group.succeeded}/{group.failed}/{group.skipped} of {group.n}, counted {found}"
+    now = joins.evaluate(group, group.succeeded, group.failed + group.skipped)
+    resolved = group.succeeded + group.failed + group.skipped
+    if group.group_state is GroupState.PENDING and resolved and now is not GroupState.PENDING:
+        yield f"{name}: pending with {group.succeeded}/{group.failed}/{group.skipped} of {group.n}"
+    if group.group_state is GroupState.SATISFIED and not _was_met(group):
+        yield f"{name}: satisfied with {group.succeeded} of {group.n} under {group.policy_variant}({group.k})"
+
+
+def _was_met(group: EdgeGroup) -> bool:
+    if group.policy_variant is PolicyVariant.ALL_OF:
+        return group.succeeded == group.n
+    return group.succeeded >= group.k
+
+
+def _broken_child(group: EdgeGroup, child: Execution) -> Iterator[str]:
+    waits = child.eligibility_state is EligibilityState.BLOCKED_BY_DEPENDENCIES
+    if child.lifecycle_phase is LifecyclePhase.RUNNABLE and group.n > 0:
+        if waits and group.group_state is GroupState.SATISFIED:
+            yield f"{child.execution_id}: waits for dependencies that are met"
+        if not waits and group.group_state is GroupState.PENDING:
+            yield f"{child.execution_id}: can start before its dependencies are met"
+
+
+def _broken_successors(executions: dict[str, Execution], inbound: Sequence[Dependency]) -> Iterator[str]:
+    after: dict[str, set[tuple[str, str]]] = defaultdict(set)
+    for one in inbound:
+        after[one.upstream_execution_id].add((one.edge_id, one.downstream_execution_id))
+    for row in executions.values():
+        expected = after[row.execution_id]
+        named = {(one.edge_id, one.execution_id) for one in successors.named(row)}
+        if row.successors != successors.MANY and not expected <= named:
+            yield f"{row.execution_id}: names {len(named)} successors and has {len(expected)}"
+
+
+def _broken_backlogs(backlogs: Sequence[CancelBacklog], pending: Sequence[PendingCancel]) -> Iterator[str]:
+    listed = Counter(one.flow_id for one in pending)
+    known = {one.flow_id: one.remaining for one in backlogs}
+    if known != dict(listed):
+        yield f"backlogs say {known}, counted {dict(listed)}"

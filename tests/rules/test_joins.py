@@ -1,0 +1,222 @@
+"""Joins as arithmetic: the tables of the specification, and a naive second telling over every order of ends."""
+
+from __future__ import annotations
+
+from itertools import permutations, product
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowfabric import errors
+from flowfabric.model.execution import Execution
+from flowfabric.model.flow import (
+    Dependency,
+    DependencyKind,
+    DependencyState,
+    EdgeGroup,
+    GroupState,
+    OnSatisfied,
+    PendingCancelGroup,
+    PolicyVariant,
+)
+from flowfabric.model.states import EligibilityState, TerminalOutcome
+from flowfabric.rules import joins
+from flowfabric.rules.change import Change, Insert, Patch, Put
+from flowfabric.rules.create import CreateExecution, create
+from flowfabric.rules.joins import Settlement, Surroundings, Verdict
+
+SUCCESS, FAILED, SKIPPED = TerminalOutcome.SUCCESS, TerminalOutcome.FAILED, TerminalOutcome.SKIPPED
+ENDS = [TerminalOutcome.SUCCESS, TerminalOutcome.FAILED, TerminalOutcome.SKIPPED]
+CHILD = "{fp:1}:00000000-0000-4000-8000-000000000000"
+
+
+def group(variant: PolicyVariant, n: int, k: int = 0, then: OnSatisfied | None = None, **given: int) -> EdgeGroup:
+    return EdgeGroup("f", CHILD, variant, then, k, n, n, **given)  # type: ignore[arg-type]
+
+
+def edge(number: int, **given: object) -> Dependency:
+    return Dependency(CHILD, f"e{number:03}", "f", f"u{number}", DependencyKind.SUCCESS_ONLY, **given)  # type: ignore[arg-type]
+
+
+def settled(*outcomes: TerminalOutcome) -> list[Settlement]:
+    return [Settlement(edge(number), outcome) for number, outcome in enumerate(outcomes)]
+
+
+def child() -> Execution:
+    ask = CreateExecution(execution_id=CHILD, partition=1, namespace="n", lane_id="default", execution_kind="task")
+    decision = create(None, None, ask, 0)
+    assert decision.change is not None
+    born = decision.change.writes[0]
+    assert isinstance(born, Insert)
+    assert isinstance(born.row, Execution)
+    return msgspec.structs.replace(born.row, **joins.waits("…"), created_at=0)
+
+
+@pytest.mark.parametrize(
+    ("policy", "outcomes", "verdicts"),
+    [
+        (group(PolicyVariant.ALL_OF, 3), [SUCCESS] * 3, "pending pending satisfied"),
+        (group(PolicyVariant.ALL_OF, 3), [SUCCESS, FAILED, SUCCESS], "pending impossible already_fired"),
+        (group(PolicyVariant.ANY_OF, 3, 1), [FAILED, SKIPPED, SUCCESS], "pending pending satisfied"),
+        (group(PolicyVariant.ANY_OF, 2, 1), [FAILED, FAILED], "pending impossible"),
+        (group(PolicyVariant.QUORUM, 5, 3), [SUCCESS, FAILED, SUCCESS, FAILED, SUCCESS], "pending " * 4 + "satisfied"),
+        (group(PolicyVariant.QUORUM, 5, 3), [FAILED, FAILED, SKIPPED], "pending pending impossible"),
+        (group(PolicyVariant.QUORUM, 2, 2), [SKIPPED], "impossible"),
+        (group(PolicyVariant.QUORUM, 2, 3), [SUCCESS], "impossible"),
+        (group(PolicyVariant.ANY_OF, 3, 1), [SUCCESS] * 3, "satisfied already_fired already_fired"),
+    ],
+)
+def test_the_worked_examples_counted_together(
+    policy: EdgeGroup, outcomes: list[TerminalOutcome], verdicts: str
+) -> None:
+    assert [one.value for one in joins.tally(policy, settled(*outcomes)).verdicts] == verdicts.split()
+
+
+@pytest.mark.parametrize(
+    ("kind", "satisfied_by"),
+    [
+        (DependencyKind.SUCCESS_ONLY, {"success"}),
+        (DependencyKind.FAILURE_ONLY, {"failed", "cancelled", "expired", "skipped"}),
+        (DependencyKind.ANY_OUTCOME, {"success", "failed", "cancelled", "expired", "skipped"}),
+    ],
+)
+def test_each_kind_of_edge_is_satisfied_by_its_ends(kind: DependencyKind, satisfied_by: set[str]) -> None:
+    ends = [outcome for outcome in TerminalOutcome if outcome is not TerminalOutcome.NONE]
+
+    assert {end.value for end in ends if joins.satisfies(kind, end)} == satisfied_by
+
+
+def naive(variant: PolicyVariant, n: int, k: int, outcomes: tuple[TerminalOutcome, ...]) -> GroupState:
+    """What a group is in the end: enough successes, or too many others."""
+    good = outcomes.count(SUCCESS)
+    needed = n if variant is PolicyVariant.ALL_OF else k
+    return GroupState.SATISFIED if good >= needed else GroupState.IMPOSSIBLE
+
+
+@pytest.mark.parametrize(("variant", "k"), [(PolicyVariant.ALL_OF, 0), *((PolicyVariant.QUORUM, k) for k in (1, 2, 3))])
+def test_whatever_the_order_and_the_portions_the_result_is_the_same(variant: PolicyVariant, k: int) -> None:
+    for outcomes in product(ENDS, repeat=3):
+        for order in permutations(settled(*outcomes)):
+            for cut in range(4):
+                now = group(variant, 3, k)
+                fired = 0
+                for portion in (order[:cut], order[cut:]):
+                    # Each comes later than the one before, as the store's clock would say.
+                    timed = [
+                        Settlement(edge(int(one.dependency.edge_id[1:]), unfolded_at=place), one.outcome)
+                        for place, one in enumerate(portion)
+                    ]
+                    counts = joins.tally(now, timed)
+                    fired += counts.fired_by is not None
+                    now = EdgeGroup(
+                        "f",
+                        CHILD,
+                        variant,
+                        None,
+                        k,
+                        3,
+                        3,
+                        counts.succeeded,
+                        counts.failed,
+                        counts.skipped,
+                        counts.state,
+                    )
+                assert (now.group_state, fired) == (naive(variant, 3, k, outcomes), 1)
+                assert now.succeeded + now.failed + now.skipped == 3
+
+
+@given(st.lists(st.sampled_from(ENDS), min_size=1, max_size=40), st.integers(1, 45))
+def test_counting_together_is_counting_one_by_one(outcomes: list[TerminalOutcome], k: int) -> None:
+    policy = group(PolicyVariant.QUORUM, len(outcomes), k)
+    together = joins.tally(policy, settled(*outcomes))
+    state, fired = GroupState.PENDING, None
+    for number, one in enumerate(settled(*outcomes)):
+        counts = outcomes[: number + 1]
+        if state is GroupState.PENDING:
+            good = counts.count(SUCCESS)
+            state = joins.evaluate(policy, good, len(counts) - good)
+            fired = one.dependency if state is not GroupState.PENDING else None
+    assert (together.state, together.fired_by) == (state, fired)
+
+
+def test_an_edge_that_was_counted_before_is_passed_over() -> None:
+    known = Settlement(edge(0, state=DependencyState.SATISFIED), SUCCESS)
+
+    counts = joins.tally(group(PolicyVariant.ALL_OF, 2, succeeded=1), [known])
+
+    assert counts.verdicts == (Verdict.ALREADY_RESOLVED,)
+    assert joins.fold(group(PolicyVariant.ALL_OF, 2), child(), counts, Surroundings()).change is None
+
+
+def test_more_ends_than_edges_are_a_bug_and_change_nothing() -> None:
+    full = group(PolicyVariant.ALL_OF, 1, succeeded=1)
+
+    decision = joins.fold(full, child(), joins.tally(full, settled(SUCCESS)), Surroundings())
+
+    assert isinstance(decision.answer, errors.BugError)
+    assert decision.change is None
+
+
+def folded(policy: EdgeGroup, *outcomes: TerminalOutcome, row: Execution | None = None) -> Change:
+    decision = joins.fold(policy, row, joins.tally(policy, settled(*outcomes)), Surroundings())
+    assert decision.change is not None
+    return decision.change
+
+
+def test_a_group_that_stays_pending_leaves_the_child_alone() -> None:
+    change = folded(group(PolicyVariant.ALL_OF, 2), SUCCESS, row=child())
+
+    assert {guard.row for guard in change.guards} == {EdgeGroup}
+    assert {write.row for write in change.writes if isinstance(write, Patch)} == {EdgeGroup, Dependency}
+
+
+def test_a_group_that_fires_is_decided_on_its_child_even_when_the_child_is_left_alone() -> None:
+    active = msgspec.structs.replace(child(), eligibility_state=EligibilityState.NOT_APPLICABLE)
+
+    change = folded(group(PolicyVariant.ALL_OF, 1), SUCCESS, row=active)
+
+    assert {guard.row for guard in change.guards} == {EdgeGroup, Execution}
+    assert Execution not in {write.row for write in change.writes if isinstance(write, Patch)}
+
+
+@pytest.mark.parametrize(
+    ("variant", "then", "outcome", "flags"),
+    [
+        (PolicyVariant.ANY_OF, OnSatisfied.CANCEL_REMAINING, SUCCESS, "sibling_quorum_satisfied"),
+        (PolicyVariant.ANY_OF, OnSatisfied.CANCEL_REMAINING, FAILED, "sibling_quorum_impossible"),
+        (PolicyVariant.ANY_OF, OnSatisfied.LET_RUN, SUCCESS, None),
+        (PolicyVariant.ALL_OF, None, SUCCESS, None),
+    ],
+)
+def test_siblings_are_flagged_only_where_the_policy_says_so(
+    variant: PolicyVariant, then: OnSatisfied | None, outcome: TerminalOutcome, flags: str | None
+) -> None:
+    change = folded(group(variant, 1, 1, then), outcome)
+
+    listed = [write for write in change.writes if isinstance(write, Put) and isinstance(write.row, PendingCancelGroup)]
+    fields = next(write.fields for write in change.writes if isinstance(write, Patch) and write.row is EdgeGroup)
+    assert (bool(listed), fields.get("cancel_siblings_reason")) == (flags is not None, flags)
+
+
+def test_only_the_carrying_edges_of_the_right_moment_hand_their_result_on() -> None:
+    def with_refs(outcomes: list[TerminalOutcome]) -> list[Settlement]:
+        return [
+            Settlement(edge(number, data_passing_ref="r" if number != 1 else None), outcome)
+            for number, outcome in enumerate(outcomes)
+        ]
+
+    every = group(PolicyVariant.ALL_OF, 3)
+    first_two = group(PolicyVariant.QUORUM, 3, 2)
+
+    def carriers(policy: EdgeGroup, outcomes: list[TerminalOutcome]) -> list[str]:
+        counts = joins.tally(policy, with_refs(outcomes))
+        return [one.edge_id for one in counts.carriers(policy, child())]
+
+    assert carriers(every, [SUCCESS, SUCCESS]) == ["e000"]
+    assert carriers(every, [SUCCESS, SUCCESS, SUCCESS]) == ["e002", "e000"]
+    assert carriers(every, [SUCCESS, FAILED]) == []
+    assert carriers(first_two, [SUCCESS]) == []
+    assert carriers(first_two, [SUCCESS, SUCCESS]) == []  # the firing edge has no reference
+    assert carriers(first_two, [SUCCESS, FAILED, SUCCESS]) == ["e002"]

@@ -1,0 +1,294 @@
+"""S-030 to S-035, S-089, S-092 and EX-051: how an end travels through a flow, and who waits for it."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from flowfabric import errors
+from flowfabric.model.answers import Moved, Promotion, RetryScheduled
+from flowfabric.model.event import Topic
+from flowfabric.model.flow import Dependency
+from flowfabric.model.flow_answers import CascadeOutcome, Eligibility
+from flowfabric.rules.change import Patch
+from flowfabric.rules.feeds import Filter
+from tests.scenarios.flowing import WAITING, WAITS, Flowing
+
+SKIPPED = "terminal/unowned/not_applicable/none/skipped/none/skipped"
+
+
+async def outcomes(flow: Flowing, name: str) -> list[str | None]:
+    told = await flow.engine.store.history(flow.names[name], Topic.COMPLETION, 10)
+    return [one.event.outcome for one in told]
+
+
+async def test_s_030_failure_skips_the_whole_tail_synchronously(flow: Flowing) -> None:
+    await flow.begin("abcd")
+    await flow.chain("abcd")
+    await flow.fail("a")
+
+    assert await flow.cascade("a") == [CascadeOutcome(resolved=3, cascaded_children=3, synchronous=True)]
+
+    assert [await flow.vector(name) for name in "bcd"] == [SKIPPED] * 3
+    assert [await outcomes(flow, name) for name in "bcd"] == [["skipped"]] * 3
+
+
+async def test_a_cascade_stops_at_its_depth_and_the_reconciler_goes_on(flow: Flowing) -> None:
+    names = [f"m{number:02}" for number in range(60)]
+    await flow.begin(names)
+    for upstream, downstream in pairwise(names):
+        await flow.edge(upstream, downstream)
+    await flow.fail("m00")
+
+    assert await flow.cascade("m00") == [CascadeOutcome(resolved=51, cascaded_children=50)]
+    assert await flow.state("m51", "m52") == "skipped waiting_children"
+
+    await flow.sweep("dependency_reconciler")
+    assert {await flow.state(name) for name in names[1:]} == {"skipped"}
+
+
+async def test_s_031_retryable_failure_does_not_cascade(flow: Flowing) -> None:
+    await flow.begin("b")
+    policy = {"retry_policy": {"max_retries": 1, "backoff": {"type": "fixed", "delay_ms": 10}}}
+    await flow.add("a", policy=policy)
+    await flow.edge("a", "b")
+
+    first = await flow.engine.fail((await flow.run("a")).handle, reason="flaky")
+    assert isinstance(first, RetryScheduled)
+    assert await flow.cascade("a") == [CascadeOutcome(0, 0)]
+    assert (await outcomes(flow, "a"), await flow.vector("b")) == ([], WAITS)
+
+    flow.clock.pass_ms(10)
+    assert await flow.engine.promote_delayed(flow.names["a"]) is Promotion.PROMOTED
+    await flow.fail("a")
+    await flow.cascade("a")
+    assert await flow.state("a", "b") == "failed skipped"
+
+
+async def test_s_032_lost_event_is_healed(flow: Flowing) -> None:
+    await flow.begin("ab")
+    await flow.edge("a", "b")
+    await flow.succeed("a")
+
+    assert await flow.sweep("dependency_reconciler") == [1]
+
+    assert await flow.vector("b") == WAITING
+    before = await flow.row("b")
+    assert await flow.sweep("dependency_reconciler") == [0]
+    assert await flow.row("b") == before
+
+
+async def test_an_end_that_nobody_noted_is_healed_too(flow: Flowing) -> None:
+    await flow.begin("ab")
+    await flow.edge("a", "b")
+    await flow.succeed("a")
+    noted = (flow.names["b"], flow.edges["a", "b"])
+    await flow.write(Patch(Dependency, noted, {"outcome": None, "unfolded_at": None}))
+
+    await flow.sweep("dependency_reconciler")
+
+    assert await flow.vector("b") == WAITING
+    assert await flow.counts("b") == "1/0/0 of 1 satisfied"
+
+
+async def test_s_033_staged_but_unapplied_edge_is_ignored(flow: Flowing) -> None:
+    await flow.begin("abc")
+    await flow.stage("a", "b")
+    await flow.edge("a", "c")
+    await flow.succeed("a")
+
+    assert await flow.cascade("a") == [CascadeOutcome(resolved=1, cascaded_children=0)]
+
+    assert [await flow.vector(name) for name in "bc"] == [WAITING, WAITING]
+    assert await flow.counts("c") == "1/0/0 of 1 satisfied"
+
+
+async def test_s_034_skip_of_an_active_child_releases_its_lease(flow: Flowing) -> None:
+    await flow.begin("ab")
+    held = await flow.run("b")
+    await flow.edge("a", "b")
+    await flow.fail("a")
+
+    await flow.cascade("a")
+
+    row = await flow.row("b")
+    assert await flow.vector("b") == SKIPPED.replace("/none/skipped/none/", "/none/skipped/attempt_terminal/")
+    assert (row.lease_expires_at, row.completed_at) == (None, flow.clock.now)
+    [attempt] = await flow.engine.attempt_history(flow.names["b"])
+    assert (attempt.attempt_state, attempt.failure_reason) == ("ended_cancelled", "dependency_impossible")
+    last = (await flow.engine.lease_history(flow.names["b"]))[-1]
+    assert (last.event, last.fields["reason"]) == ("released", "dependency_impossible")
+    with pytest.raises(errors.ExecutionNotActive):
+        await flow.engine.complete(held.handle)
+
+
+async def test_s_035_parking_with_nothing_to_wait_for(flow: Flowing) -> None:
+    await flow.begin("a")
+    held = await flow.run("a")
+
+    moved = await flow.engine.wait_children(held.handle)
+
+    assert moved == Moved(flow.names["a"], "waiting")  # type: ignore[arg-type]
+    assert await flow.vector("a") == WAITING.replace("pending_first_attempt", "attempt_interrupted")
+    assert (await flow.row("a")).lease_expires_at is None
+    again = await flow.run("a")
+    assert (again.attempt_index, again.attempt_id) == (held.attempt_index, held.attempt_id)
+
+
+async def test_parking_after_the_join_was_met_does_not_wait_either(flow: Flowing) -> None:
+    await flow.begin("ab")
+    held = await flow.run("b")
+    await flow.edge("a", "b")
+    await flow.succeed("a")
+    await flow.cascade("a")
+    assert await flow.state("b") == "active"
+
+    await flow.engine.wait_children(held.handle)
+
+    assert await flow.state("b") == "waiting"
+
+
+async def test_ex_051_waiting_for_children(flow: Flowing) -> None:
+    await flow.begin("ab")
+    held = await flow.run("b")
+    await flow.edge("a", "b")
+    b = flow.names["b"]
+
+    moved = await flow.engine.wait_children(held.handle)
+
+    assert moved == Moved(b, "waiting_children")  # type: ignore[arg-type]
+    assert await flow.vector("b") == WAITS.replace("pending_first_attempt", "attempt_interrupted")
+    [attempt] = await flow.engine.attempt_history(b)
+    assert (attempt.attempt_state, attempt.suspension_id) == ("suspended", "waiting_children")
+    last = (await flow.engine.lease_history(b))[-1]
+    assert (last.event, last.fields["reason"]) == ("released", "waiting_children")
+    for refused in (
+        flow.engine.change_priority(b, 5),
+        flow.engine.issue_claim_grant(b, lane_id="default", worker_id="w", worker_instance_id="w-1"),
+        flow.engine.unblock_execution(b),
+    ):
+        with pytest.raises(errors.ExecutionNotEligible):
+            await refused
+    assert await flow.engine.promote_delayed(b) is Promotion.NOT_DELAYED
+
+    await flow.cancel("b")
+
+    assert await flow.vector("b") == "terminal/unowned/not_applicable/none/cancelled/attempt_terminal/cancelled"
+    [attempt] = await flow.engine.attempt_history(b)
+    assert attempt.attempt_state == "ended_cancelled"
+
+
+async def test_a_parked_execution_goes_on_with_its_attempt_when_its_join_is_met(flow: Flowing) -> None:
+    await flow.begin("ab")
+    held = await flow.run("b")
+    await flow.edge("a", "b")
+    await flow.engine.wait_children(held.handle)
+
+    await flow.succeed("a")
+    await flow.cascade("a")
+
+    again = await flow.run("b")
+    assert (again.attempt_index, again.attempt_id, again.lease_epoch) == (0, held.attempt_id, held.lease_epoch + 1)
+
+
+async def test_promoting_by_hand_is_refused_until_the_join_is_met(flow: Flowing) -> None:
+    await flow.begin("ab")
+    await flow.edge("a", "b")
+    promote = flow.engine.promote_blocked_to_eligible
+
+    with pytest.raises(errors.DepsNotSatisfied):
+        await promote(flow.names["b"])
+    with pytest.raises(errors.NotBlockedByDeps):
+        await promote(flow.names["a"])
+    await flow.succeed("a")
+    with pytest.raises(errors.NotRunnable):
+        await promote(flow.names["a"])
+    with pytest.raises(errors.NotFound):
+        await promote(flow.new_id())
+
+
+async def test_eligibility_is_told_by_the_first_reason_that_applies(flow: Flowing) -> None:
+    await flow.begin("abcd")
+    await flow.chain("ab")
+    await flow.edge("c", "d")
+    evaluate = flow.engine.evaluate_flow_eligibility
+
+    assert await evaluate(flow.new_id()) is Eligibility.NOT_FOUND
+    assert await evaluate(flow.names["a"]) is Eligibility.ELIGIBLE
+    assert await evaluate(flow.names["b"]) is Eligibility.BLOCKED_BY_DEPENDENCIES
+    await flow.succeed("a")
+    await flow.cascade("a")
+    assert await evaluate(flow.names["a"]) is Eligibility.NOT_RUNNABLE
+    assert await evaluate(flow.names["b"]) is Eligibility.ELIGIBLE
+    await flow.engine.cancel_flow_header(flow.id)
+    await flow.fail("c")
+    await flow.cascade("c")
+    assert await evaluate(flow.names["d"]) is Eligibility.IMPOSSIBLE  # left for the cancel of its flow
+
+
+async def test_s_089_an_expired_member_skips_its_dependents(flow: Flowing) -> None:
+    deadline = flow.clock.now + 1000
+    await flow.begin()
+    for name in "qwr":
+        await flow.add(name, execution_deadline_at=deadline)
+    await flow.add("u")
+    for name in ("x", "y", "z"):
+        await flow.add(name)
+    await flow.edge("u", "w")
+    for upstream, downstream in ("qx", "wy", "rz"):
+        await flow.edge(upstream, downstream)
+    await flow.run("r")
+    flow.clock.pass_ms(1000)
+
+    await flow.sweep("execution_deadline")
+    await flow.cascade("q", "w", "r")
+
+    assert await flow.state(*"qwr") == "expired expired expired"
+    assert {(await flow.row(name)).failure_reason for name in "qwr"} == {"execution_deadline"}
+    assert (await flow.row("r")).lease_expires_at is None
+    assert [await outcomes(flow, name) for name in "qwr"] == [["expired"]] * 3
+    assert await flow.state(*"xyz") == "skipped skipped skipped"
+
+
+async def test_s_092_blocked_items_behind_a_full_batch_are_not_starved(flow: Flowing) -> None:
+    names = [f"m{number:02}" for number in range(60)]
+    await flow.begin(["running", "done", *names])
+    for name in names[:-1]:
+        await flow.edge("running", name)
+        flow.clock.pass_ms(1)
+    await flow.edge("done", names[-1])
+    await flow.run("running")
+    await flow.succeed("done")
+    noted = (flow.names[names[-1]], flow.edges["done", names[-1]])
+    await flow.write(Patch(Dependency, noted, {"outcome": None, "unfolded_at": None}))  # nobody was told
+
+    await flow.sweep("dependency_reconciler", 2)
+
+    assert await flow.vector(names[-1]) == WAITING
+
+
+async def test_a_filtered_reconciler_resolves_only_what_it_may_see(flow: Flowing) -> None:
+    await flow.begin("a")
+    await flow.add("b", namespace="n1")
+    await flow.add("c", namespace="n2")
+    await flow.edge("a", "b")
+    await flow.edge("a", "c")
+    await flow.succeed("a")
+
+    await flow.engine.sweep_once("dependency_reconciler", Filter(namespace="n1"))
+
+    assert await flow.state("b", "c") == "waiting waiting_children"
+
+
+async def test_the_end_by_a_cascading_cancel_is_left_to_the_reconciler(flow: Flowing) -> None:
+    await flow.begin("ab")
+    await flow.edge("a", "b")
+    await flow.engine.cancel_execution(flow.names["a"], reason="r", source="flow_cascade")
+
+    assert await outcomes(flow, "a") == ["cancelled"]
+    assert (await flow.dependency("a", "b")).outcome is None
+    await flow.sweep("completion_dispatch")
+    assert await flow.state("b") == "waiting_children"
+    await flow.sweep("dependency_reconciler")
+    assert await flow.state("b") == "skipped"

@@ -1,0 +1,260 @@
+"""S-016 to S-021 and S-027 to S-029: when a join fires, once, and what it hands on."""
+
+from __future__ import annotations
+
+import pytest
+
+from flowfabric import errors
+from flowfabric.model.flow_answers import Resolution
+from tests.scenarios.flowing import WAITING, WAITS, Flowing, any_of, quorum
+
+SATISFIED, IMPOSSIBLE = Resolution.SATISFIED, Resolution.IMPOSSIBLE
+PENDING, ALREADY = Resolution.PENDING, Resolution.ALREADY_RESOLVED
+
+
+async def test_s_016_any_of_cancel_remaining_fires_on_the_first_success(flow: Flowing) -> None:
+    await flow.begin("b123")
+    await flow.join("123", "b", any_of("cancel_remaining"))
+    held = await flow.run("1")
+    for other in "23":
+        await flow.run(other)
+    await flow.engine.complete(held.handle)
+
+    await flow.cascade("1")
+
+    group = await flow.group("b")
+    assert await flow.vector("b") == WAITING
+    assert await flow.counts("b") == "1/0/0 of 3 satisfied"
+    assert group.satisfied_at == flow.clock.now
+    assert group.cancel_siblings_pending_flag
+    assert (group.cancel_siblings_pending_members or "").split("|") == flow.ids("23")
+    assert group.cancel_siblings_reason == "sibling_quorum_satisfied"
+    assert await flow.entry("b") is not None
+    assert await flow.state("2", "3") == "active active"
+
+
+async def test_s_017_any_of_let_run_never_flags(flow: Flowing) -> None:
+    await flow.begin("b123")
+    await flow.join("123", "b", any_of("let_run"))
+    await flow.succeed("1")
+    await flow.cascade("1")
+
+    assert await flow.vector("b") == WAITING
+    group = await flow.group("b")
+    assert (group.cancel_siblings_pending_flag, group.cancel_siblings_pending_members) == (False, None)
+    assert await flow.entry("b") is None
+    assert await flow.sweep("edge_cancel_dispatcher", 10) == [0] * 10
+    assert await flow.state("2", "3") == "waiting waiting"
+
+
+async def test_s_018_quorum_fires_exactly_at_k(flow: Flowing) -> None:
+    await flow.begin("b12345")
+    await flow.join("12345", "b", quorum(3, "let_run"))
+
+    await flow.succeed("1", "2")
+    await flow.cascade("1", "2")
+    assert (await flow.vector("b"), await flow.counts("b")) == (WAITS, "2/0/0 of 5 pending")
+    await flow.succeed("3")
+    await flow.cascade("3")
+    assert (await flow.vector("b"), await flow.counts("b")) == (WAITING, "3/0/0 of 5 satisfied")
+    await flow.fail("4", "5")
+    await flow.cascade("4", "5")
+    assert (await flow.vector("b"), await flow.counts("b")) == (WAITING, "3/2/0 of 5 satisfied")
+
+
+async def test_s_019_k_larger_than_n(flow: Flowing) -> None:
+    await flow.begin("b12")
+    await flow.join("12", "b", quorum(3, "let_run"))
+
+    await flow.succeed("1")
+    await flow.cascade("1")
+
+    assert await flow.counts("b") == "1/0/0 of 2 impossible"
+    assert await flow.state("b") == "skipped"
+
+
+async def test_s_020_all_of_short_circuits_and_stays_impossible(flow: Flowing) -> None:
+    await flow.begin("b123")
+    await flow.join("123", "b")
+    await flow.succeed("1")
+    await flow.cancel("2")
+    await flow.cascade("1", "2")
+    assert await flow.state("b") == "skipped"
+
+    await flow.succeed("3")
+    await flow.cascade("3")
+
+    assert await flow.counts("b") == "2/1/0 of 3 impossible"
+    assert await flow.state("b") == "skipped"
+
+
+async def test_s_021_redelivered_completion_does_not_double_count(flow: Flowing) -> None:
+    await flow.begin("b12")
+    await flow.join("12", "b", any_of("cancel_remaining"))
+    await flow.succeed("1")
+    await flow.cascade("1")
+    fired = await flow.group("b")
+    flow.clock.pass_ms(5000)
+
+    again = [await flow.resolve("1", "b", "success") for _ in range(2)]
+
+    assert again == [ALREADY, ALREADY]
+    assert [one.resolved for one in await flow.cascade("1", "1")] == [0, 0]
+    assert await flow.group("b") == fired
+    assert await flow.vector("b") == WAITING
+
+
+@pytest.mark.parametrize(
+    ("policy", "outcomes", "steps", "counts", "child"),
+    [
+        (None, "success success success", [PENDING, PENDING, SATISFIED], "3/0/0 of 3 satisfied", "waiting"),
+        (None, "success expired success", [PENDING, IMPOSSIBLE, ALREADY], "2/1/0 of 3 impossible", "skipped"),
+        (any_of("let_run"), "failed skipped success", [PENDING, PENDING, SATISFIED], "1/1/1 of 3 satisfied", "waiting"),
+        (any_of("let_run"), "cancelled failed", [PENDING, IMPOSSIBLE], "0/2/0 of 2 impossible", "skipped"),
+        (
+            quorum(3, "let_run"),
+            "success failed success failed success",
+            [PENDING] * 4 + [SATISFIED],
+            "3/2/0 of 5 satisfied",
+            "waiting",
+        ),
+        (quorum(2, "let_run"), "skipped -", [IMPOSSIBLE], "0/0/1 of 2 impossible", "skipped"),
+        (quorum(3, "let_run"), "success -", [IMPOSSIBLE], "1/0/0 of 2 impossible", "skipped"),
+        (
+            any_of("let_run"),
+            "success success success",
+            [SATISFIED, ALREADY, ALREADY],
+            "3/0/0 of 3 satisfied",
+            "waiting",
+        ),
+    ],
+)
+async def test_the_worked_examples_of_the_specification(
+    flow: Flowing, policy: object, outcomes: str, steps: list[Resolution], counts: str, child: str
+) -> None:
+    words = outcomes.split()
+    names = "12345"[: len(words)]
+    await flow.begin(f"b{names}")
+    await flow.join(names, "b", policy)
+
+    told = [await flow.resolve(name, "b", word) for name, word in zip(names, words, strict=True) if word != "-"]
+
+    assert told == steps
+    assert await flow.counts("b") == counts
+    assert await flow.state("b") == child
+
+
+async def test_an_edge_that_was_never_applied_cannot_be_resolved(flow: Flowing) -> None:
+    await flow.begin("ab")
+    await flow.stage("a", "b")
+
+    with pytest.raises(errors.InvalidDependency):
+        await flow.resolve("a", "b", "success")
+    with pytest.raises(errors.InvalidInput):
+        await flow.resolve("a", "b", "none")
+
+
+@pytest.mark.parametrize(
+    ("kind", "ends_well", "child"),
+    [
+        ("success_only", True, "waiting"),
+        ("success_only", False, "skipped"),
+        ("failure_only", True, "skipped"),
+        ("failure_only", False, "waiting"),
+        ("any_outcome", True, "waiting"),
+        ("any_outcome", False, "waiting"),
+    ],
+)
+async def test_an_edge_asks_for_the_ends_of_its_kind(flow: Flowing, kind: str, ends_well: bool, child: str) -> None:
+    await flow.begin("ab")
+    await flow.edge("a", "b", dependency_kind=kind)
+
+    await (flow.succeed("a") if ends_well else flow.fail("a"))
+    await flow.cascade("a")
+
+    assert await flow.state("b") == child
+
+
+async def test_a_skipped_upstream_satisfies_a_failure_branch(flow: Flowing) -> None:
+    await flow.begin("abc")
+    await flow.edge("a", "b")
+    await flow.edge("b", "c", dependency_kind="failure_only")
+    await flow.fail("a")
+
+    await flow.cascade("a")
+
+    assert await flow.state("b", "c") == "skipped waiting"
+    assert await flow.counts("c") == "1/0/0 of 1 satisfied"
+
+
+@pytest.mark.parametrize(
+    ("ref", "result", "payload"),
+    [
+        ("anything", b'{"status":"ok"}', b'{"status":"ok"}'),
+        (None, b"r", b"orig"),
+        ("", b"r", b"orig"),
+        ("x", None, b"orig"),
+    ],
+)
+async def test_s_027_result_becomes_the_childs_input(
+    flow: Flowing, ref: str | None, result: bytes | None, payload: bytes
+) -> None:
+    await flow.begin("ab", input_payload=b"orig")
+    await flow.edge("a", "b", data_passing_ref=ref)
+
+    await flow.succeed("a", result=result)
+    await flow.cascade("a")
+
+    assert await flow.vector("b") == WAITING
+    assert await flow.payload("b") == payload
+
+
+async def test_s_028_several_references_under_all_of_last_resolution_wins(flow: Flowing) -> None:
+    await flow.begin("abc", input_payload=b"orig")
+    await flow.join("ab", "c", data_passing_ref="r")
+
+    await flow.succeed("a", result=b"A")
+    await flow.cascade("a")
+    assert (await flow.vector("c"), await flow.payload("c")) == (WAITS, b"A")
+    await flow.succeed("b", result=b"B")
+    await flow.cascade("b")
+
+    assert (await flow.vector("c"), await flow.payload("c")) == (WAITING, b"B")
+
+
+async def test_several_references_folded_together_leave_the_last_end_too(flow: Flowing) -> None:
+    await flow.begin("zyc", input_payload=b"orig")
+    await flow.join("zy", "c", data_passing_ref="r")
+    late, soon = sorted("zy", key=lambda one: flow.edges[one, "c"])  # against the order of the edges
+    for name in (soon, late):
+        await flow.succeed(name, result=name.encode())
+        flow.clock.pass_ms(1)
+
+    await flow.sweep("completion_dispatch")
+
+    assert (await flow.vector("c"), await flow.payload("c")) == (WAITING, late.encode())
+
+
+async def test_s_029_quorum_copies_only_from_the_firing_edge(flow: Flowing) -> None:
+    await flow.begin("c123", input_payload=b"orig")
+    await flow.join("123", "c", quorum(2, "let_run"), data_passing_ref="r")
+
+    seen = []
+    for name in "123":
+        await flow.succeed(name, result=f"R{name}".encode())
+        await flow.cascade(name)
+        seen.append((await flow.state("c"), await flow.payload("c")))
+
+    assert seen == [("waiting_children", b"orig"), ("waiting", b"R2"), ("waiting", b"R2")]
+
+
+async def test_the_payload_of_an_ended_child_is_never_replaced(flow: Flowing) -> None:
+    await flow.begin("ab", input_payload=b"orig")
+    await flow.edge("a", "b", data_passing_ref="r")
+    await flow.cancel("b")
+
+    await flow.succeed("a", result=b"late")
+    await flow.cascade("a")
+
+    assert (await flow.state("b"), await flow.payload("b")) == ("cancelled", b"orig")
+    assert await flow.counts("b") == "1/0/0 of 1 satisfied"

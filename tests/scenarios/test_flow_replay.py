@@ -1,0 +1,211 @@
+"""S-052 to S-055 and EX-076: members live again, and a skipped one waits again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from flowfabric import errors
+from flowfabric.model.answers import Replayed
+from flowfabric.model.event import Topic
+from flowfabric.model.states import PublicState
+from tests.scenarios.flowing import WAITING, WAITS, Flowing, quorum
+
+REPLAYED = WAITING.replace("pending_first_attempt", "pending_replay_attempt")
+WAITS_AGAIN = WAITS.replace("pending_first_attempt", "pending_replay_attempt")
+
+
+async def replay(flow: Flowing, *names: str) -> list[str]:
+    return [(await flow.engine.replay_execution(flow.names[name])).public_state.value for name in names]
+
+
+async def replay_events(flow: Flowing, name: str) -> list[dict[str, Any]]:
+    told = await flow.engine.store.history(flow.names[name], Topic.OPERATOR, 10)
+    return [msgspec.json.decode(one.event.details or "{}") for one in told if one.event.operator == "replayed"]
+
+
+async def test_s_052_skipped_member_waits_again(flow: Flowing) -> None:
+    await flow.begin("ab")
+    await flow.edge("a", "b")
+    await flow.fail("a")
+    await flow.cascade("a")
+    assert await flow.state("b") == "skipped"
+
+    assert await replay(flow, "a", "b") == ["waiting", "waiting_children"]
+
+    assert (await flow.vector("a"), await flow.vector("b")) == (REPLAYED, WAITS_AGAIN)
+    dependency = await flow.dependency("a", "b")
+    assert (dependency.state, dependency.last_resolved_at, dependency.outcome) == ("unsatisfied", None, None)
+    assert await flow.counts("b") == "0/0/0 of 1 pending"
+    assert (await replay_events(flow, "b"))[0]["branch"] == "skipped_flow_member"
+    assert (await replay_events(flow, "b"))[0]["groups_reset"] == 1
+    await flow.succeed("a")
+    await flow.cascade("a")
+    assert await flow.vector("b") == REPLAYED
+    assert (await flow.run("b")).attempt_type == "replay"
+
+
+async def test_s_053_replaying_only_the_child_skips_it_again(flow: Flowing) -> None:
+    await flow.begin("ab")
+    await flow.edge("a", "b")
+    await flow.fail("a")
+    await flow.cascade("a")
+
+    await replay(flow, "b")
+    assert await flow.vector("b") == WAITS_AGAIN
+    await flow.sweep("dependency_reconciler")
+
+    row = await flow.row("b")
+    assert (row.public_state, row.replay_count) == ("skipped", 1)
+
+
+async def test_s_054_quorum_group_reset_on_replay(flow: Flowing) -> None:
+    await flow.begin("b123")
+    await flow.join("123", "b", quorum(2, "let_run"))
+    await flow.succeed("1")
+    await flow.fail("2", "3")
+    await flow.cascade("1", "2", "3")
+    assert (await flow.state("b"), await flow.counts("b")) == ("skipped", "1/2/0 of 3 impossible")
+
+    await replay(flow, "2", "b")
+    assert await flow.counts("b") == "1/0/0 of 3 pending"
+    await flow.sweep("dependency_reconciler")  # the third one failed as before
+    assert (await flow.state("b"), await flow.counts("b")) == ("waiting_children", "1/1/0 of 3 pending")
+    await flow.succeed("2")
+    await flow.cascade("2")
+
+    assert (await flow.vector("b"), await flow.counts("b")) == (REPLAYED, "2/1/0 of 3 satisfied")
+
+
+async def test_s_055_replay_limits_and_guards(flow: Flowing) -> None:
+    await flow.begin()
+    await flow.add("a", policy={"max_replay_count": 1, "retry_policy": {"max_retries": 0}})
+    held = await flow.run("a")
+
+    with pytest.raises(errors.ExecutionNotTerminal):
+        await replay(flow, "a")
+    await flow.engine.fail(held.handle, reason="broken")
+    assert await replay(flow, "a") == ["waiting"]
+    await flow.fail("a")
+    with pytest.raises(errors.MaxReplaysExhausted):
+        await replay(flow, "a")
+    with pytest.raises(errors.NotFound):
+        await flow.engine.replay_execution(flow.new_id())
+    assert [event["branch"] for event in await replay_events(flow, "a")] == ["normal"]
+
+
+async def test_a_skipped_member_is_replayed_no_more_often_than_its_policy_allows(flow: Flowing) -> None:
+    await flow.begin("a")
+    await flow.add("b", policy={"max_replay_count": 1})
+    await flow.edge("a", "b")
+    await flow.fail("a")
+    await flow.cascade("a")
+    await replay(flow, "b")
+    await flow.sweep("dependency_reconciler")
+
+    with pytest.raises(errors.MaxReplaysExhausted):
+        await replay(flow, "b")
+
+    assert await flow.counts("b") == "0/1/0 of 1 impossible"
+
+
+async def test_ex_076_replay_of_a_skipped_flow_member(flow: Flowing) -> None:
+    await flow.begin("abc")
+    await flow.join("ab", "c")
+    await flow.succeed("a")
+    await flow.fail("b")
+    await flow.cascade("a", "b")
+    assert await flow.state("c") == "skipped"
+
+    assert await flow.engine.replay_execution(flow.names["c"]) == Replayed(PublicState.WAITING_CHILDREN)
+
+    assert (await flow.dependency("a", "c")).state == "satisfied"
+    assert (await flow.dependency("b", "c")).state == "unsatisfied"
+    assert await flow.vector("c") == WAITS_AGAIN
+    snapshot = await flow.engine.describe_execution(flow.names["c"])
+    assert snapshot is not None
+    assert snapshot.blocking_detail == "1 dep(s) unsatisfied after replay"
+    [entry] = await flow.engine.lease_history(flow.names["c"])
+    assert (entry.event, entry.fields["replay_type"]) == ("replay_initiated", "skipped_flow_member")
+    with pytest.raises(errors.ExecutionNotEligible):
+        await flow.run("c")
+    await replay(flow, "b")
+    await flow.succeed("b")
+    await flow.cascade("b")
+    assert await flow.vector("c") == REPLAYED
+
+
+async def test_replaying_an_upstream_does_not_reopen_its_dependents(flow: Flowing) -> None:
+    await flow.begin("abc")
+    await flow.edge("a", "b")
+    await flow.edge("a", "c", dependency_kind="any_outcome")
+    await flow.fail("a")
+    await flow.cascade("a")
+
+    await replay(flow, "a")
+    await flow.succeed("a")
+    [second] = await flow.cascade("a")
+
+    assert second.resolved == 0
+    assert await flow.state("b", "c") == "skipped waiting"
+    assert (await flow.counts("b"), await flow.counts("c")) == ("0/1/0 of 1 impossible", "1/0/0 of 1 satisfied")
+
+
+async def test_a_replay_whose_policy_is_already_met_is_claimable_at_once(flow: Flowing) -> None:
+    await flow.begin("b12")
+    await flow.join("12", "b", quorum(2, "let_run"))
+    await flow.fail("1")
+    await flow.cascade("1")
+    assert await flow.state("b") == "skipped"
+    await replay(flow, "1")
+    await flow.succeed("1", "2")
+    await flow.cascade("2")  # counted on the impossible group; the second life of the first one is not
+
+    await replay(flow, "b")
+    await flow.sweep("dependency_reconciler")
+
+    assert (await flow.vector("b"), await flow.counts("b")) == (REPLAYED, "2/0/0 of 2 satisfied")
+
+
+async def test_a_replay_counts_an_end_that_had_come_and_not_been_counted(flow: Flowing) -> None:
+    await flow.begin("b123")
+    await flow.join("123", "b", quorum(2, "let_run"))
+    await flow.fail("1", "2")
+    await flow.cascade("1", "2")
+    await flow.succeed("3")
+    assert await flow.counts("b") == "0/2/0 of 3 impossible"
+
+    await replay(flow, "b")
+
+    assert await flow.counts("b") == "1/0/0 of 3 pending"
+    assert (await flow.dependency("3", "b")).state == "satisfied"
+    await flow.sweep("dependency_reconciler")
+    assert (await flow.state("b"), await flow.counts("b")) == ("skipped", "1/2/0 of 3 impossible")
+
+
+async def test_a_replay_takes_back_what_the_join_had_flagged(flow: Flowing) -> None:
+    await flow.begin("b123")
+    await flow.join("123", "b", quorum(2, "cancel_remaining"))
+    await flow.fail("1", "2")
+    await flow.cascade("1", "2")
+    assert (await flow.group("b")).cancel_siblings_pending_members == flow.names["3"]
+
+    await replay(flow, "1", "2", "b")
+
+    group = await flow.group("b")
+    assert (group.cancel_siblings_pending_flag, group.cancel_siblings_pending_members) == (False, None)
+    assert await flow.entry("b") is None
+    await flow.sweep("edge_cancel_dispatcher")
+    assert await flow.state("3") == "waiting"
+
+
+async def test_a_member_of_a_cancelled_flow_may_be_replayed(flow: Flowing) -> None:
+    await flow.begin("a")
+    await flow.fail("a")
+    await flow.engine.cancel_flow(flow.id)
+
+    assert await replay(flow, "a") == ["waiting"]
+    await flow.succeed("a")
+    assert await flow.state("a") == "completed"

@@ -1,0 +1,154 @@
+"""S-022 to S-026: the upstreams that a fired join no longer needs are cancelled, whatever happens in between."""
+
+from __future__ import annotations
+
+import pytest
+
+from flowfabric import errors
+from flowfabric.model.event import Topic
+from flowfabric.model.execution import Execution
+from flowfabric.model.flow import EdgeGroup, PendingCancelGroup
+from flowfabric.model.flow_answers import SiblingDrain, SiblingReconcile
+from flowfabric.rules.change import Change, Delete, Patch, Put
+from tests.scenarios.flowing import WAITING, Flowing, any_of, quorum
+
+
+async def fired(flow: Flowing, upstreams: str = "123", policy: object = None) -> None:
+    """A join with siblings to cancel: the first upstream has ended well, the second runs, the others wait."""
+    await flow.begin(f"b{upstreams}")
+    await flow.join(upstreams, "b", policy or any_of("cancel_remaining"))
+    if len(upstreams) > 1:
+        await flow.run(upstreams[1])
+    await flow.succeed(upstreams[0])
+    await flow.cascade(upstreams[0])
+
+
+async def test_s_022_dispatcher_terminates_losers(flow: Flowing) -> None:
+    await fired(flow)
+
+    assert await flow.sweep("edge_cancel_dispatcher") == [1]
+
+    assert await flow.state("2", "3") == "cancelled cancelled"
+    losers = [await flow.row(name) for name in "23"]
+    assert {row.cancellation_reason for row in losers} == {"sibling_quorum_satisfied"}
+    assert {row.cancelled_by for row in losers} == {"operator_override"}
+    assert [row.ownership_state for row in losers] == ["unowned", "unowned"]
+    group = await flow.group("b")
+    assert (group.cancel_siblings_pending_flag, group.cancel_siblings_pending_members) == (False, None)
+    assert group.cancel_siblings_reason == "sibling_quorum_satisfied"
+    assert await flow.entry("b") is None
+    assert await flow.vector("b") == WAITING
+
+
+class Unlucky:
+    """A store that cannot be reached for the next commit about one execution."""
+
+    def __init__(self, flow: Flowing, name: str) -> None:
+        self._store, self._engine = flow.engine.store, flow.engine
+        self._execution, self.failures = flow.names[name], 1
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._store, name)
+
+    async def commit(self, changes: list[Change]) -> list[int | None]:
+        if self.failures and any(guard.key == (self._execution,) for one in changes for guard in one.guards):
+            self.failures -= 1
+            raise errors.StoreUnavailable("unplugged", source="transport")
+        return await self._store.commit(changes)
+
+
+async def test_s_023_transient_failure_keeps_the_group(flow: Flowing) -> None:
+    await fired(flow)
+    flagged, entry = await flow.group("b"), await flow.entry("b")
+    flow.engine.commits._store = Unlucky(flow, "3")  # type: ignore[assignment]
+
+    first = await flow.engine.sweep_once("edge_cancel_dispatcher")
+    assert (first.processed, first.errors) == (0, 1)
+    assert (await flow.group("b"), await flow.entry("b")) == (flagged, entry)
+
+    assert await flow.sweep("edge_cancel_dispatcher") == [1]
+    assert await flow.state("2", "3") == "cancelled cancelled"
+    assert (await flow.entry("b"), (await flow.group("b")).cancel_siblings_pending_flag) == (None, False)
+
+
+async def test_s_024_reconciler_removes_a_stale_entry(flow: Flowing) -> None:
+    await flow.begin("b12")
+    await flow.join("12", "b", any_of("cancel_remaining"))
+    await flow.write(Put(PendingCancelGroup(*flow.child("b"), flow.clock.now)))
+
+    action = await flow.engine.reconcile_sibling_cancel_group(flow.id, flow.names["b"])
+
+    assert action is SiblingReconcile.STALE_REMOVED
+    assert await flow.entry("b") is None
+    assert await flow.state("1", "2") == "waiting waiting"
+
+
+async def test_s_025_reconciler_completes_an_interrupted_drain(flow: Flowing) -> None:
+    await fired(flow)
+    await flow.cancel("2")
+    await flow.write(Delete(Execution, (flow.names["3"],)))
+
+    assert await flow.sweep("edge_cancel_reconciler") == [1]
+
+    group = await flow.group("b")
+    assert (group.cancel_siblings_pending_flag, group.cancel_siblings_pending_members) == (False, None)
+    assert await flow.entry("b") is None
+    action = await flow.engine.reconcile_sibling_cancel_group(flow.id, flow.names["b"])
+    assert action is SiblingReconcile.NO_OP
+
+
+async def test_s_026_reconciler_leaves_running_members_to_the_dispatcher(flow: Flowing) -> None:
+    await fired(flow)
+    await flow.cancel("3")
+    before = await flow.group("b"), await flow.entry("b")
+
+    assert await flow.sweep("edge_cancel_reconciler", 10) == [0] * 10
+
+    assert (await flow.group("b"), await flow.entry("b")) == before
+    assert await flow.state("2") == "active"
+
+
+async def test_an_impossible_join_cancels_the_remaining_too_and_says_so(flow: Flowing) -> None:
+    await flow.begin("b1234")
+    await flow.join("1234", "b", quorum(3, "cancel_remaining"))
+    await flow.fail("1", "2")
+    await flow.cascade("1", "2")
+
+    assert await flow.state("b") == "skipped"
+    await flow.sweep("edge_cancel_dispatcher")
+
+    assert {(await flow.row(name)).cancellation_reason for name in "34"} == {"sibling_quorum_impossible"}
+
+
+async def test_a_join_without_remaining_upstreams_is_flagged_and_drained_all_the_same(flow: Flowing) -> None:
+    await fired(flow, "1", quorum(1, "cancel_remaining"))
+    group = await flow.group("b")
+    assert (group.cancel_siblings_pending_flag, group.cancel_siblings_pending_members) == (True, None)
+
+    assert await flow.sweep("edge_cancel_dispatcher") == [1]
+
+    assert await flow.entry("b") is None
+
+
+async def test_draining_tells_what_it_found(flow: Flowing) -> None:
+    await fired(flow)
+    b = flow.names["b"]
+
+    assert await flow.engine.drain_sibling_cancel_group(flow.id, b) is SiblingDrain.DRAINED
+    assert await flow.engine.drain_sibling_cancel_group(flow.id, b) is SiblingDrain.ALREADY_DRAINED
+    await flow.write(Put(PendingCancelGroup(*flow.child("b"), 0)), Delete(EdgeGroup, flow.child("b")))
+    assert await flow.engine.drain_sibling_cancel_group(flow.id, b) is SiblingDrain.DRAINED_SANS_GROUP
+    assert await flow.entry("b") is None
+    with pytest.raises(errors.InvalidInput):
+        await flow.engine.drain_sibling_cancel_group(flow.id, "")
+
+
+async def test_two_dispatchers_cancel_everybody_once(flow: Flowing) -> None:
+    await fired(flow)
+    await flow.write(Patch(EdgeGroup, flow.child("b"), {"last_flow_graph_revision": 1}))  # someone else was here
+
+    await flow.sweep("edge_cancel_dispatcher", 2)
+
+    for name in "23":
+        history = await flow.engine.store.history(flow.names[name], Topic.COMPLETION, 10)
+        assert [one.event.outcome for one in history] == ["cancelled"]
