@@ -1,0 +1,77 @@
+"""Explain: why an execution is not running, in one typed answer with the concrete obstacle.
+
+The questions are asked in the order in which a claim would meet the obstacles: its own state, somebody who could run
+it, budgets, quotas, the queue. Nothing is changed.
+"""
+
+from __future__ import annotations
+
+from flowfabric import errors
+from flowfabric.engine import intake
+from flowfabric.engine.scheduler import Scheduler
+from flowfabric.model import obstacles
+from flowfabric.model.execution import Execution
+from flowfabric.model.states import EligibilityState
+from flowfabric.model.worker import Worker
+from flowfabric.rules import explaining, workers
+from flowfabric.rules.policy import decode_terms
+from flowfabric.stores.base import Scan, Want, Where
+
+MOST_COUNTED = 1000
+
+
+class Explaining(Scheduler):
+    """Answers the question of everyone who waits."""
+
+    async def explain(self, execution_id: str) -> obstacles.Explanation:
+        """Why an execution is not running."""
+        loaded = await self.load((Want(Execution, (intake.execution(execution_id),)),))
+        if not loaded.rows[0]:
+            raise errors.NotFound("execution")
+        row: Execution = loaded.rows[0][0]
+        return obstacles.Explanation(row.execution_id, row.public_state, await self._obstacle(row, loaded.now))
+
+    async def _obstacle(self, row: Execution, now: int) -> obstacles.Obstacle:
+        if found := explaining.of_itself(row, now):
+            return found
+        if row.eligibility_state is EligibilityState.BLOCKED_BY_DEPENDENCIES:
+            return obstacles.Dependencies(await self.unresolved_dependencies(row), row.blocking_text or "")
+        live = await self.workers_of(row.namespace)
+        return (
+            explaining.of_workers(row, live)
+            or await self._budget_in_the_way(row)
+            or await self._quota_in_the_way(row)
+            or await self._queue(row, live)
+        )
+
+    async def unresolved_dependencies(self, row: Execution) -> tuple[str, ...]:
+        """The executions that this one waits for."""
+        return ()
+
+    async def _budget_in_the_way(self, row: Execution) -> obstacles.Obstacle | None:
+        names = decode_terms(row.terms).budget_ids
+        if not names:
+            return None
+        _, sheets = await self.budget_chains.look(names)
+        return explaining.of_budgets([sheets[name] for name in names])
+
+    async def _quota_in_the_way(self, row: Execution) -> obstacles.Obstacle | None:
+        names = decode_terms(row.terms).quota_policy_ids
+        if not names:
+            return None
+        now, sheets = await self.quota_chains.look(names)
+        return explaining.of_quotas(row, [sheets[name] for name in names], now)
+
+    async def _queue(self, row: Execution, live: list[Worker]) -> obstacles.Queued:
+        capable = tuple(
+            worker.worker_instance_id
+            for worker in live
+            if workers.serves(worker, row.lane_id, row.required_capabilities)
+        )
+        lines = tuple(await self.lines_of(row.lane_id))
+        before = (Where("line", "in", lines), Where("rank", "<=", row.rank))
+        rows = await self.scan(Scan(Execution, before, ("rank",), limit=MOST_COUNTED, each="line")) if lines else []
+        ahead = sum((one.rank, one.execution_id) < (row.rank, row.execution_id) for one in rows)
+        held = (Where("lease_expires_at", "set"), Where("worker_instance_id", "in", capable))
+        running = len(await self.scan(Scan(Execution, held, limit=MOST_COUNTED)))
+        return obstacles.Queued(min(ahead, MOST_COUNTED), capable, running)

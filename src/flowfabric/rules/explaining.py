@@ -1,0 +1,99 @@
+"""Explaining: which of the things that could keep an execution from running does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flowfabric.model import obstacles, verdicts
+from flowfabric.model.execution import Execution
+from flowfabric.model.states import BlockingReason, EligibilityState, LifecyclePhase, OwnershipState
+from flowfabric.model.worker import Worker
+from flowfabric.rules import admission, budgets, claim, workers
+from flowfabric.rules.admission import QuotaSheet
+from flowfabric.rules.budgets import BudgetSheet
+
+
+def of_itself(row: Execution, now: int) -> obstacles.Obstacle | None:
+    """What the execution's own row tells; None when it only waits for room or a worker."""
+    match row.lifecycle_phase:
+        case LifecyclePhase.TERMINAL:
+            reason = row.failure_reason or row.cancellation_reason
+            return obstacles.Ended(row.terminal_outcome, row.completed_at or 0, reason)
+        case LifecyclePhase.ACTIVE:
+            return _held(row, now)
+        case LifecyclePhase.SUSPENDED:
+            return obstacles.Suspended(row.blocking_reason.value, row.blocking_text or "")
+        case _:
+            pass
+    match row.eligibility_state:
+        case EligibilityState.NOT_ELIGIBLE_UNTIL_TIME:
+            retrying = row.blocking_reason is BlockingReason.WAITING_FOR_RETRY_BACKOFF
+            failure = row.failure_reason if retrying else None
+            return obstacles.Delayed(row.delay_until or 0, row.blocking_reason.value, failure)
+        case EligibilityState.BLOCKED_BY_OPERATOR | EligibilityState.BLOCKED_BY_LANE_STATE:
+            return obstacles.Paused(row.blocking_reason.value, row.blocking_text or "", row.blocked_at)
+        case _:
+            pass
+    grant = claim.stored_grant(row)
+    if grant is not None and claim.live_grant(row, now):
+        return obstacles.Offered(grant.worker_id, grant.expires_at)
+    return None
+
+
+def _held(row: Execution, now: int) -> obstacles.Obstacle:
+    instance = row.worker_instance_id or ""
+    if row.ownership_state is OwnershipState.LEASE_REVOKED:
+        return obstacles.LeaseLost(instance, "revoked", row.lease_revoked_at or 0, row.lease_revoke_reason)
+    if row.lease_expires_at is not None and row.lease_expires_at <= now:
+        return obstacles.LeaseLost(instance, "expired", row.lease_expires_at)
+    return obstacles.Running(row.worker_id or "", instance, row.lease_acquired_at or 0, row.lease_expires_at or 0)
+
+
+def of_budgets(sheets: Sequence[BudgetSheet]) -> obstacles.BudgetExhausted | None:
+    """The first of these budgets that has no room."""
+    for sheet in sheets:
+        full = budgets.exhausted(sheet.dimensions.values())
+        if full is not None:
+            resets_at = sheet.row().next_reset_at
+            return obstacles.BudgetExhausted(
+                sheet.budget_id, full.dimension, full.usage or 0, full.reserved, full.hard_limit, resets_at
+            )
+    return None
+
+
+def of_quotas(row: Execution, sheets: Sequence[QuotaSheet], now: int) -> obstacles.QuotaFull | None:
+    """The first of these policies that would not admit the execution now."""
+    for sheet in sheets:
+        limits = admission.limits_of(sheet.root)
+        if not isinstance(limits, verdicts.QuotaLimits) or limits.unlimited:
+            continue
+        ask = admission.Asking(
+            execution_id=row.execution_id,
+            window_ms=admission.window_ms(limits),
+            rate_limit=limits.max_requests_per_window,
+            concurrency_cap=limits.active_concurrency_cap,
+            admission=0,
+        )
+        answer, _ = admission.check(sheet, ask, now)
+        if isinstance(answer, verdicts.RateExceeded):
+            limit = limits.max_requests_per_window
+            return obstacles.QuotaFull(sheet.quota_policy_id, "rate", limit, limit, now + answer.retry_after_ms)
+        if isinstance(answer, verdicts.ConcurrencyExceeded):
+            used, cap = sheet.row().active, limits.active_concurrency_cap
+            return obstacles.QuotaFull(sheet.quota_policy_id, "concurrency", used, cap)
+    return None
+
+
+def of_workers(row: Execution, live: Sequence[Worker]) -> obstacles.Obstacle | None:
+    """Whether somebody is there to run it."""
+    of_lane = [worker for worker in live if row.lane_id in workers.lanes_of(worker)]
+    if not of_lane:
+        return obstacles.NoWorker(row.lane_id, row.namespace)
+    lacking = [(worker, workers.lacks(worker, row.required_capabilities)) for worker in of_lane]
+    if not all(missing for _, missing in lacking):
+        return None
+    return obstacles.NoCapableWorker(
+        row.required_capabilities or "",
+        row.lane_id,
+        tuple(obstacles.Lacking(worker.worker_instance_id, missing) for worker, missing in lacking),
+    )

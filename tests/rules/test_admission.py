@@ -1,0 +1,149 @@
+"""Admission: caps hold in every window, and counters equal recounts, whatever is asked in whatever order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from flowfabric.model import verdicts
+from flowfabric.model.quota import QuotaPolicy, QuotaRequest, QuotaSlot
+from flowfabric.rules import admission
+from flowfabric.rules.admission import Asking, QuotaSheet
+from flowfabric.rules.change import Delete, Put
+
+NOW = 1_700_000_000_000
+Q = "0c000000-0000-4000-8000-000000000001"
+WINDOW = 1000
+EMPTY = QuotaSheet(Q, 3)
+
+executions = st.sampled_from([f"e{n}" for n in range(8)])
+steps = st.one_of(
+    st.tuples(st.just("ask"), executions),
+    st.tuples(st.just("ask"), executions),
+    st.tuples(st.just("release"), executions),
+    st.tuples(st.just("reconcile"), st.frozensets(executions)),
+    st.tuples(st.just("wait"), st.integers(1, WINDOW)),
+)
+
+
+def asking(e: str, rate: int, cap: int, call: int, **given: Any) -> Asking:
+    return Asking(execution_id=e, window_ms=WINDOW, rate_limit=rate, concurrency_cap=cap, admission=call, **given)
+
+
+@settings(max_examples=300)
+@given(st.integers(0, 4), st.integers(0, 4), st.lists(steps, max_size=60))
+def test_caps_hold_in_every_window_and_counters_equal_recounts(
+    rate: int, cap: int, life: list[tuple[Any, ...]]
+) -> None:
+    _, sheet = admission.create(EMPTY, verdicts.QuotaLimits(1, rate, cap), NOW)
+    now, admitted = NOW, list[tuple[int, str]]()
+    for call, step in enumerate(life):
+        before = sheet
+        match step:
+            case ("wait", length):
+                now += length
+            case ("ask", e):
+                had = sheet.slots.get(e)
+                answer, sheet = admission.check(sheet, asking(e, rate, cap, call), now)
+                if isinstance(answer, verdicts.Admitted):
+                    admitted.append((now, e))
+                if isinstance(answer, verdicts.RateExceeded):
+                    later, _ = admission.check(sheet, asking(e, rate, 0, call), now + answer.retry_after_ms)
+                    assert isinstance(later, verdicts.Admitted | verdicts.AlreadyAdmitted), "the retry time is true"
+                if isinstance(answer, verdicts.AlreadyAdmitted):
+                    assert had is not None
+                    assert admission.is_live(had, now)
+                if not isinstance(answer, verdicts.Admitted):
+                    assert admission.written(before, sheet) is None, "a refusal leaves no trace"
+            case ("release", e):
+                _, sheet = admission.release(sheet, e)
+                assert e not in sheet.slots
+            case ("reconcile", idle):
+                _, sheet = admission.reconcile(sheet, idle, now)
+            case _:
+                raise AssertionError(step)
+        if cap:
+            assert sheet.row().active == sum(slot.counted for slot in sheet.slots.values()) <= cap
+        if rate:  # an execution that asks again moves its request: the latest of each counts
+            window = {e for at, e in admitted if at > now - WINDOW}
+            latest = {e for e in window if max(at for at, who in admitted if who == e) > now - WINDOW}
+            assert len(latest) <= rate
+        assert reread(before, sheet) == sheet, "what is written is what was decided"
+
+
+def reread(before: QuotaSheet, after: QuotaSheet) -> QuotaSheet:
+    """The sheet that is read back after the change between two."""
+    change = admission.written(before, after)
+    rows: dict[Any, Any] = {("root",): before.root}
+    rows |= {("slot", key): row for key, row in before.slots.items()}
+    rows |= {("request", *key): row for key, row in before.requests.items()}
+    for write in change.writes if change else ():
+        match write:
+            case Delete(row=kind, key=key):
+                del rows["slot" if kind is QuotaSlot else "request", *key[1:]]
+            case Put(row=QuotaSlot() as slot):
+                rows["slot", slot.execution_id] = slot
+            case Put(row=QuotaRequest() as request):
+                rows["request", request.dimension, request.execution_id] = request
+            case Put(row=QuotaPolicy() as root):
+                rows["root",] = root
+            case _:
+                raise AssertionError(write)
+    return admission.sheet_of(Q, 3, [row for row in rows.values() if row is not None])
+
+
+def test_a_release_names_a_life_and_leaves_a_later_one_alone() -> None:
+    _, sheet = admission.check(EMPTY, asking("e", 0, 5, 1, life=2), NOW)
+
+    _, same = admission.release(sheet, "e", life=1)
+    assert same is sheet
+    for life in (2, 3, None):
+        _, freed = admission.release(sheet, "e", life=life)
+        assert (freed.slots, freed.row().active) == ({}, 0)
+
+
+def test_a_call_gives_back_only_what_is_still_its_own() -> None:
+    _, sheet = admission.check(EMPTY, asking("e", 0, 5, 1), NOW)
+    answer, taken = admission.check(sheet, asking("e", 0, 5, 2, taking_over=True), NOW)
+    assert isinstance(answer, verdicts.AlreadyAdmitted)
+
+    _, same = admission.release(taken, "e", admission=1)
+    assert same is taken
+    _, freed = admission.release(taken, "e", admission=2)
+    assert freed.slots == {}
+
+
+def test_the_same_call_again_hears_that_it_was_admitted() -> None:
+    _, sheet = admission.check(EMPTY, asking("e", 1, 1, 7), NOW)
+
+    answer, same = admission.check(sheet, asking("e", 1, 1, 7), NOW)
+
+    assert isinstance(answer, verdicts.Admitted)
+    assert same is sheet
+
+
+def test_a_later_life_takes_over_a_slot_that_was_not_released_yet() -> None:
+    _, sheet = admission.check(EMPTY, asking("e", 0, 5, 1, life=0), NOW)
+    _, sheet = admission.check(sheet, asking("e", 0, 5, 2, life=1, taking_over=True), NOW)
+
+    _, same = admission.release(sheet, "e", life=0)
+
+    assert same is sheet
+    assert sheet.slots["e"].life == 1
+
+
+def test_room_and_the_next_opening_follow_the_stored_limits() -> None:
+    _, sheet = admission.create(EMPTY, verdicts.QuotaLimits(1, 2, 0), NOW)
+    assert (admission.room(sheet, NOW), admission.next_passing(sheet, NOW)) == (2, None)
+    for n, e in enumerate("ab"):
+        _, sheet = admission.check(sheet, asking(e, 2, 0, n), NOW + n * 300)
+    assert (admission.room(sheet, NOW + 300), admission.next_passing(sheet, NOW + 300)) == (0, NOW + 1000)
+    assert (admission.room(sheet, NOW + 1000), admission.next_passing(sheet, NOW + 1000)) == (1, NOW + 1300)
+    assert admission.room(EMPTY, NOW) is None
+    _, unlimited = admission.create(EMPTY, verdicts.QuotaLimits(1, 0, 0), NOW)
+    assert admission.room(unlimited, NOW) is None
+    broken = replace(sheet, root=replace(sheet.row(), max_requests_per_window=-1))
+    assert admission.room(broken, NOW) is None

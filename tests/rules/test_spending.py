@@ -1,0 +1,223 @@
+"""Spending, against a second telling: whatever is asked in whatever order, the books are right."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from flowfabric import errors
+from flowfabric.model import verdicts
+from flowfabric.model.budget import Budget, BudgetDimension, BudgetSpend, Reservation, UsageKey
+from flowfabric.rules import budgets, reserving, spending
+from flowfabric.rules.budgets import BudgetSheet
+from flowfabric.rules.change import Change, Delete, Put
+
+NOW = 1_700_000_000_000
+B = "0b000000-0000-4000-8000-000000000001"
+DIMENSIONS = ("cost", "tokens")
+EMPTY = BudgetSheet(B, 3)
+
+amounts = st.dictionaries(st.sampled_from(DIMENSIONS), st.integers(0, 12), min_size=1)
+executions = st.sampled_from(["e1", "e2"])
+reservations = st.sampled_from(["r1", "r2", "r3"])
+steps = st.one_of(
+    st.tuples(st.just("report"), amounts, st.none() | st.sampled_from(["k1", "k2"])),
+    st.tuples(st.just("spend"), amounts, executions),
+    st.tuples(st.just("release"), executions),
+    st.tuples(st.just("reset")),
+    st.tuples(st.just("reserve"), amounts, reservations, executions),
+    st.tuples(st.just("settle"), amounts, reservations, executions),
+    st.tuples(st.just("refund"), reservations),
+    st.tuples(st.just("wait"), st.integers(1, 60)),
+)
+
+
+def defined(hard: dict[str, int]) -> BudgetSheet:
+    limits = tuple((name, hard[name], 0) for name in DIMENSIONS)
+    _, sheet = spending.create(EMPTY, spending.Definition("", "", "", "", "", 0, limits), NOW)
+    return sheet
+
+
+class Books:
+    """The plainest telling of a budget: lists of what was said, added up when asked."""
+
+    def __init__(self, hard: dict[str, int]) -> None:
+        self.hard = hard
+        self.usage: dict[str, int] = defaultdict(int)
+        self.ledger: dict[tuple[str, str], int] = defaultdict(int)
+        self.open: dict[str, tuple[str, dict[str, int], int]] = {}
+        self.heard: set[str] = set()
+
+    def reserved(self, name: str, now: int) -> int:
+        return sum(what.get(name, 0) for _, what, until in self.open.values() if until > now)
+
+    def fits(self, what: dict[str, int], now: int, promised: dict[str, int] | None = None) -> bool:
+        kept = promised or {}
+        for name, amount in what.items():
+            counted = self.usage[name] + self.reserved(name, now) - kept.get(name, 0)
+            if amount > kept.get(name, 0) and self.hard[name] and counted + amount > self.hard[name]:
+                return False
+        return True
+
+    def apply(self, what: dict[str, int], execution: str | None) -> None:
+        for name, amount in what.items():
+            self.usage[name] += amount
+            if execution:
+                self.ledger[execution, name] += amount
+
+
+def told(sheet: BudgetSheet, books: Books, step: tuple[Any, ...], now: int) -> tuple[Any, BudgetSheet, bool]:
+    """What the rule answers, and whether the books expect it to apply."""
+    match step:
+        case ("report", what, key):
+            known = key in books.heard
+            expected = not known and books.fits(what, now)
+            if expected:
+                books.apply(what, None)
+                books.heard.update({key} - {None})
+            return *spending.report(sheet, spending.Report(tuple(sorted(what.items())), key), now), expected
+        case ("spend", what, execution):
+            expected = books.fits(what, now)
+            if expected:
+                books.apply(what, execution)
+            ask = spending.Report(tuple(sorted(what.items())), None, execution)
+            return *spending.report(sheet, ask, now), expected
+        case ("release", execution):
+            for (who, name), amount in list(books.ledger.items()):
+                if who == execution:
+                    books.usage[name] = max(0, books.usage[name] - amount)
+                    del books.ledger[who, name]
+            return *spending.release(sheet, execution, now), True
+        case ("reset",):
+            books.usage = defaultdict(int, dict.fromkeys(books.usage, 0))
+            books.ledger.clear()
+            return *spending.reset(sheet, now), True
+        case ("reserve", what, name, execution):
+            known = f"settled:{name}" in books.heard
+            mine = books.open.get(name)
+            again = mine is not None and mine[2] > now
+            expected = not known and (again or books.fits(what, now))
+            if expected:
+                books.open[name] = (mine[0], mine[1], now + 50) if again and mine else (execution, what, now + 50)
+            promise = reserving.Promise(name, execution, tuple(sorted(what.items())), 50)
+            return *reserving.reserve(sheet, promise, now), expected
+        case ("settle", what, name, execution):
+            mine = books.open.get(name)
+            held = mine if mine is not None and mine[2] > now else None
+            if f"settled:{name}" in books.heard or (held and held[0] != execution):
+                expected = False
+            else:
+                expected = books.fits(what, now, held[1] if held else None)
+            if expected:
+                books.open.pop(name, None)
+                books.apply(what, execution)
+                books.heard.add(f"settled:{name}")
+            return *reserving.settle(sheet, name, execution, tuple(sorted(what.items())), now), expected
+        case ("refund", name):
+            books.open.pop(name, None)
+            return *reserving.refund(sheet, name, now), True
+        case _:
+            raise AssertionError(step)
+
+
+@settings(max_examples=300)
+@given(st.fixed_dictionaries({name: st.integers(0, 25) for name in DIMENSIONS}), st.lists(steps, max_size=40))
+def test_any_life_of_a_budget_agrees_with_plain_books(hard: dict[str, int], life: list[tuple[Any, ...]]) -> None:
+    sheet, books, now = defined(hard), Books(hard), NOW
+    stored = rows_of(EMPTY, sheet, {})
+    for step in life:
+        if step[0] == "wait":
+            now += step[1]
+            continue
+        before = sheet
+        answer, sheet, expected = told(sheet, books, step, now)
+        refused = isinstance(answer, verdicts.HardBreach | verdicts.AlreadyApplied | errors.FabricError)
+        assert refused is not expected, (step, answer)
+        current = reserving.without_lapsed(sheet, now)
+        for name in DIMENSIONS:
+            row = current.dimensions[name]
+            assert (row.usage or 0, row.reserved) == (books.usage[name], books.reserved(name, now)), step
+            promised = sum(one.amount for one in current.reservations.values() if one.dimension == name)
+            assert row.reserved == promised
+        stored = rows_of(before, sheet, stored)
+        sheet = replace(sheet, wiped=False)
+        assert reread(stored) == replace(sheet, keys=reread(stored).keys), "what is written is what was decided"
+
+
+@settings(max_examples=200)
+@given(st.integers(1, 60), st.lists(st.tuples(st.booleans(), st.integers(0, 9)), min_size=1, max_size=50), st.randoms())
+def test_no_order_of_fifty_reports_exceeds_a_hard_limit(hard: int, asks: list[tuple[bool, int]], chance: Any) -> None:
+    sheet = defined({"cost": 0, "tokens": hard})
+    chance.shuffle(asks)
+    accepted = 0
+    answer: Any
+    for reserving_it, amount in asks:
+        if reserving_it:
+            promise = reserving.Promise(f"r{accepted}{amount}{chance.random()}", "e", (("tokens", amount),), 10**6)
+            answer, sheet = reserving.reserve(sheet, promise, NOW)
+        else:
+            answer, sheet = spending.report(sheet, spending.Report((("tokens", amount),)), NOW)
+        if isinstance(answer, verdicts.HardBreach):
+            assert accepted + amount > hard, "nothing that fits is refused"
+        else:
+            accepted += amount
+        assert accepted == budgets.counted(sheet.dimensions["tokens"]) <= hard
+
+
+def rows_of(before: BudgetSheet, after: BudgetSheet, stored: dict[Any, Any]) -> dict[Any, Any]:
+    """The rows after the change between two sheets."""
+    change = budgets.written(before, after)
+    if change is None:
+        return stored
+    assert isinstance(change, Change)
+    kept = dict(stored)
+    for write in change.writes:
+        match write:
+            case Delete(row=kind, key=key):
+                kept = {name: row for name, row in kept.items() if not (name[0] is kind and name[1][: len(key)] == key)}
+            case Put(row=row):
+                kept[type(row), _key(row)] = row
+            case _:
+                raise AssertionError(write)
+    return kept
+
+
+def reread(stored: dict[Any, Any]) -> BudgetSheet:
+    return budgets.sheet_of(B, 3, stored.values())
+
+
+def _key(row: Any) -> tuple[Any, ...]:
+    match row:
+        case Budget():
+            return (row.budget_id,)
+        case BudgetDimension():
+            return row.budget_id, row.dimension
+        case BudgetSpend():
+            return row.budget_id, row.execution_id, row.dimension
+        case Reservation():
+            return row.budget_id, row.reservation_id, row.dimension
+        case UsageKey():
+            return row.budget_id, row.digest, row.expires_at
+        case _:
+            raise AssertionError(row)
+
+
+def test_a_decision_that_changes_nothing_writes_nothing() -> None:
+    sheet = defined({"cost": 1, "tokens": 1})
+
+    assert budgets.written(sheet, sheet) is None
+    _, after = spending.release(sheet, "nobody", NOW)
+    assert budgets.written(sheet, after) is None
+
+
+@pytest.mark.parametrize("name", ["hard_limit", "soft_limit", "usage", "reserved"])
+def test_a_negative_number_is_corruption(name: str) -> None:
+    sheet = defined({"cost": 1, "tokens": 1})
+    assert budgets.corruption(sheet) is None
+    bad = replace(sheet.dimensions["cost"], **{name: -1})
+    assert isinstance(budgets.corruption(replace(sheet, dimensions={"cost": bad})), errors.Corruption)

@@ -1,0 +1,169 @@
+"""Explain: for each obstacle, the answer that names it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flowfabric import errors
+from flowfabric.model import obstacles
+from flowfabric.model.obstacles import Obstacle
+from flowfabric.model.states import TerminalOutcome
+from tests.scenarios.play import GRANT_MS, LEASE_MS, Play
+from tests.scenarios.test_ex_grants import MISSING, requires
+from tests.scenarios.test_reservations import reserve
+from tests.scenarios.test_s_budgets import B, budget, report
+from tests.scenarios.test_s_quotas import Q, check, policy
+from tests.scenarios.test_s_scheduling import pull
+from tests.scenarios.test_s_workers import register
+
+RETRY = {"retry_policy": {"max_retries": 1, "backoff": {"type": "fixed", "delay_ms": 500}}}
+
+
+async def why(play: Play, e: str) -> Obstacle:
+    async with play.untouched():
+        explanation = await play.engine.explain(e)
+    assert explanation.execution_id == e
+    assert explanation.public_state == (await play.sheet(e)).public_state
+    assert explanation.sentence == explanation.obstacle.sentence()
+    assert explanation.sentence.endswith(".")
+    return explanation.obstacle
+
+
+async def serving(play: Play, instance: str = "i1", **given: Any) -> None:
+    """A live worker of the lane."""
+    await register(play, instance, liveness_ttl_ms=10**9, **given)
+
+
+async def test_it_ended(play: Play) -> None:
+    held = await play.claimed()
+    await play.engine.fail(held.handle, reason="no luck", category="permanent")
+
+    assert await why(play, held.execution_id) == obstacles.Ended(TerminalOutcome.FAILED, play.now, "no luck")
+
+
+async def test_it_is_running(play: Play) -> None:
+    held = await play.claimed()
+
+    assert await why(play, held.execution_id) == obstacles.Running("wa", "wa-1", play.now, play.now + LEASE_MS)
+
+
+async def test_its_worker_is_gone(play: Play) -> None:
+    lapsed, revoked = await play.claimed(), await play.claimed()
+    await play.revoked(revoked, "drained")
+    at = play.now
+    play.clock.pass_ms(LEASE_MS + 5)
+
+    assert await why(play, lapsed.execution_id) == obstacles.LeaseLost("wa-1", "expired", at + LEASE_MS)
+    assert await why(play, revoked.execution_id) == obstacles.LeaseLost("wa-1", "revoked", at, "drained")
+
+
+async def test_it_is_delayed(play: Play) -> None:
+    later = await play.create(delay_until=play.now + 70)
+    held = await play.claimed(policy=RETRY)
+    await play.engine.fail(held.handle, reason="flaky")
+
+    assert await why(play, later) == obstacles.Delayed(play.now + 70, "waiting_for_delay")
+    again = obstacles.Delayed(play.now + 500, "waiting_for_retry_backoff", "flaky")
+    assert await why(play, held.execution_id) == again
+
+
+async def test_it_is_paused(play: Play) -> None:
+    e = await play.create()
+    await play.engine.block_execution_for_admission(e, reason="paused_by_operator", detail="audit")
+
+    assert await why(play, e) == obstacles.Paused("paused_by_operator", "audit", play.now)
+
+
+async def test_it_is_offered_to_somebody(play: Play) -> None:
+    e = await play.create()
+    await play.grant(e, "wa")
+    assert await why(play, e) == obstacles.Offered("wa", play.now + GRANT_MS)
+
+    play.clock.pass_ms(GRANT_MS)
+    assert await why(play, e) == obstacles.NoWorker("default", "default")
+
+
+async def test_nobody_serves_its_lane(play: Play) -> None:
+    e = await play.create()
+    await serving(play, lanes=["mail"])
+    await serving(play, "i2", namespace="n2")
+
+    assert await why(play, e) == obstacles.NoWorker("default", "default")
+
+
+@pytest.mark.parametrize("blocked", [True, False])
+async def test_nobody_has_what_it_requires(play: Play, blocked: bool) -> None:
+    e = await play.create(policy=requires("gpu", "cuda"))
+    if blocked:
+        await play.engine.block_route(e)
+    await serving(play, "i1", capabilities=["gpu"])
+    await serving(play, "i2", capabilities=["cpu"])
+
+    lacking = (obstacles.Lacking("i1", "cuda"), obstacles.Lacking("i2", "cuda,gpu"))
+    assert await why(play, e) == obstacles.NoCapableWorker("cuda,gpu", "default", lacking)
+
+
+@pytest.mark.parametrize("blocked", [True, False])
+async def test_its_budget_is_exhausted(play: Play, blocked: bool) -> None:
+    await serving(play)
+    await budget(play, reset=60_000, calls=50, tokens=100)
+    await report(play, tokens=70)
+    e = await play.create(policy={"budget_ids": [B]})
+    await reserve(play, e, tokens=30)
+    if blocked:
+        assert await pull(play) == []
+
+    assert await why(play, e) == obstacles.BudgetExhausted(B, "tokens", 70, 30, 100, play.now + 60_000)
+
+
+@pytest.mark.parametrize("blocked", [True, False])
+async def test_its_quota_is_used_up(play: Play, blocked: bool) -> None:
+    await serving(play)
+    await policy(play, rate=1)
+    await check(play, play.engine.new_execution_id(), rate_limit=1)
+    play.clock.pass_ms(20_000)
+    e = await play.create(policy={"quota_policy_ids": [Q]})
+    if blocked:
+        assert await pull(play) == []
+
+    assert await why(play, e) == obstacles.QuotaFull(Q, "rate", 1, 1, play.now + 40_000)
+
+
+async def test_all_its_slots_are_taken(play: Play) -> None:
+    await serving(play)
+    await policy(play, cap=1)
+    for _ in range(2):
+        await play.create(policy={"quota_policy_ids": [Q]})
+        play.clock.pass_ms(1)
+    e = await play.create(policy={"quota_policy_ids": [Q]})
+    assert len(await pull(play, 3)) == 1
+
+    assert await why(play, e) == obstacles.QuotaFull(Q, "concurrency", 1, 1)
+
+
+async def test_it_waits_for_a_free_slot_behind_others(play: Play) -> None:
+    await serving(play, "wa-1")
+    await serving(play, "wb-1", capabilities=["gpu"])
+    await play.claimed("wa")
+    await play.create(priority=5, policy=requires("gpu"))
+    await play.create(priority=1)
+    play.clock.pass_ms(1)
+    e = await play.create(priority=1)
+    await play.create(priority=0)
+
+    assert await why(play, e) == obstacles.Queued(ahead=2, workers=("wa-1", "wb-1"), running=1)
+
+
+async def test_it_waits_for_others_to_end(play: Play) -> None:
+    held = await play.claimed()
+    await play.engine.wait_children(held.handle)  # nothing to wait for: it goes on at once
+    await serving(play)
+
+    assert isinstance(await why(play, held.execution_id), obstacles.Queued)
+
+
+async def test_there_is_no_such_execution(play: Play) -> None:
+    async with play.refused(errors.NotFound, entity="execution"):
+        await play.engine.explain(MISSING)
