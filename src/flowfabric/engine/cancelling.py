@@ -22,7 +22,7 @@ from flowfabric.rules.change import Change
 from flowfabric.rules.lease import Fence
 from flowfabric.stores.base import Want
 
-BATCH = 500
+BATCH = 250  # of one commit; while one is on its way, the next one is decided
 
 Dispositions = dict[str, Disposition | errors.FabricError]
 

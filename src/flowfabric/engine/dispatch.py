@@ -23,7 +23,7 @@ from flowfabric import errors
 from flowfabric.engine.core import Core, Rows
 from flowfabric.engine.folding import Child, Folding, Settled
 from flowfabric.model.execution import Execution, Payload, Result
-from flowfabric.model.flow import Dependency, Dispatch, Edge, EdgeGroup, PendingCancelGroup
+from flowfabric.model.flow import Dependency, DependencyKind, Dispatch, Edge, EdgeGroup, PendingCancelGroup
 from flowfabric.model.states import LifecyclePhase, TerminalOutcome
 from flowfabric.rules import joins, successors
 from flowfabric.rules.change import Change, Decision, Delete, Guard, Patch, Put
@@ -160,25 +160,21 @@ class Dispatcher:
         row = rows[0][0] if rows[0] and isinstance(rows[0][0], Execution) else None
         if row is None or row.successors is None or row.execution_id != change.events[0].execution_id:
             return change
-        alone = [one for one in successors.named(row) if not one.joins]
+        alone = [one for one in successors.named(row) if one.alone]
         if not alone:
             return change
         flow_id = row.flow_id or ""
         wants: list[Want] = []
         for one in alone:
-            wants += (
-                Want(EdgeGroup, (flow_id, one.execution_id)),
-                Want(Execution, (one.execution_id,)),
-                Want(Dependency, (one.execution_id, one.edge_id)),
-            )
+            wants += (Want(EdgeGroup, (flow_id, one.execution_id)), Want(Execution, (one.execution_id,)))
             if one.passes:
                 wants.append(Want(Payload, (one.execution_id,)))
         found = iter((await self._core.load(wants)).rows)
         for one in alone:
-            group, child, dependency = next(found), next(found), next(found)
+            group, child = next(found), next(found)
             payload = next(found) if one.passes else []
-            if group and child and dependency:
-                change = _carried(change, one, group[0], child[0], dependency[0], payload)
+            if group and child:
+                change = _carried(change, row, one, group[0], child[0], payload)
         return change
 
     # -- cascades by request --------------------------------------------------------------------------------------
@@ -247,26 +243,36 @@ def _step(rows: Rows, now: int) -> Decision[list[Settled]]:
 
 
 def _carried(
-    change: Change, one: Successor, group: EdgeGroup, child: Execution, dependency: Dependency, payload: list[Payload]
+    change: Change, row: Execution, one: Successor, group: EdgeGroup, child: Execution, payload: list[Payload]
 ) -> Change:
-    if group.n != 1 or dependency.outcome is not None:
+    if group.n != 1 or group.succeeded or group.failed or group.skipped:
         return change  # it waits for others by now, or this end is not the first one: the fold decides
+    # The only edge of a group that has counted nothing: what its dependency says is known without looking.
+    dependency = Dependency(
+        child.execution_id,
+        one.edge_id,
+        group.flow_id,
+        row.execution_id,
+        DependencyKind.SUCCESS_ONLY,
+        data_passing_ref="…" if one.passes else None,
+    )
     tally = joins.tally(group, [Settlement(dependency, TerminalOutcome.SUCCESS)])
     if tally.flags_siblings(group) or tally.skips(child):
         return change
     around = Surroundings()
     if payload and tally.carriers(group, child):
-        results = [write.row for write in change.writes if isinstance(write, Put) and isinstance(write.row, Result)]
+        results = [write.row for write in change.writes if type(write) is Put and type(write.row) is Result]
         if results:
             around = Surroundings(carried=(payload[0], results[0]))
     decision = joins.fold(group, child, tally, around)
     if decision.change is None:
         return change
     noted = (one.execution_id, one.edge_id)
-    rest = tuple(
+    rest = [
         write
         for write in change.writes
-        if not (isinstance(write, Patch) and write.row is Dependency and write.key == noted)
+        if not (type(write) is Patch and write.row is Dependency and write.key == noted)
+    ]
+    return msgspec.structs.replace(
+        change, guards=change.guards + decision.change.guards, writes=(*rest, *decision.change.writes)
     )
-    both = joins.joined(msgspec.structs.replace(change, writes=rest), decision.change)
-    return msgspec.structs.replace(change, guards=both.guards, writes=both.writes, events=both.events)
