@@ -16,6 +16,7 @@ from typing import Any
 
 import asyncpg
 import pytest
+from hypothesis import HealthCheck, settings
 
 from flowfabric.clock import ManualClock
 from flowfabric.stores.base import Store
@@ -24,6 +25,10 @@ from flowfabric.stores.postgres import PostgresStore
 from flowfabric.stores.postgres.schema import migrations
 from flowfabric.stores.sqlite import SQLiteStore
 from tests.servers import postgres
+
+# How long drawing or running an example takes depends on the machine, and must decide nothing.
+settings.register_profile("ff", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("ff")
 
 STORES = ("memory", "sqlite", "postgres")
 
@@ -139,5 +144,8 @@ async def emptied(dsn: str) -> str:
     connection = await asyncpg.connect(dsn)
     tables = await connection.fetch("select tablename from pg_tables where schemaname = 'public'")
     await connection.execute("".join(f'delete from "{name}";' for (name,) in tables if name not in _KEPT))
+    await connection.execute(
+        "update ff_feed set (trimmed, lost_lease, lost_outcome, lost_operator, lost_signal) = (0, 0, 0, 0, 0)"
+    )
     await connection.close()
     return dsn

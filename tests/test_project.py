@@ -51,8 +51,14 @@ def test_every_dependency_says_what_it_is_for() -> None:
 
 
 def test_the_extras_exist(project: dict[str, Any]) -> None:
-    assert set(project["project"]["optional-dependencies"]) == {"postgres", "valkey", "server", "otel"}
-    assert set(metadata("flowfabric").get_all("Provides-Extra", [])) == {"postgres", "valkey", "server", "otel"}
+    assert set(project["project"]["optional-dependencies"]) == {"postgres", "valkey", "server", "secrets", "otel"}
+    assert set(metadata("flowfabric").get_all("Provides-Extra", [])) == {
+        "postgres",
+        "valkey",
+        "server",
+        "secrets",
+        "otel",
+    }
 
 
 def test_ci_runs_what_developers_run() -> None:
@@ -78,7 +84,7 @@ def test_dev_lists_its_commands_without_installing_anything(tmp_path: Path) -> N
     listed = subprocess.run(["python3", str(script)], capture_output=True, text=True, check=True).stdout
 
     assert re.findall(r"^  (\w+) ", listed, re.MULTILINE) == [
-        "demo", "test", "check", "fix", "bench", "soak", "up", "down", "lock", "py",
+        "demo", "test", "check", "fix", "bench", "soak", "faults", "up", "down", "lock", "py",
     ]  # fmt: skip
     assert list(tmp_path.iterdir()) == [script]
 

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from flowfabric.sdk.failing import RunExpired as RunExpired
     from flowfabric.sdk.failing import RunFailed as RunFailed
     from flowfabric.sdk.failing import RunSkipped as RunSkipped
+    from flowfabric.sdk.joins import AllOf as AllOf
+    from flowfabric.sdk.joins import AnyOf as AnyOf
+    from flowfabric.sdk.joins import Quorum as Quorum
     from flowfabric.sdk.run import Run as Run
     from flowfabric.sdk.task import Task as Task
     from flowfabric.settings import Settings as Settings
@@ -35,6 +38,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _PAGES = {
+    "AllOf": "flowfabric.sdk.joins",
+    "AnyOf": "flowfabric.sdk.joins",
     "Context": "flowfabric.sdk.context",
     "CreateExecution": "flowfabric.rules.create",
     "Engine": "flowfabric.engine.engine",
@@ -44,6 +49,7 @@ _PAGES = {
     "Fence": "flowfabric.rules.lease",
     "Handle": "flowfabric.handles",
     "HandleKind": "flowfabric.handles",
+    "Quorum": "flowfabric.sdk.joins",
     "Retry": "flowfabric.sdk.failing",
     "RetryAfter": "flowfabric.sdk.failing",
     "Run": "flowfabric.sdk.run",

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from urllib.parse import parse_qsl, urlsplit
+
+import msgspec
 
 from flowfabric import errors
 from flowfabric.clock import Clock
 from flowfabric.engine.engine import Engine
 from flowfabric.ids import Minter
-from flowfabric.settings import Settings
+from flowfabric.settings import Secret, Settings
 from flowfabric.stores.base import Store
 
 
@@ -22,8 +25,11 @@ async def connect(
 ) -> Engine:
     """An engine on `memory://`, `sqlite:///path` or `postgresql://…`, its schema brought up to date when asked to.
 
-    `clock` replaces the store's own clock, for tests.
+    `clock` replaces the store's own clock, for tests. `FF_SECRET_KEY` seals signing keys when the settings name no key.
     """
+    settings = settings or Settings()
+    if settings.secret_key is None and (secret := os.environ.get("FF_SECRET_KEY")):
+        settings = msgspec.structs.replace(settings, secret_key=Secret(secret))
     store = open_store(url, clock=clock)
     schema = await store.open(migrate=migrate)
     return Engine(store, settings=settings, minter=minter, schema=schema)

@@ -156,7 +156,12 @@ BY_ID_ONLY = (
     *("read_total_attempt_count", "read_progress", "get_execution_namespace"),
     *("attempt_history", "lease_history"),
 )
-SUBSCRIPTIONS = ("subscribe_lease_history", "subscribe_completion", "subscribe_operator_event")
+SUBSCRIPTIONS = (
+    "subscribe_lease_history",
+    "subscribe_completion",
+    "subscribe_operator_event",
+    "subscribe_signal_delivery",
+)
 
 VERBS: dict[str, Verb] = {
     **{name: Verb(by_id, bad_id) for name in BY_ID_ONLY},

@@ -32,6 +32,9 @@ POLICIES: tuple[Any, ...] = (
     None,
     _retry(2, type="fixed", delay_ms=500),
     _retry(1, type="exponential", initial_delay_ms=100, multiplier=3.0, jitter=True),
+    _retry(0, type="fixed", delay_ms=100),
+    _retry(1, type="fixed", delay_ms=0),
+    _retry(1, type="fixed", delay_ms=0),
     {**_retry(5, type="fixed", delay_ms=0), "max_replay_count": 1},
     {"retry_policy": {"max_retries": 3, "retryable_categories": ["rate_limit"]}},
     {"timeout_policy": {"attempt_timeout_ms": 700}, **_retry(1, type="fixed", delay_ms=100)},
@@ -60,7 +63,7 @@ lanes = LANES
 workers = WORKERS
 instances = ("1", "2")
 offers = ((), ("gpu",), ("gpu",), ("cuda", "gpu"), ("cuda", "gpu", "x"))
-ttls = (1, 100, 1000, 1000, 5000, 30_000)
+ttls = (1, 100, 1000, 5000, 30_000, 30_000, 60_000, 60_000)
 lengths = (None, None, 0, 1, 300, 5000)
 instants = (None, None, None, -1, 0, 1, 500, 2000)  # from now
 priorities = (0, 0, 1, 5, 9000, -5, 10_000)
@@ -72,6 +75,7 @@ reasons = ("boom", "flaky", "")
 categories = ("transient", "transient", "rate_limit", "permanent", "cancelled", "timeout", "odd one")
 results = (None, b"", b"r1", b"\x00\xff")
 picks = range(10)
+holders_verbs = ("complete", "fail", "fail", "delay", "wait_children", "renew", "progress", "progress", "cancel")
 seats = (0, 0, 0, 1)
 mostly = (True, True, True, True, False)
 parts = (0, 1, 2, 3, 3, 3, 3)  # of a fence

@@ -15,6 +15,17 @@ from flowfabric.model.execution import Execution, IdempotencyKey
 from flowfabric.rules.create import CreateExecution
 from flowfabric.testing.invariants import every
 from tests.machine import choices as some
+from tests.machine.players import Held
+from tests.machine.senses import (
+    is_abandoned,
+    is_active,
+    is_blocked,
+    is_delayed,
+    is_granted,
+    is_over,
+    is_resumable,
+    is_waiting,
+)
 from tests.machine.table import Table, move
 
 INSTANTS = (
@@ -25,38 +36,6 @@ INSTANTS = (
     "deadline_at",
     "purge_at",
 )
-
-
-def is_waiting(row: Execution) -> bool:
-    return row.eligibility_state.value == "eligible_now"
-
-
-def is_granted(row: Execution) -> bool:
-    return row.grant is not None
-
-
-def is_resumable(row: Execution) -> bool:
-    return is_granted(row) and row.attempt_state.value == "attempt_interrupted"
-
-
-def is_active(row: Execution) -> bool:
-    return row.lifecycle_phase.value == "active"
-
-
-def is_abandoned(row: Execution) -> bool:
-    return row.ownership_state.value in ("lease_expired_reclaimable", "lease_revoked")
-
-
-def is_delayed(row: Execution) -> bool:
-    return row.delay_until is not None
-
-
-def is_blocked(row: Execution) -> bool:
-    return row.eligibility_state.value.startswith("blocked")
-
-
-def is_over(row: Execution) -> bool:
-    return row.lifecycle_phase.value == "terminal"
 
 
 class Lives(Table):
@@ -85,6 +64,8 @@ class Lives(Table):
         seat=some.seats,
     )
     def create(self, lane: str, seat: int, key: str | None, **asked: Any) -> None:
+        if self.is_crowded():
+            return
         self.do(
             "create_execution",
             seat=seat,
@@ -115,6 +96,8 @@ class Lives(Table):
 
     @move(lane=some.lanes, count=range(1, 5), keys=some.four_keys, seat=some.seats)
     def create_many(self, lane: str, count: int, keys: tuple[str | None, ...], seat: int) -> None:
+        if self.is_crowded():
+            return
         asks = [
             CreateExecution(
                 execution_id=self.new_id(lane),
@@ -131,7 +114,7 @@ class Lives(Table):
 
     # -- claims -------------------------------------------------------------------------------------------------------
 
-    @move(weight=5, lane=some.lanes, worker=some.workers, instance=some.instances, offer=some.offers, ttl=some.ttls)
+    @move(weight=6, lane=some.lanes, worker=some.workers, instance=some.instances, offer=some.offers, ttl=some.ttls)
     def claim(self, lane: str, worker: str, instance: str, offer: tuple[str, ...], ttl: int) -> None:
         who, seat = self.who(worker, instance), self.claimer(instance)
         self.do("claim", seat=seat, lane_id=lane, **who, capabilities=offer, lease_ttl_ms=ttl)
@@ -299,7 +282,7 @@ class Lives(Table):
         if self.held:
             self.do("complete", seat=seat, handle=self.handle(pick), result=result)
 
-    @move(weight=3, pick=some.picks, reason=some.reasons, category=some.categories, seat=some.seats)
+    @move(weight=4, pick=some.picks, reason=some.reasons, category=some.categories, seat=some.seats)
     def fail(self, pick: int, reason: str, category: str, seat: int) -> None:
         if self.held:
             self.do("fail", seat=seat, handle=self.handle(pick), reason=reason, category=category)
@@ -316,25 +299,64 @@ class Lives(Table):
 
     @move(
         weight=3,
-        verb=("complete", "fail", "delay", "wait_children", "update_progress"),
+        verb=("complete", "fail", "fail", "delay", "wait_children", "update_progress"),
         pick=some.picks,
         parts=some.parts,
         source=some.sources,
+        retry=(None, '{"max_retries": 0}', '{"max_retries": 1}', "{not json"),
         is_known=some.mostly,
     )
-    def finish_by_name(self, verb: str, pick: int, parts: int, source: str | None, is_known: bool) -> None:
+    def finish_by_name(
+        self, verb: str, pick: int, parts: int, source: str | None, retry: str | None, is_known: bool
+    ) -> None:
         if not self.held:
             return
         held = self.handle(pick)
         execution_id = held.fields.execution_id if is_known else some.MISSING
         more: dict[str, dict[str, Any]] = {
             "complete": {"source": source, "result": b"by name"},
-            "fail": {"source": source, "reason": "by name", "retry_policy": '{"max_retries": 1}'},
+            "fail": {"source": source, "reason": "by name", "retry_policy": retry},
             "delay": {"source": source, "delay_until": self.clock.now + 100},
             "wait_children": {"source": source},
             "update_progress": {"pct": 7},
         }
         self.do(verb, execution_id=execution_id, fence=self.fence(held, parts), **more[verb])
+
+    @move(weight=10, lane=some.lanes, worker=some.workers, verb=some.holders_verbs, category=some.categories)
+    def work(self, lane: str, worker: str, verb: str, category: str) -> None:
+        """What most lives consist of: claim, and do something about it; what is due is promoted before."""
+        self.do("sweep_once", name="delayed_promoter")
+        offer = ("cuda", "gpu")
+        if self.do("claim", lane_id=lane, **self.who(worker), capabilities=offer, lease_ttl_ms=30_000):
+            self.use(self.held[-1], verb, category=category)
+
+    def use(self, held: Held, verb: str, *, seat: int = 0, category: str = "transient") -> None:
+        more: dict[str, dict[str, Any]] = {
+            "fail": {"reason": "used", "category": category},
+            "delay": {"delay_until": self.clock.now},
+        }
+        self.do(verb, seat=seat, handle=held, **more.get(verb, {}))
+
+    @move(
+        weight=6,
+        pick=some.picks,
+        verb=some.holders_verbs,
+        offset=(None, None, -1, 0, 0, 1),
+        belief=(None, None, -60_000, 60_000),
+        seat=some.seats,
+    )
+    def act_at_the_end(self, pick: int, verb: str, offset: int | None, belief: int | None, seat: int) -> None:
+        """Use a lease around its very end, or in an error about the time."""
+        if not self.held:
+            return
+        held = self.handle(pick)
+        ends = {row.lease_id: row.lease_expires_at for row in self.rows()}
+        end = ends.get(held.fields.lease_id)
+        if offset is not None and end is not None:
+            self.clock.now = max(self.clock.now, end + offset)
+        if belief is not None:
+            self.mistake_the_time(belief, seat)
+        self.use(held, verb, seat=seat)
 
     @move(pick=some.picks, reason=some.reasons, seat=some.seats)
     def cancel(self, pick: int, reason: str, seat: int) -> None:
@@ -438,7 +460,7 @@ class Lives(Table):
     def pass_time(self, ms: int) -> None:
         self.clock.pass_ms(ms)
 
-    @move(weight=6, far=(0, 0, 0, 0, 1, 1, 2, 3, 5, 8), offset=some.around)
+    @move(weight=4, far=(0, 0, 0, 0, 1, 1, 2, 3, 5, 8), offset=some.around)
     def meet_an_instant(self, far: int, offset: int) -> None:
         """Go to just before, onto or just after an instant at which something ends."""
         known = sorted(self.run(self._instants()))

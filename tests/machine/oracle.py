@@ -72,7 +72,7 @@ class Oracle(Claiming):
         life, triple = self._held(given)
         if "handle" in given:
             index = given["handle"].fields.attempt_index
-            ttl = given["lease_ttl_ms"] or given["handle"].fields.lease_ttl_ms
+            ttl = given.get("lease_ttl_ms") or given["handle"].fields.lease_ttl_ms
         else:
             index, ttl = given["attempt_index"], given["lease_ttl_ms"]
             triple = self._resolve(life, triple, None)
@@ -147,7 +147,7 @@ class Oracle(Claiming):
         if life.phase == "runnable" and life.attempt_state == "pending_retry_attempt" and triple[1] == life.epoch:
             return self._retry_scheduled(life, life.delay or 0)
         self._check_lease(life, held)
-        policy = life.policy.get("retry_policy") if retry_policy is None else json.loads(retry_policy)
+        policy = life.policy.get("retry_policy") if retry_policy is None else _read(retry_policy)
         life.facts["failure_reason"] = reason
         if not _may_retry(policy, life.retries, category):
             self._end(life, "failed", "ended_failure", why="failed_terminal", reason=reason, category=category)
@@ -382,6 +382,14 @@ class Oracle(Claiming):
     def _tag(self, life: Life, pairs: dict[str, str]) -> None:
         life.tags |= pairs
         life.mutation = self.now
+
+
+def _read(retry_policy: str) -> Any:
+    """The policy given with a failure; one that cannot be read allows nothing."""
+    try:
+        return json.loads(retry_policy)
+    except ValueError:
+        return None
 
 
 def _may_retry(policy: dict[str, Any] | None, retries: int, category: str) -> bool:

@@ -164,7 +164,7 @@ class Player:
     async def _news(self, topic: Topic) -> list[FeedEvent]:
         told: list[FeedEvent] = []
         while True:
-            page = await self.store.feed(topic, self._read_to[topic], 7)
+            page = await self.store.feed(topic, self._read_to[topic], 3)
             told += page.events
             self._read_to[topic] = page.position
             if not page.events:

@@ -85,7 +85,7 @@ class Table(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.runner = asyncio.Runner()
+        self.loop = asyncio.new_event_loop()  # a Runner would do a lot about signals for every call
         self.clock = ManualClock()
         self.minter = SeededMinter(7)
         self.known: list[str] = []
@@ -117,7 +117,14 @@ class Table(RuleBasedStateMachine):
         getattr(self, name)(**choices)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        return self.runner.run(work)
+        return self.loop.run_until_complete(work)
+
+    def teardown(self) -> None:
+        for player in self.players:
+            for engine in player.engines:
+                self.run(engine.close())
+        self.run(self.loop.shutdown_asyncgens())
+        self.loop.close()
 
     def do(self, verb: str, *, seat: int = 0, **given: Any) -> Any:
         """Ask everybody for the same, and keep what they hand out."""
@@ -172,6 +179,11 @@ class Table(RuleBasedStateMachine):
     def claimer(self, instance: str) -> int:
         """Which engine an instance pulls through."""
         return int(instance) - 1
+
+    def is_crowded(self) -> bool:
+        """Whether there are enough executions: few of them lead fuller lives."""
+        rows = self.rows()
+        return len(rows) > 15 or sum(row.lifecycle_phase.value != "terminal" for row in rows) > 5
 
     def new_id(self, lane: str) -> str:
         execution_id = f"{{fp:{some.partition(lane)}}}:{self.minter.uuid()}"

@@ -39,6 +39,9 @@ READS = (
 )
 
 
+CORE = ("public_state", "lease_expires_at", "blocking_detail", "pending_retry_reason", "current_lane", "no_such_field")
+
+
 class Agreement(Lives):
     """Several stores at once."""
 
@@ -92,15 +95,31 @@ class Agreement(Lives):
         for player, other in zip(self.players[1:], seen[1:], strict=True):
             assert other == seen[0], f"{what} differ between Memory and {player.store.tag.title}"
 
+    @move(weight=2, worker=some.workers, limit=range(1, 4), offer=some.offers, ttl=some.ttls, seat=some.seats)
+    def claim_from_lanes(self, worker: str, limit: int, offer: tuple[str, ...], ttl: int, seat: int) -> None:
+        who = self.who(worker)
+        self.do(
+            "claim_from_lanes",
+            seat=seat,
+            lanes=some.LANES,
+            limit=limit,
+            **who,
+            capabilities=offer,
+            lease_ttl_ms=ttl,
+        )
+
     # -- what is asked without changing anything ----------------------------------------------------------------------
 
     @move(pick=some.picks, verb=READS, seat=some.seats)
     def read(self, pick: int, verb: str, seat: int) -> None:
         self.do(verb, seat=seat, execution_id=self.pick(pick))
 
-    @move(pick=some.picks, key=("a.b", "x.y", "Bad"))
-    def read_a_tag(self, pick: int, key: str) -> None:
-        self.do("get_execution_tag", execution_id=self.pick(pick), key=key)
+    @move(pick=some.picks, key=("a.b", "x.y", "Bad"), partition=(86, 86, 5), names=(("tags", "priority"), CORE))
+    def read_parts(self, pick: int, key: str, partition: int, names: tuple[str, ...]) -> None:
+        execution_id = self.pick(pick)
+        self.do("get_execution_tag", execution_id=execution_id, key=key)
+        self.do("read_exec_core_fields", partition=partition, execution_id=execution_id, names=names)
+        self.do("await_end", execution_id=execution_id, max_wait_ms=0)
 
     @move(lane=some.lanes, cursor=(None, 0, 1, 9), limit=range(4), seat=some.seats)
     def read_lists(self, lane: str, cursor: int | None, limit: int, seat: int) -> None:
@@ -108,6 +127,8 @@ class Agreement(Lives):
         place = some.partition(lane)
         self.do("list_executions", seat=seat, partition=place, cursor=after, limit=limit)
         self.do("scan_eligible_executions", seat=seat, lane_id=lane, partition=place, limit=limit)
+        behind = None if after is None else (self.clock.now - 100, after)
+        self.do("list_expired_leases", seat=seat, as_of=self.clock.now, after=behind, limit=limit)
         self.do("list_expired_leases", seat=seat, as_of=self.clock.now, limit=limit, namespace="n1")
         self.do("list_lanes", seat=seat, limit=limit, cursor=lane if cursor else None)
 
@@ -132,14 +153,8 @@ class Agreement(Lives):
         try:
             self.run(self._compare())
         finally:
-            self.run(self._close())
-            self.runner.close()
+            super().teardown()
             self._folder.cleanup()
-
-    async def _close(self) -> None:
-        for player in self.players:
-            for engine in player.engines:
-                await engine.close()
 
 
 @pytest.fixture

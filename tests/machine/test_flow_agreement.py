@@ -24,8 +24,8 @@ from flowfabric.stores.sqlite import SQLiteStore
 from flowfabric.testing.flow_invariants import check_flow_invariants
 from tests.conftest import emptied
 from tests.machine import choices as some
-from tests.machine.lives import is_active, is_over
 from tests.machine.players import Player
+from tests.machine.senses import is_active, is_over
 from tests.machine.table import live, move
 from tests.machine.test_agreement import Agreement
 

@@ -100,6 +100,25 @@ async def test_a_busy_claimer_hears_of_another_process_new_line_within_a_second(
     assert await claimed_id(one, capabilities=("gpu",)) == urgent
 
 
+async def test_work_that_outlasts_its_first_lease_goes_on_as_long_as_it_is_renewed(
+    engines: list[Engine], clock: ManualClock
+) -> None:
+    engine, other = engines
+    execution_id = await create(engine)
+    held = await engine.claim("default", **A, lease_ttl_ms=1000)
+    assert held is not None
+    for number in range(5):
+        clock.pass_ms(900)
+        await (engine if number % 2 else other).renew(held.handle)
+        engine.estimate.hear(clock.now + 500)  # it may be wrong about the time, and about who renewed
+        await engine.progress(held.handle, pct=20 * number)
+        assert await claimed_id(other) is None
+
+    await engine.complete(held.handle, result=b"done")
+    assert await engine.read_execution_state(execution_id) is PublicState.COMPLETED
+    assert (held.lease_epoch, await engine.read_total_attempt_count(execution_id)) == (1, 1)
+
+
 async def test_a_granted_crowd_does_not_hide_what_stands_behind_it(engines: list[Engine]) -> None:
     engine = engines[0]
     await engine.seed_waitpoint_hmac_secret("k1", "0123456789abcdef" * 4)

@@ -37,6 +37,7 @@ class BesideTheOracle(Lives):
         self._watch = Watch(self.players[0].engines[0])
         self._told: dict[str, list[tuple[Any, ...]]] = {}
         self._read_to = 0
+        self._compared: dict[str, tuple[Execution, dict[str, Any]]] = {}
         self._feeds = self.run(self._subscribe())
 
     async def open(self) -> list[Player]:
@@ -79,10 +80,14 @@ class BesideTheOracle(Lives):
         assert {row.execution_id for row in rows} == self.oracle.lives.keys(), call
         for row in rows:
             life = self.oracle.lives[row.execution_id]
+            core = life.core()
+            if self._compared.get(row.execution_id) == (row, core):
+                continue  # neither side has moved since they were found to agree
             known = core_fields(row, payloads[row.execution_id])
             record = {name: value for name, value in known.items() if name not in IGNORED}
-            assert record == life.core(), f"{call}: {row.execution_id}"
+            assert record == core, f"{call}: {row.execution_id}"
             await self._compare_cold(life)
+            self._compared[row.execution_id] = (row, core)
         await self._compare_feeds(call)
         await self._watch.check()
 
@@ -122,10 +127,6 @@ class BesideTheOracle(Lives):
             expected = once([entry for entry in map(_feed_entry, life.history) if entry])
             told_here = once(self._told.get(life.execution_id, []))
             assert told_here[len(told_here) - len(expected) :] == expected, call
-
-    def teardown(self) -> None:
-        self.run(self.players[0].engines[0].close())
-        self.runner.close()
 
 
 class OnAFlakyWire(BesideTheOracle):
@@ -210,9 +211,9 @@ def test_every_answer_and_every_record_is_as_the_second_telling_says() -> None:
     predict(examples=25, steps=40)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(12))
 def test_a_long_life_goes_as_the_second_telling_says(seed: int) -> None:
-    live(BesideTheOracle, seed, steps=150)
+    live(BesideTheOracle, seed, steps=400)
 
 
 @pytest.mark.parametrize("seed", range(3))

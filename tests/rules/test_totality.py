@@ -159,7 +159,7 @@ def _assert_ended(after: Execution) -> None:
     assert after.eligibility_state is EligibilityState.NOT_APPLICABLE
     assert after.blocking_reason is BlockingReason.NONE
     assert after.terminal_outcome is not TerminalOutcome.NONE
-    assert after.line is after.grant is after.granted_until is after.delay_until is after.deadline_at is None
+    assert (after.line, after.grant, after.granted_until, after.delay_until, after.deadline_at) == (None,) * 5
 
 
 def _after(row: Execution, decision: Decision[Any]) -> Execution | None:

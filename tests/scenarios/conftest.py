@@ -11,6 +11,7 @@ from flowfabric.settings import Settings
 from flowfabric.stores.base import Store
 from tests.scenarios.flowing import Flowing
 from tests.scenarios.play import Play
+from tests.scenarios.waits import Waits
 from tests.scenarios.watched import Watched
 
 
@@ -29,6 +30,11 @@ async def engine(keyless: Engine) -> Engine:
 @pytest.fixture
 def play(engine: Engine, clock: ManualClock) -> Play:
     return Play(engine, clock)
+
+
+@pytest.fixture
+def waits(play: Play) -> Waits:
+    return Waits(play)
 
 
 @pytest.fixture

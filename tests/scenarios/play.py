@@ -35,6 +35,7 @@ from flowfabric.model.execution import Execution, Grant
 from flowfabric.rules.feeds import Completion, LeaseNews, OperatorNews
 from flowfabric.rules.lease import Fence
 from flowfabric.stores.base import Want
+from flowfabric.testing import Gate
 from tests.scenarios.watched import Watched, dump
 
 N = TypeVar("N")
@@ -97,6 +98,18 @@ class Play:
     def now(self) -> int:
         """The store's time."""
         return self.clock.now
+
+    def slowed(self, verb: str) -> Gate:
+        """Stop the next call of a verb of the store until the test lets it go on."""
+        gate, inner = Gate(), getattr(self.store, verb)
+
+        async def passing(*given: Any, **named: Any) -> Any:
+            delattr(self.store, verb)
+            await gate.passes()
+            return await inner(*given, **named)
+
+        setattr(self.store, verb, passing)
+        return gate
 
     # -- doing --------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -19,12 +20,14 @@ from flowfabric.model.states import (
     TerminalOutcome,
     public_state,
 )
-from flowfabric.rules import place, views
+from flowfabric.rules import operate, place, views
 from flowfabric.rules.change import Change
 from flowfabric.stores.base import Due, Held, Scan, Store, Take, Taken, Where
 from flowfabric.stores.rows import TABLES
 
 EVERYTHING = 1_000_000
+
+BLOCKED_ON = {operate.BLOCKS[reason]: start for reason, start in place.BLOCKED_ON.items()}
 
 
 class Watched:
@@ -35,6 +38,7 @@ class Watched:
         self.calls: Counter[str] = Counter()
         self.after_due: Callable[[], Awaitable[Any]] | None = None
         self._epochs: dict[str, int] = {}
+        self._looking = asyncio.Lock()  # one look after the other, or an older one would be compared with a newer
 
     def __getattr__(self, name: str) -> Any:
         self.calls[name] += 1
@@ -68,6 +72,10 @@ class Watched:
         return due
 
     async def _look(self) -> None:
+        async with self._looking:
+            await self._compare()
+
+    async def _compare(self) -> None:
         ended: dict[str, list[Attempt]] = {}
         for attempt in await self.store.scan(Scan(Attempt, limit=EVERYTHING)):
             ended.setdefault(attempt.execution_id, []).append(attempt)
@@ -144,6 +152,10 @@ def _assert_active(row: Execution) -> None:
 def _assert_runnable(row: Execution) -> None:
     in_line = row.eligibility_state in (EligibilityState.ELIGIBLE_NOW, EligibilityState.BLOCKED_BY_ROUTE)
     assert row.line == (place.line_of(row) if in_line else None), "I11: only what may be claimed stands in line"
+    waits_for = BLOCKED_ON.get(row.eligibility_state)
+    assert waits_for is None or (row.blocked_on or "").startswith(waits_for)
+    assert (row.blocked_at is not None) == (row.eligibility_state in operate.BLOCKS.values())
+    assert (row.blocked_on is not None) == (waits_for is not None)
     delayed = row.eligibility_state is EligibilityState.NOT_ELIGIBLE_UNTIL_TIME
     assert delayed == (row.delay_until is not None), "I11"
     assert row.lease_expires_at is row.attempt_timeout_at is None, "I11"

@@ -19,9 +19,9 @@ from flowfabric import CreateExecution, Engine, __version__, connect
 from flowfabric.bench.drive import LEASE_MS, RESULT, WORKER
 from flowfabric.bench.ground import ground
 from flowfabric.bench.throughput import Progress, Steps
+from flowfabric.engine.asks import Change
 from flowfabric.engine.flows import GraphEdge
 from flowfabric.ids import FlowId, mint_for_flow
-from flowfabric.rules.change import Change
 
 IN_FLIGHT = 16
 SILENCE_MS = 10_000

@@ -79,7 +79,8 @@ class BulkCreate:
         except errors.FabricError as refused:
             self._answers[place] = refused
             return None
-        names, decision = _names(ask), create(None, None, ask, now)
+        names = _names(ask)
+        decision = create(None, None, ask, now, retention_ms=self._core.settings.retention_ms)
         if decision.change is None or not self._named.isdisjoint(names):
             self._again.append(Unsettled(place, ask))
             return None
@@ -133,6 +134,6 @@ async def settle_create(
     def decide(rows: list[list[Any]], now: int) -> Decision[Answer]:
         existing = rows[0][0] if rows[0] else None
         remembered = rows[1][0] if len(rows) > 1 and rows[1] else None
-        return create(existing, remembered, ask, now)
+        return create(existing, remembered, ask, now, retention_ms=core.settings.retention_ms)
 
     return await core.settle(wants, decide, trusting=[[] for _ in wants] if trusting else None, doubts=doubts)

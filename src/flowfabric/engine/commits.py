@@ -42,6 +42,13 @@ class Commits:
         writing.add_done_callback(self._under_way.discard)
         return writing
 
+    async def add_all(self, changes: Sequence[Change]) -> list[Verdict]:
+        """Write many changes about different roots, a batch at a time; each verdict stands for itself."""
+        verdicts: list[Verdict] = []
+        for start in range(0, len(changes), self._store.batch_limit):
+            verdicts += await self.send(changes[start : start + self._store.batch_limit])
+        return verdicts
+
     async def drained(self) -> None:
         """Wait until nothing is on its way."""
         while self._under_way:

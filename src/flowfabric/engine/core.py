@@ -17,20 +17,27 @@ from flowfabric import errors
 from flowfabric.clock import Estimate
 from flowfabric.engine.commits import Commits
 from flowfabric.engine.loads import Loads
+from flowfabric.engine.meters import Meters
 from flowfabric.engine.wakes import FEED, Wakes, due_topic, end_topic, lane_topic
 from flowfabric.handles import Handle, HandleFields, open_handle
 from flowfabric.ids import Minter
+from flowfabric.model.event import TOPIC_FIELDS, Event, FeedEvent
 from flowfabric.model.execution import Execution, LineKey
 from flowfabric.model.states import LifecyclePhase, OwnershipState
+from flowfabric.model.stream import Frame
+from flowfabric.model.suspension import Waitpoint
 from flowfabric.rules.change import Change, Decision, FromNow, Insert, Patch, Put
 from flowfabric.settings import Settings
 from flowfabric.stores.base import Loaded, Scan, Store, Want
+from flowfabric.stores.rows import TABLE
 
 A = TypeVar("A")
 Rows = list[list[Any]]
 
 SEEN_LIMIT = 20_000
 PATIENCE_S = 15.0
+MINTED = (Waitpoint, Frame)  # rows that are told in no feed, and whose ids or places are one call's own
+HISTORY = 1000
 
 
 class Doubt(msgspec.Struct, frozen=True):
@@ -53,13 +60,15 @@ class Core:
         self.estimate = Estimate()
         self.wakes = Wakes()
         self.commits = Commits(store)
+        self.meters = Meters()
         self.loads = Loads(store)
         self.chance: Callable[[], float] = random.random
         self._seen: dict[str, Execution] = {}
         self._lines: dict[str, set[LineKey]] = {}
         self.planned: dict[tuple[type[msgspec.Struct], str], int] = {}  # when this process looks at an instant next
         self._untold: set[str] = set()
-        self._takeovers: set[str] = set()  # lanes where this process put work up for takeover
+        self._decided_lanes: set[str] = set()  # lanes where this process put work that is claimed by decision
+        self._takeovers: set[str] = set()  # those where some of it is up for takeover
         self._looked_at: dict[str, int] = {}  # when this process last looked around in a lane
         self.before_commit: Callable[[Change, Rows], Awaitable[Change]] | None = None  # may make a change carry more
         self.after_commit: list[Callable[[Change], None]] = []  # what this process does about a written change
@@ -105,7 +114,7 @@ class Core:
             if rows is None:
                 loaded = await self.load(wants)
                 rows, now, fresh = loaded.rows, loaded.now, True
-                if doubtful and (found := _recognised(doubtful, rows)):
+                if doubtful and (found := _recognised(doubtful, rows) or await self._overtaken(doubtful)):
                     doubt, committed_at = found
                     self.note(doubt.change, doubt.rows, committed_at or now)
                     answer: A = doubt.decision.unwrap(committed_at or now)
@@ -146,6 +155,27 @@ class Core:
             lambda rows, now: decide(rows[0][0] if rows[0] else None, now),
             trusting=None if seen is None else [[seen]],
         )
+
+    async def _overtaken(self, doubtful: dict[int, Doubt]) -> tuple[Doubt, int | None] | None:
+        """The doubtful change that others have written over since: what it told, or a row of its own, is there."""
+        for doubt in doubtful.values():
+            if doubt.change.events and (told := await self._told(doubt.change.events[0])) is not None:
+                return doubt, told.at
+            inserts = [write.row for write in doubt.change.writes if isinstance(write, Insert)]
+            inserts = [row for row in inserts if isinstance(row, MINTED)]
+            wants = [Want(type(row), tuple(getattr(row, name) for name in TABLE[type(row)].key)) for row in inserts]
+            if not wants:
+                continue
+            for row, kept in zip(inserts, (await self.load(wants)).rows, strict=True):
+                if kept and is_as_meant(kept[0], row):
+                    return doubt, None
+        return None
+
+    async def _told(self, event: Event) -> FeedEvent | None:
+        """An event as it stands in its execution's history, if it does."""
+        topic = next(topic for topic, field in TOPIC_FIELDS.items() if getattr(event, field) is not None)
+        told = await self.patiently(lambda: self.store.history(event.execution_id, topic, HISTORY))
+        return next((one for one in told if one.event == event), None)
 
     def note(self, change: Change, rows: Rows, committed_at: int) -> None:
         """Remember and tell what a written change means to this process and to others."""
@@ -221,13 +251,15 @@ class Core:
         self.note_line(line)
         topics.add(lane_topic(line.lane_id))
         if line.decided:
-            self._takeovers.add(line.lane_id)
+            self._decided_lanes.add(line.lane_id)
 
     def _note_sheet(
         self, execution_id: str, fields: dict[str, Any], revision: int, rows: Rows, committed_at: int
     ) -> None:
         owned = fields.get("ownership_state")
         if owned is not None and owned is not OwnershipState.LEASED:
+            if owned is not OwnershipState.UNOWNED and (line := fields.get("line")):
+                self._takeovers.add(line.lane_id)
             self._seen.pop(execution_id, None)
             return
         for found in rows:
@@ -263,6 +295,14 @@ def _recognised(doubtful: dict[int, Doubt], rows: Rows) -> tuple[Doubt, int | No
             if doubt := doubtful.get(getattr(row, "revision", 0)):
                 return doubt, getattr(row, "last_mutation_at", None)
     return None
+
+
+def is_as_meant(found: msgspec.Struct, meant: msgspec.Struct) -> bool:
+    """Whether a row says what was to be inserted; instants that the store filled in, and revisions, say nothing."""
+    return all(
+        type(value) is FromNow or name == "revision" or getattr(found, name) == value
+        for name, value in msgspec.structs.asdict(meant).items()
+    )
 
 
 def applied(row: Execution, fields: dict[str, Any], revision: int, committed_at: int) -> Execution:

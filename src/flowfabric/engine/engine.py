@@ -7,16 +7,27 @@ from typing import Self
 
 import msgspec
 
+from flowfabric.engine import wait_sweeps
+from flowfabric.engine.admission_sweeps import admission_sweeps
 from flowfabric.engine.cancelling import Cancelling
 from flowfabric.engine.dispatch import Dispatcher
 from flowfabric.engine.flow_cancels import FlowCancels
 from flowfabric.engine.flow_reads import FlowReads
 from flowfabric.engine.flow_sweeps import FlowSweeps
 from flowfabric.engine.folding import Folding
+from flowfabric.engine.gates import Gates
 from flowfabric.engine.pulling import Pulling
 from flowfabric.engine.reads import Reads
+from flowfabric.engine.retention import Retention
+from flowfabric.engine.signals import Signals
+from flowfabric.engine.streams import StreamOps, Streams
 from flowfabric.engine.subscriptions import Subscriptions
+from flowfabric.engine.suspensions import Suspensions
 from flowfabric.engine.sweeper import Pass, Sweeper
+from flowfabric.engine.together import Together
+from flowfabric.engine.unblocking import Unblocking
+from flowfabric.engine.vault import Vault
+from flowfabric.engine.wakes import stream_topic
 from flowfabric.ids import ExecutionId, LaneId, Minter, RandomMinter, mint_solo, parse_lane_id
 from flowfabric.rules.feeds import Filter
 from flowfabric.settings import Settings
@@ -30,7 +41,7 @@ class Capabilities(msgspec.Struct, frozen=True):
     operations: tuple[str, ...]
 
 
-class Engine(FlowCancels, FlowReads, Pulling, Reads, Subscriptions):
+class Engine(FlowCancels, FlowReads, Suspensions, Signals, Streams, Gates, Pulling, Reads, Retention, Subscriptions):
     """A durable execution engine on one store. Use it as an async context manager, or call `close`."""
 
     def __init__(
@@ -45,6 +56,11 @@ class Engine(FlowCancels, FlowReads, Pulling, Reads, Subscriptions):
         super().__init__(store, minter=minter or RandomMinter(), settings=settings or Settings())
         self.schema = schema or Schema(0, 0)
         self._sweeper: Sweeper | None = None
+        self.vault = Vault(self.settings.secret_key)
+        self.together = Together(self)
+        self.stream_ops = StreamOps(self.settings.max_concurrent_stream_ops)
+        self.writers, self.taking_in, self.folds = {}, {}, set()
+        self.after_commit += [self.follow_streams, self.follow_children]
         self._turns = {}
         self._background = set()
         dispatch = self.settings.dispatch
@@ -54,7 +70,16 @@ class Engine(FlowCancels, FlowReads, Pulling, Reads, Subscriptions):
         self.before_commit = self.dispatcher.carry
         self.after_commit.append(self.dispatcher.follow)
         self._flow_sweeps = FlowSweeps(self, self)
-        store.on_wake(self.wakes.fire)
+        self.after_commit += [self.follow_messages]
+        self._unblocking = Unblocking(self)
+        store.on_wake(self._woken)
+
+    def _woken(self, topics: frozenset[str]) -> None:
+        """Another process says what happened; one that cannot say wakes everybody."""
+        if topics:
+            self.wakes.fire(topics)
+        else:
+            self.wakes.fire_all("")
 
     async def ping(self) -> int:
         """The store's time, in milliseconds since the epoch."""
@@ -72,7 +97,7 @@ class Engine(FlowCancels, FlowReads, Pulling, Reads, Subscriptions):
     def start_sweeps(self) -> None:
         """Run the background sweeps in this process too; any number of processes may."""
         if self._sweeper is None:
-            self._sweeper = Sweeper(self, self.settings.sweeps, self._flow_sweeps.sweeps())
+            self._sweeper = self.sweeper()
             self._sweeper.start()
 
     async def stop_sweeps(self) -> int:
@@ -80,15 +105,30 @@ class Engine(FlowCancels, FlowReads, Pulling, Reads, Subscriptions):
         sweeper, self._sweeper = self._sweeper, None
         return 0 if sweeper is None else await sweeper.stop()
 
-    async def sweep_once(self, name: str, chosen: Filter | None = None) -> Pass:
-        """One pass of a sweep, now; `chosen` restricts the sweeps of flows that act on single executions."""
-        return await Sweeper(self, self.settings.sweeps, self._flow_sweeps.sweeps(chosen)).sweep_once(name)
+    async def sweep_once(self, name: str, chosen: Filter | None = None, *, batch: int | None = None) -> Pass:
+        """One pass of a sweep, now; `chosen` restricts the sweeps over executions."""
+        return await self.sweeper(chosen).sweep_once(name, batch)
+
+    def sweeper(self, chosen: Filter | None = None) -> Sweeper:
+        """All sweeps, not yet running."""
+        more = (
+            *wait_sweeps.sweeps(self),
+            *self._flow_sweeps.sweeps(chosen),
+            *admission_sweeps(self, self._unblocking, chosen),
+        )
+        return Sweeper(self, self.settings.sweeps, more, chosen)
 
     async def close(self) -> None:
         """Stop sweeping, let what is on its way arrive, and let go of the store. A second call does nothing."""
         await self.stop_sweeps()
+        self.stream_ops.closing.set()
+        self.wakes.fire_all(stream_topic(""))
+        await self.frames_written()
+        await self.folds_done()
         await self.finish_background()
         await self.dispatcher.close()
+        self.stop_timers()
+        await self.delivered()
         await self.commits.drained()
         await self.store.close()
 

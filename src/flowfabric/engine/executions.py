@@ -15,6 +15,7 @@ from flowfabric.handles import Handle, HandleFields
 from flowfabric.model import answers
 from flowfabric.model.execution import Execution
 from flowfabric.model.flow import Dependency, EdgeGroup
+from flowfabric.model.suspension import Waitpoint
 from flowfabric.rules import (
     cancel,
     delay,
@@ -32,9 +33,10 @@ from flowfabric.rules import (
 from flowfabric.rules.change import Decision, FromNow
 from flowfabric.rules.create import CreateExecution
 from flowfabric.rules.lease import Fence
-from flowfabric.stores.base import Held, Want
+from flowfabric.stores.base import Held, Scan, Want, Where
 
 HANDLE = Fence()
+WAITPOINTS_PAGE = 1000
 
 
 class Executions(Core):
@@ -58,8 +60,12 @@ class Executions(Core):
         policy: str | Mapping[str, Any] | None = None,
         delay_until: int | None = None,
         execution_deadline_at: int | None = None,
+        parent_id: str | None = None,
     ) -> answers.Created | answers.Duplicate:
-        """Create an execution, or learn which earlier one stands for the same id or idempotency key."""
+        """Create an execution, or learn which earlier one stands for the same id or idempotency key.
+
+        The end of a child is told to its parent, which lives on the same partition.
+        """
         ask = intake.creation(
             CreateExecution(
                 execution_id=execution_id,
@@ -76,6 +82,7 @@ class Executions(Core):
                 policy=intake.policy_text(policy),
                 delay_until=delay_until,
                 execution_deadline_at=execution_deadline_at,
+                parent_id=parent_id,
             )
         )
         return await settle_create(self, ask, trusting=True)
@@ -386,10 +393,22 @@ class Executions(Core):
         execution = intake.execution(execution_id)
         return await self.settle_execution(execution, expiry.mark_lease_expired_if_due)
 
-    async def purge_execution(self, execution_id: str) -> bool:
+    async def purge_execution(self, execution_id: str, *, default_retention_ms: int | None = None) -> bool:
         """Remove a finished execution whose retention is over, with everything it owns."""
-        execution = intake.execution(execution_id)
-        return await self.settle_execution(execution, retention.purge)
+        execution, default = intake.execution(execution_id), default_retention_ms
+        gone = await self.settle_execution(execution, lambda row, now: retention.purge(row, now, None, default))
+        if isinstance(gone, bool):
+            return gone
+        named: list[str] = []
+        where, order = (Where("execution_id", "=", execution),), ("execution_id", "waitpoint_id")
+        while True:
+            after = (execution, named[-1]) if named else None
+            found = await self.scan(Scan(Waitpoint, where, order, after, WAITPOINTS_PAGE))
+            named += [one.waitpoint_id for one in found]
+            if len(found) < WAITPOINTS_PAGE:
+                break
+        went = await self.settle_execution(execution, lambda row, now: retention.purge(row, now, named, default))
+        return went is True
 
     # -- operators and schedulers -------------------------------------------------------------------------------
 

@@ -23,13 +23,14 @@ MAX_EPOCH = 2**64 - 1
 
 
 class ClaimOrder(msgspec.Struct, frozen=True, gc=False):
-    """Who wants work, from which lane, for how long at a time."""
+    """Who wants work, from which lane, for how long at a time, and whether budgets and quotas are asked."""
 
     lane_id: str
     worker_id: str
     worker_instance_id: str
     capabilities: frozenset[str]
     lease_ttl_ms: int
+    admission: bool = False
 
 
 def parsed(value: T | errors.FabricError) -> T:
@@ -134,7 +135,18 @@ def creation(ask: object) -> CreateExecution:
         policy=policy_text(ask.policy),
         delay_until=optional_instant("delay_until", ask.delay_until),
         execution_deadline_at=optional_instant("execution_deadline_at", ask.execution_deadline_at),
+        parent_id=_parent(ask.parent_id, execution_id),
     )
+
+
+def _parent(parent_id: object, child_id: ids.ExecutionId) -> ids.ExecutionId | None:
+    """A parent is told of the end in the change that makes it, so it has to live on the same partition."""
+    if parent_id is None:
+        return None
+    parent = ids.parse_execution_id(limits.text("parent_id", parent_id))
+    if ids.partition_of(parent) != ids.partition_of(child_id):
+        raise errors.InvalidInput("parent_id: on another partition than its child")
+    return parent
 
 
 def policy_text(policy: object) -> str | None:
@@ -187,7 +199,13 @@ def offered(tokens: object) -> frozenset[str]:
 
 
 def claim_order(
-    lane_id: object, worker_id: object, worker_instance_id: object, tokens: object, lease_ttl_ms: object
+    lane_id: object,
+    worker_id: object,
+    worker_instance_id: object,
+    tokens: object,
+    lease_ttl_ms: object,
+    *,
+    admission: bool = False,
 ) -> ClaimOrder:
     """A worker's wish for work."""
     return ClaimOrder(
@@ -196,6 +214,7 @@ def claim_order(
         instance(worker_instance_id),
         offered(tokens),
         limits.duration("lease_ttl_ms", lease_ttl_ms),
+        admission,
     )
 
 

@@ -8,6 +8,8 @@ import msgspec
 
 from flowfabric import errors
 from flowfabric.engine.core import Core
+from flowfabric.engine.together import Together
+from flowfabric.engine.vault import UNREADABLE, Vault
 from flowfabric.model.keys import Keystore, SigningKey
 from flowfabric.rules import limits, tokens
 from flowfabric.rules.change import Change, Decision, Delete, Guard, Put
@@ -26,12 +28,15 @@ class PartitionRotation(msgspec.Struct, frozen=True):
 class Keys(Core):
     """What can be done to signing keys."""
 
+    vault: Vault
+    together: Together
+
     async def seed_waitpoint_hmac_secret(self, kid: str, secret_hex: str) -> tokens.Seeded | tokens.AlreadySeeded:
         """Install the first signing key; call it on every start, it never overwrites."""
         limits.text("kid", kid, limit=limits.MAX_NAME_BYTES)
         limits.text("secret_hex", secret_hex)
         answer: Any = await self.settle(
-            KEYSTORE, lambda rows, _: _decided(rows, tokens.seed(tuple(rows[1]), kid, secret_hex))
+            KEYSTORE, lambda rows, _: self._decided(rows, tokens.seed(self.keys_in(rows[1]), kid, secret_hex))
         )
         return answer  # type: ignore[no-any-return]
 
@@ -46,7 +51,9 @@ class Keys(Core):
         try:
             result: Any = await self.settle(
                 KEYSTORE,
-                lambda rows, now: _decided(rows, tokens.rotate(tuple(rows[1]), new_kid, new_secret_hex, grace_ms, now)),
+                lambda rows, now: self._decided(
+                    rows, tokens.rotate(self.keys_in(rows[1]), new_kid, new_secret_hex, grace_ms, now)
+                ),
             )
         except errors.RotationConflict as conflict:
             result = conflict
@@ -55,7 +62,7 @@ class Keys(Core):
     async def ensure_signing_key(self, secret_hex: str) -> tokens.Seeded | tokens.AlreadySeeded:
         """Put this secret into an empty keystore as its first key; an existing key stays."""
         answer: Any = await self.settle(
-            KEYSTORE, lambda rows, _: _decided(rows, tokens.install(tuple(rows[1]), secret_hex))
+            KEYSTORE, lambda rows, _: self._decided(rows, tokens.install(self.keys_in(rows[1]), secret_hex))
         )
         return answer  # type: ignore[no-any-return]
 
@@ -67,23 +74,34 @@ class Keys(Core):
     async def signing_key(self, op: str) -> SigningKey:
         """The key that signs grants; without one nothing is granted."""
         loaded = await self.load(KEYSTORE)
-        signer = tokens.grant_signer(tuple(loaded.rows[1]), op)
+        signer = tokens.grant_signer(self.keys_in(loaded.rows[1]), op)
         if isinstance(signer, errors.FabricError):
             raise signer
         return signer
 
+    def keys_in(self, rows: list[Any]) -> tuple[SigningKey, ...]:
+        """Keys as they were loaded, with their secrets opened."""
+        opened = (self.vault.open(key.secret_hex, key.kid) for key in rows)
+        return tuple(msgspec.structs.replace(key, secret_hex=secret) for key, secret in zip(rows, opened, strict=True))
 
-def _decided(rows: list[list[Any]], decision: tokens.KeyDecision) -> Decision[Any]:
-    if not decision.put and not decision.drop:
-        return Decision(decision.answer)
-    root = rows[0][0] if rows[0] else None
-    current = next((key.kid for key in decision.put if key.current), root.current_kid if root else "")
-    change = Change(
-        guards=(Guard(Keystore, (0,), None if root is None else root.revision),),
-        writes=(
-            Put(Keystore(0, current)),
-            *(Delete(SigningKey, (0, kid)) for kid in decision.drop),
-            *(Put(key) for key in decision.put),
-        ),
-    )
-    return Decision(decision.answer, change)
+    def _decided(self, rows: list[list[Any]], decision: tokens.KeyDecision) -> Decision[Any]:
+        if not decision.put and not decision.drop:
+            return Decision(decision.answer)
+        root = rows[0][0] if rows[0] else None
+        current = next((key.kid for key in decision.put if key.current), root.current_kid if root else "")
+        sealed = (msgspec.structs.replace(key, secret_hex=self._sealed(key, rows[1])) for key in decision.put)
+        change = Change(
+            guards=(Guard(Keystore, (0,), None if root is None else root.revision),),
+            writes=(
+                Put(Keystore(0, current)),
+                *(Delete(SigningKey, (0, kid)) for kid in decision.drop),
+                *(Put(key) for key in sealed),
+            ),
+        )
+        return Decision(decision.answer, change)
+
+    def _sealed(self, key: SigningKey, kept: list[SigningKey]) -> str:
+        """The key's secret as it is to be kept; one that could not be opened here stays as it is."""
+        if key.secret_hex == UNREADABLE:
+            return next(one.secret_hex for one in kept if one.kid == key.kid)
+        return self.vault.seal(key.secret_hex, key.kid)

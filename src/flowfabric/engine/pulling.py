@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from flowfabric import errors
-from flowfabric.engine.claims import Claims
+from flowfabric.engine.scheduler import Scheduler
 from flowfabric.engine.wakes import end_topic, lane_topic, waited
 from flowfabric.ids import parse_execution_id
 from flowfabric.model import answers
@@ -29,7 +29,7 @@ class Ended(msgspec.Struct, frozen=True):
     reason: str | None
 
 
-class Pulling(Claims):
+class Pulling(Scheduler):
     """Work for a worker of several lanes, and the end of an execution for whoever waits for it."""
 
     _next_lane: int = 0
@@ -61,7 +61,7 @@ class Pulling(Claims):
                 claimed: list[answers.Claimed] = []
                 for turn in range(len(lanes)):
                     lane = lanes[(self._next_lane + turn) % len(lanes)]
-                    claimed += await self.claim_many(
+                    claimed += await self.claim_admitted(
                         lane,
                         limit - len(claimed),
                         worker_id=worker_id,

@@ -2,7 +2,9 @@
 
 Each sweep holds a short lease on its own name, so that many processes do not fetch the same rows, looks for rows whose
 instant has come, and hands each to the verb that decides about it again. It then sleeps until the next instant that it
-saw, at most its interval. A sweep that fails is tried again after a growing pause; stopping waits for the item in hand.
+saw, at most its interval. An item that fails again and again is left alone for a while and never holds up the others.
+A sweep that meets an absent store is tried again after a growing pause, one that crashes is started again; stopping
+waits for the items in hand.
 """
 
 from __future__ import annotations
@@ -11,23 +13,30 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
 
 import msgspec
 
 from flowfabric import errors
 from flowfabric.engine.claims import Claims
+from flowfabric.engine.forbearance import Forbearance
 from flowfabric.engine.wakes import due_topic
+from flowfabric.ids import scan_jitter
 from flowfabric.model import answers
 from flowfabric.model.execution import Execution
 from flowfabric.model.sweep import SweepLease
 from flowfabric.rules import expiry, limits, sweeps
+from flowfabric.rules.feeds import Filter
 from flowfabric.settings import Sweeps
-from flowfabric.stores.base import Want, Where
+from flowfabric.stores.base import Scan, Want, Where
+from flowfabric.stores.rows import TABLE
 
 logger = logging.getLogger("flowfabric.sweeper")
 
 LEAST_INTERVAL_MS = 100
 LONGEST_PAUSE_S = 30.0
+RESTART_S = 5.0
+MOST_PAGES = 20
 
 
 class Pass(msgspec.Struct, frozen=True):
@@ -42,36 +51,46 @@ class Pass(msgspec.Struct, frozen=True):
 class Sweep(msgspec.Struct, frozen=True):
     """One kind of due work: which instant, and the verb that decides about a row whose instant has come.
 
-    `whole` is for work that is not found by an instant of an execution: it makes a pass of its own.
+    The verb gets the id of an execution, or the row itself of another kind. `whole` is for work that is not found by
+    an instant: it makes a pass of its own over about so many items.
     """
 
     name: str
     column: str = ""
-    act: Callable[[str], Awaitable[bool]] | None = None
+    act: Callable[[Any], Awaitable[bool]] | None = None
     where: tuple[Where, ...] = ()
     whole: Callable[[int], Awaitable[Pass]] | None = None
+    row: type[msgspec.Struct] = Execution
 
 
 class Sweeper:
     """The background sweeps of one process."""
 
-    def __init__(self, engine: Claims, settings: Sweeps, more: Iterable[Sweep] = ()) -> None:
+    def __init__(
+        self, engine: Claims, settings: Sweeps, more: Iterable[Sweep] = (), chosen: Filter | None = None
+    ) -> None:
+        """`chosen` restricts the sweeps over executions to some of them, on top of what the settings say."""
         self._engine = engine
         self._settings = settings
+        self._filters = [Filter(settings.namespace, settings.instance_tag), chosen or Filter()]
         self._holder = engine.minter.uuid()
         self._stopping = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
+        self._forbearance: dict[str, Forbearance] = {}
+        self.restarts = 0
         self.sweeps = {sweep.name: sweep for sweep in (*_sweeps(engine), *more)}
+
+    # -- running --------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Run every sweep that has an interval."""
         for sweep in self.sweeps.values():
             interval = getattr(self._settings, f"{sweep.name}_ms")
             if interval > 0:
-                self._tasks.append(asyncio.create_task(self._run(sweep, max(interval, LEAST_INTERVAL_MS))))
+                self._tasks.append(asyncio.create_task(self._supervise(sweep, max(interval, LEAST_INTERVAL_MS))))
 
     async def stop(self, grace_s: float = 15.0) -> int:
-        """Stop after the item in hand; how many sweeps did not make it in time and were cut off."""
+        """Stop after the items in hand; how many sweeps did not make it in time and were cut off."""
         self._stopping.set()
         if not self._tasks:
             return 0
@@ -80,26 +99,34 @@ class Sweeper:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks.clear()
+        if late:
+            self._engine.meters.count("ff_shutdown_timeout", len(late))
         return len(late)
 
-    async def sweep_once(self, name: str) -> Pass:
-        """One pass now, whoever holds the sweep."""
-        sweep = self.sweeps.get(limits.text("sweep", name))
-        if sweep is None:
-            raise errors.InvalidInput(f"sweep: {name!r} is none of {', '.join(self.sweeps)}")
-        return await self._pass(sweep)
+    async def _supervise(self, sweep: Sweep, interval_ms: int) -> None:
+        """Run a sweep until it is time to stop, and start it again after a crash."""
+        while not self._stopping.is_set():
+            try:
+                await self._run(sweep, interval_ms)
+            except Exception:
+                self.restarts += 1
+                self._engine.meters.count("ff_scanner_restart", scanner=sweep.name)
+                logger.exception("sweep %s crashed; it starts again in %.0f s", sweep.name, RESTART_S)
+                await self._rest(RESTART_S)
 
     async def _run(self, sweep: Sweep, interval_ms: int) -> None:
         failures = 0
+        # So that the processes of a deployment do not march in step.
+        spread = scan_jitter(f"{self._holder}:{sweep.name}", 1000) / 1000
         while not self._stopping.is_set():
-            pause_s = interval_ms / 1000
-            hint = self._engine.wakes.expect(due_topic(Execution, sweep.column))
+            pause_s = interval_ms / 1000 * (1 + self._settings.jitter * spread)
+            hint = self._engine.wakes.expect(due_topic(sweep.row, sweep.column))
             try:
                 if await self._hold(sweep, interval_ms * 3):
-                    done = await self._pass(sweep)
+                    done = await self._timed(sweep)
                     if done.next_at is not None:
                         pause_s = min(pause_s, max(0.0, (done.next_at - done.now) / 1000))
-                    if done.processed == self._settings.batch:
+                    if done.processed >= self._batch(sweep):
                         pause_s = 0.0
                 failures = 0
             except errors.StoreUnavailable as away:
@@ -112,35 +139,99 @@ class Sweeper:
 
     async def _sleep(self, sweep: Sweep, pause_s: float, hint: asyncio.Future[None]) -> None:
         """Until the pause is over, something falls due earlier, or it is time to stop."""
-        planned, key = self._engine.planned, (Execution, sweep.column)
+        planned, key = self._engine.planned, (sweep.row, sweep.column)
         if sweep.column:
             planned[key] = self._engine.estimate.now() + int(pause_s * 1000)
-        stopping = asyncio.create_task(self._stopping.wait())
         try:
-            await asyncio.wait((stopping, hint), timeout=max(0.001, pause_s), return_when=asyncio.FIRST_COMPLETED)
+            await self._rest(pause_s, hint)
         finally:
             planned.pop(key, None)
-            stopping.cancel()
             hint.cancel()
 
-    async def _pass(self, sweep: Sweep) -> Pass:
-        if sweep.whole is not None:
-            return await sweep.whole(self._settings.batch)
-        due = await self._engine.store.due(Execution, sweep.column, limit=self._settings.batch, where=sweep.where)
-        self._engine.estimate.hear(due.now)
-        acts = await asyncio.gather(*(self._act(sweep, row.execution_id) for row in due.rows))
-        return Pass(sum(act is True for act in acts), sum(act is None for act in acts), due.now, due.next_at)
+    async def _rest(self, pause_s: float, *hints: asyncio.Future[None]) -> None:
+        stopping = asyncio.create_task(self._stopping.wait())
+        waited: list[asyncio.Future[Any]] = [stopping, *hints]
+        try:
+            await asyncio.wait(waited, timeout=max(0.001, pause_s), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopping.cancel()
 
-    async def _act(self, sweep: Sweep, execution_id: str) -> bool | None:
+    # -- one pass -------------------------------------------------------------------------------------------------
+
+    async def sweep_once(self, name: str, batch: int | None = None) -> Pass:
+        """One pass now, whoever holds the sweep."""
+        sweep = self.sweeps.get(limits.text("sweep", name))
+        if sweep is None:
+            raise errors.InvalidInput(f"sweep: {name!r} is none of {', '.join(self.sweeps)}")
+        if batch is not None:
+            limits.integer("batch", batch, least=1, most=10_000)
+        return await self._timed(sweep, batch)
+
+    async def _timed(self, sweep: Sweep, batch: int | None = None) -> Pass:
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        try:
+            return await self._pass(sweep, self._batch(sweep) if batch is None else batch)
+        finally:
+            self._engine.meters.count("ff_scanner_cycle", scanner=sweep.name)
+            self._engine.meters.took("ff_scanner_cycle_duration", clock() - began, scanner=sweep.name)
+
+    def _batch(self, sweep: Sweep) -> int:
+        return self._settings.batches.get(sweep.name, self._settings.batch)
+
+    async def _pass(self, sweep: Sweep, batch: int) -> Pass:
+        if sweep.whole is not None:
+            return await sweep.whole(batch)
+        forbearance = self._forbearance.setdefault(sweep.name, Forbearance())
+        forbearance.next_cycle()
+        rows, now, next_at = await self._due(sweep, batch, forbearance)
+        acts = await asyncio.gather(*(self._act(sweep, row) for row in rows))
+        for row, act in zip(rows, acts, strict=True):
+            forbearance.note(_name(row), failed=isinstance(act, errors.FabricError))
+        failed = [act for act in acts if isinstance(act, errors.FabricError)]
+        if failed and len(failed) == len(acts) and isinstance(failed[0], errors.StoreUnavailable):
+            raise failed[0]
+        return Pass(sum(act is True for act in acts), len(failed), now, next_at)
+
+    async def _due(self, sweep: Sweep, batch: int, forbearance: Forbearance) -> tuple[list[Any], int, int | None]:
+        """The rows to act on: due, chosen, and not left alone for having failed too often.
+
+        Those that are passed over never hide the ones behind them.
+        """
+        engine, column = self._engine, sweep.column
+        where = sweep.where + self._wheres(sweep)
+        due = await engine.patiently(lambda: engine.store.due(sweep.row, column, limit=batch, where=where))
+        engine.estimate.hear(due.now)
+        page = due.rows
+        rows = [row for row in page if self._wants(sweep, row) and not forbearance.spares(_name(row))]
+        for _ in range(MOST_PAGES):
+            if len(rows) >= batch or len(page) < batch:
+                break
+            key = TABLE[sweep.row].key
+            order = (column, *(name for name in key if name != column))
+            after = tuple(getattr(page[-1], name) for name in order)
+            page = await engine.scan(Scan(sweep.row, (Where(column, "<=", due.now), *where), order, after, batch))
+            rows += [row for row in page if self._wants(sweep, row) and not forbearance.spares(_name(row))]
+        return rows[:batch], due.now, due.next_at
+
+    def _wheres(self, sweep: Sweep) -> tuple[Where, ...]:
+        """What the store can filter by."""
+        if sweep.row is not Execution:
+            return ()
+        names = [one.namespace for one in self._filters if one.namespace is not None]
+        return tuple(Where("namespace", "=", name) for name in names)
+
+    def _wants(self, sweep: Sweep, row: Any) -> bool:
+        return sweep.row is not Execution or all(one.accepts(row) for one in self._filters)
+
+    async def _act(self, sweep: Sweep, row: Any) -> bool | errors.FabricError:
         if self._stopping.is_set() or sweep.act is None:
             return False
         try:
-            return await sweep.act(execution_id)
-        except errors.StoreUnavailable:
-            raise
-        except errors.FabricError:
-            logger.exception("sweep %s: %s was left for the next pass", sweep.name, execution_id)
-            return None
+            return await sweep.act(row.execution_id if sweep.row is Execution else row)
+        except errors.FabricError as failed:
+            logger.warning("sweep %s: %s is left for another pass: %s", sweep.name, _name(row), failed)
+            return failed
 
     async def _hold(self, sweep: Sweep, ttl_ms: int) -> bool:
         return await self._engine.settle(
@@ -153,6 +244,10 @@ class Sweeper:
             (Want(SweepLease, (sweep.name,)),),
             lambda rows, _: sweeps.let_go(rows[0][0] if rows[0] else None, self._holder),
         )
+
+
+def _name(row: Any) -> tuple[Any, ...]:
+    return tuple(getattr(row, name) for name in TABLE[type(row)].key)
 
 
 def _sweeps(engine: Claims) -> tuple[Sweep, ...]:

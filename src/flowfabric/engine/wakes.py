@@ -19,6 +19,14 @@ class Wakes:
                 if not waiter.done():
                     waiter.set_result(None)
 
+    def fire_all(self, prefix: str) -> None:
+        """Wake everyone who waits for a topic that begins like this."""
+        self.fire([topic for topic in self._waiters if topic.startswith(prefix)])
+
+    def waiting(self, topic: str) -> int:
+        """How many wait for a hint about this."""
+        return len(self._waiters.get(topic, ()))
+
     def expect(self, *topics: str) -> asyncio.Future[None]:
         """A future for the next hint. Ask for it before looking, so that nothing falls between look and wait."""
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -48,6 +56,11 @@ async def waited(waiter: asyncio.Future[None], timeout_s: float) -> bool:
 def lane_topic(lane_id: str) -> str:
     """Work became claimable in this lane."""
     return f"lane:{lane_id}"
+
+
+def stream_topic(execution_id: str) -> str:
+    """This execution put something out, or will no more."""
+    return f"stream:{execution_id}"
 
 
 def end_topic(execution_id: str) -> str:

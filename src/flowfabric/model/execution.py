@@ -111,7 +111,16 @@ class Execution(msgspec.Struct, frozen=True, gc=False):
     progress_message: str | None = None
     progress_updated_at: int | None = None
 
+    current_suspension_id: str | None = None  # set while a suspension is open
+    current_waitpoint_id: str | None = None  # its primary waitpoint
+    last_hmac_validation_failed_at: int | None = None
+    stream_index: int | None = None  # the last attempt that has written an output stream
+    parent_id: str | None = None  # the execution that waits for this one, on the same partition
+    has_waits: bool = False  # whether it ever had waitpoints, messages or a suspension
+    has_steps: bool = False  # whether it ever recorded a durable step
     successors: str | None = None  # who waits for its end (rules.successors); None when nobody does
+    blocked_on: str | None = None  # what would set it free: `budget:<id>`, `quota:<id>`, `route:<lane>`
+    blocked_at: int | None = None
 
     revision: int = 0  # the id of the change that wrote this row last
 

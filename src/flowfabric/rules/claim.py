@@ -162,6 +162,21 @@ def claim_resumed_execution(
     return continue_attempt(row, holder, "claim_resumed", remaining_attempt_timeout_ms)
 
 
+def claim_waiting(row: Execution, holder: Holder, offered: frozenset[str], now: int) -> Decision[Acquired | None]:
+    """The ordinary claim's form: no grant is needed, but one in force for somebody is respected.
+
+    What waits for a capable worker only is claimed as well: here is one.
+    """
+    waits = operate.is_eligible(row) or _is_route_blocked(row)
+    if not waits or row.ownership_state is not OwnershipState.UNOWNED or live_grant(row, now):
+        return Decision(None)
+    if capabilities.missing(row.required_capabilities, offered):
+        return Decision(None)
+    if row.attempt_state is AttemptState.ATTEMPT_INTERRUPTED:
+        return continue_attempt(row, holder, "claim_resumed", None)
+    return begin_attempt(row, holder)
+
+
 def issue_grant_and_claim(row: Execution | None, holder: Holder, now: int) -> Decision[Acquired]:
     """The operator's one-step claim: no capability, budget or quota is asked for, and no grant remains."""
     if row is None:

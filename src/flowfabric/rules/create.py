@@ -24,7 +24,7 @@ from flowfabric.model.states import (
 from flowfabric.rules import place
 from flowfabric.rules.change import Change, Decision, Guard, Insert, Put, Write, absent, at, refuse
 from flowfabric.rules.notes import write_tags
-from flowfabric.rules.policy import Terms, parse_policy
+from flowfabric.rules.policy import Terms, encode_terms, parse_policy
 from flowfabric.rules.tags import check_tags
 
 
@@ -45,6 +45,7 @@ class CreateExecution(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     policy: str | None = None
     delay_until: int | None = None
     execution_deadline_at: int | None = None
+    parent_id: str | None = None
 
     @property
     def digest(self) -> str:
@@ -54,9 +55,17 @@ class CreateExecution(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 
 
 def create(
-    existing: Execution | None, remembered: IdempotencyKey | None, ask: CreateExecution, now: int
+    existing: Execution | None,
+    remembered: IdempotencyKey | None,
+    ask: CreateExecution,
+    now: int,
+    *,
+    retention_ms: int | None = None,
 ) -> Decision[Created | Duplicate]:
-    """A new execution, claimable at once or after its delay; an id or key that is known changes nothing."""
+    """A new execution, claimable at once or after its delay; an id or key that is known changes nothing.
+
+    `retention_ms` is how long it is kept after its end when its policy does not say.
+    """
     if remembered is not None and remembered.expires_at > now:
         return Decision(Duplicate(remembered.execution_id))
     if existing is not None:
@@ -66,6 +75,9 @@ def create(
         return refuse(terms)
     if bad_tag := check_tags(ask.tags):
         return refuse(bad_tag)
+    if retention_ms is not None and terms.retention_ttl_ms is None:
+        terms = msgspec.structs.replace(terms, retention_ttl_ms=retention_ms)
+        terms_text = encode_terms(terms)
 
     delay_until = terms.delay_until if ask.delay_until is None else ask.delay_until
     delayed = delay_until is not None and delay_until > now
@@ -85,7 +97,7 @@ def create(
     change = Change(
         guards=guards,
         writes=writes,
-        lines=() if row.line else (place.line_for(row.lane_id, row.required_capabilities, terms),),  # lists its lane
+        lines=() if row.line else (place.line_of(row),),  # lists its lane
         not_before=max(earliest, default=None),
         not_after=delay_until - 1 if delay_until is not None and delayed else None,
     )
@@ -116,6 +128,7 @@ def _born(ask: CreateExecution, terms: Terms, terms_text: str | None, delay_unti
         line=line,
         rank=at(place.rank_offset(priority, terms)),
         next_timeout_ms=terms.attempt_timeout_ms,
+        parent_id=ask.parent_id,
     )
 
 

@@ -56,5 +56,6 @@ def _expired(row: Execution, reason: str) -> Change:
         attempt=AttemptRecordState.ENDED_FAILURE,
         attempt_reason=reason,
         released=f"expired:{reason}",
+        suspension=f"expired:{reason}",
         failure_reason=reason,
     )

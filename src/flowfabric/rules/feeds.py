@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from flowfabric.model.event import Event, FeedEvent
+from flowfabric.model.execution import Execution
 from flowfabric.rules import notes, tags
 
 REVOKED_BY_RECONCILER = frozenset({"max_reclaims_exceeded", "dependency_impossible"})
@@ -35,6 +36,11 @@ class Completion(msgspec.Struct, frozen=True):
     namespace: str
     instance_tag: str | None
 
+    @property
+    def variant(self) -> str:
+        """Success, Failure, Cancelled, or Other with the word that was stored."""
+        return OUTCOMES.get(self.outcome, f"Other({self.outcome})")
+
 
 class OperatorNews(msgspec.Struct, frozen=True):
     """An entry of the operator feed."""
@@ -46,13 +52,34 @@ class OperatorNews(msgspec.Struct, frozen=True):
     details: dict[str, Any]
 
 
+class SignalNews(msgspec.Struct, frozen=True):
+    """An entry of the signal feed: Satisfied, Buffered, Deduped, or another effect by its name."""
+
+    position: int
+    at: int
+    execution_id: str
+    signal_id: str
+    waitpoint_id: str | None
+    source_identity: str | None
+    effect: str
+
+
+SIGNAL_EFFECTS = {
+    "resume_condition_satisfied": "Satisfied",
+    "buffered_for_pending_waitpoint": "Buffered",
+    "deduped": "Deduped",
+}
+
+OUTCOMES = {"success": "Success", "failed": "Failure", "failure": "Failure", "cancelled": "Cancelled"}
+
+
 class Filter(msgspec.Struct, frozen=True):
-    """Which events a subscriber wants; unset parts ask for nothing."""
+    """Which events a subscriber wants, or which executions a sweep; unset parts ask for nothing."""
 
     namespace: str | None = None
     instance_tag: tuple[str, str] | None = None
 
-    def accepts(self, event: Event) -> bool:
+    def accepts(self, event: Event | Execution) -> bool:
         """Whether namespace and tag, as they were when it happened, both match."""
         if self.namespace is not None and event.namespace != self.namespace:
             return False
@@ -84,6 +111,22 @@ def completion(told: FeedEvent) -> Completion:
         event.flow_id,
         event.namespace,
         notes.read_tags(event.tags).get(tags.INSTANCE_TAG),
+    )
+
+
+def signal_news(told: FeedEvent) -> SignalNews:
+    """The signal feed's entry."""
+    event = told.event
+    details = msgspec.json.decode(event.details or "{}", type=dict[str, str])
+    effect = event.signal or ""
+    return SignalNews(
+        told.position,
+        told.at,
+        event.execution_id,
+        details.get("signal_id", ""),
+        details.get("waitpoint_id"),
+        details.get("source_identity"),
+        SIGNAL_EFFECTS.get(effect, f"Other({effect})"),
     )
 
 

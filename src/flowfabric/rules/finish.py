@@ -14,7 +14,7 @@ from flowfabric.model.states import (
     LifecyclePhase,
     TerminalOutcome,
 )
-from flowfabric.rules import lease, step
+from flowfabric.rules import closing, lease, step
 from flowfabric.rules.change import Change, Decision, FromNow, Put, live, refuse, seen
 from flowfabric.rules.lease import Fence
 from flowfabric.rules.policy import backoff_ms, decode_terms, may_retry, parse_retry
@@ -112,6 +112,7 @@ def _retry_later(row: Execution, backoff: int, reason: str, category: str) -> De
         writes=(
             step.moved(row, fields),
             lease.attempt_ended(row, AttemptRecordState.ENDED_FAILURE, reason=reason, category=category),
+            *closing.close_stream(row, closing.ATTEMPT_FAILURE),
         ),
         events=(lease.lease_event(row, "released", reason="failed_retry_scheduled"),),
     )

@@ -25,7 +25,7 @@ from flowfabric.model.states import (
     OwnershipState,
     PublicState,
 )
-from flowfabric.rules import place
+from flowfabric.rules import closing, place
 from flowfabric.rules.change import NOW, Change, Decision, FromNow, Insert, Patch, at, lapsed, refuse, seen
 
 OPERATOR_OVERRIDE = "operator_override"
@@ -104,7 +104,7 @@ def mark_expired(row: Execution) -> Change | None:
     }
     return Change(
         guards=(seen(row, lapsed(row)),),
-        writes=(Patch(Execution, (row.execution_id,), fields),),
+        writes=(Patch(Execution, (row.execution_id,), fields), *closing.close_stream(row, closing.LEASE_EXPIRED)),
         events=(lease_event(row, "expired"),),
     )
 
@@ -121,6 +121,8 @@ CLAIMED: dict[str, Any] = {
     "granted_until": None,
     "grant": None,
     "delay_until": None,
+    "blocked_on": None,
+    "blocked_at": None,
     "attempt_suspended_at": None,
     "attempt_suspension": None,
     "lease_expired_at": None,

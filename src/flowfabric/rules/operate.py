@@ -107,8 +107,8 @@ def change_priority(row: Execution | None, priority: int) -> Decision[Changed]:
     return Decision(Changed(row.execution_id), change)
 
 
-def block(row: Execution | None, reason: str, detail: str) -> Decision[Blocked]:
-    """Take a claimable execution out of reach for a named reason.
+def block(row: Execution | None, reason: str, detail: str, on: str = "") -> Decision[Blocked]:
+    """Take a claimable execution out of reach for a named reason; `on` is the budget or quota policy in the way.
 
     What waits for a capable worker keeps its line: a worker that has the capabilities may take it at once.
     """
@@ -126,8 +126,12 @@ def block(row: Execution | None, reason: str, detail: str) -> Decision[Blocked]:
         "eligibility_state": BLOCKS[blocking],
         "blocking_reason": blocking,
         "blocking_text": detail or None,
+        "blocked_on": place.blocked_on(blocking, on),
+        "blocked_at": NOW,
     }
-    if blocking is not BlockingReason.WAITING_FOR_CAPABLE_WORKER:
+    if blocking is BlockingReason.WAITING_FOR_CAPABLE_WORKER:
+        fields["blocked_on"] = place.blocked_on(blocking, row.lane_id)
+    else:
         fields["line"] = None
     change = Change(guards=(seen(row),), writes=(step.moved(row, fields),))
     return Decision(Blocked(row.execution_id, reason), change)

@@ -21,6 +21,18 @@ NEXT_TYPE = {
 }
 
 
+BLOCKED_ON = {
+    BlockingReason.WAITING_FOR_BUDGET: "budget:",
+    BlockingReason.WAITING_FOR_QUOTA: "quota:",
+    BlockingReason.WAITING_FOR_CAPABLE_WORKER: "route:",
+}
+
+
+def blocked_on(reason: BlockingReason, name: str) -> str | None:
+    """What an execution waits for, as one name by which it can be found and set free; None for what nobody seeks."""
+    return BLOCKED_ON[reason] + name if reason in BLOCKED_ON else None
+
+
 def clamp_priority(priority: int) -> int:
     """Priorities outside 0..9000 are taken as the nearest end."""
     return max(0, min(PRIORITY_MAX, priority))
@@ -36,13 +48,13 @@ def rank_offset(priority: int, terms: Terms) -> int:
 
 
 def line_for(lane_id: str, required: str | None, terms: Terms, *, decided: bool = False) -> LineKey:
-    """The line of work of this kind."""
+    """The line of work of this kind. Where budgets or quotas have a say, it is claimed by decision."""
     return LineKey(
         lane_id=lane_id,
         required=required or "",
         fairness_key=terms.fairness_key or "",
         fairness_weight=terms.fairness_weight,
-        decided=decided,
+        decided=decided or bool(terms.budget_ids or terms.quota_policy_ids),
     )
 
 
@@ -63,6 +75,8 @@ def entrance(row: Execution, attempt_state: AttemptState) -> dict[str, Any]:
         "blocking_reason": BlockingReason.WAITING_FOR_WORKER,
         "blocking_text": None,
         "delay_until": None,
+        "blocked_on": None,
+        "blocked_at": None,
         "line": line_of(row),
         "next_type": NEXT_TYPE.get(attempt_state),
     }

@@ -14,9 +14,19 @@ from flowfabric.model.states import (
     OwnershipState,
     TerminalOutcome,
 )
-from flowfabric.rules import capabilities, lease, step
+from flowfabric.rules import capabilities, closing, lease, step
 from flowfabric.rules.change import Decision, refuse
-from flowfabric.rules.claim import Acquired, GrantOrder, KeyMaker, acquired, granted, live_grant, mismatch, stored_grant
+from flowfabric.rules.claim import (
+    Acquired,
+    GrantOrder,
+    KeyMaker,
+    acquired,
+    claim_waiting,
+    granted,
+    live_grant,
+    mismatch,
+    stored_grant,
+)
 from flowfabric.rules.lease import Holder
 from flowfabric.rules.policy import decode_terms
 
@@ -75,6 +85,23 @@ def take_over(
     return reclaimed(row, holder)
 
 
+def take_up(
+    row: Execution | None, holder: Holder, offered: frozenset[str], now: int
+) -> Decision[Acquired | NotReclaimable | ReclaimCapExceeded | None]:
+    """The ordinary claim of a row in a decided line: take over what lost its lease, or claim what waits."""
+    if row is None or is_reclaimable(row):
+        return take_over(row, holder, offered, now)
+    return claim_waiting(row, holder, offered, now)
+
+
+def end_at_cap(row: Execution | None) -> Decision[ReclaimCapExceeded | None]:
+    """End interrupted work that has been reclaimed as often as it may; otherwise change nothing."""
+    if row is None or not is_reclaimable(row):
+        return Decision(None)
+    cap = reclaim_cap(row, None)
+    return cap_reached(row, cap) if row.lease_reclaim_count >= cap else Decision(None)
+
+
 def is_reclaimable(row: Execution) -> bool:
     """Active, and the lease is gone."""
     return row.lifecycle_phase is LifecyclePhase.ACTIVE and row.ownership_state in lease.INTERRUPTED_LEASE
@@ -103,7 +130,10 @@ def reclaimed(row: Execution, holder: Holder) -> Decision[Acquired]:
         "reclaimed",
         attempt_type=AttemptType.RECLAIM,
         details=msgspec.json.encode(details).decode(),
-        also=(lease.attempt_ended(row, AttemptRecordState.INTERRUPTED_RECLAIMED, reason=why),),
+        also=(
+            lease.attempt_ended(row, AttemptRecordState.INTERRUPTED_RECLAIMED, reason=why),
+            *closing.close_stream(row, closing.RECLAIMED),
+        ),
     )
 
 
@@ -115,6 +145,7 @@ def cap_reached(row: Execution, cap: int) -> Decision[ReclaimCapExceeded]:
         attempt=AttemptRecordState.INTERRUPTED_RECLAIMED,
         attempt_reason="lease_revoked" if row.ownership_state is OwnershipState.LEASE_REVOKED else "lease_expired",
         released=CAP_REASON,
+        stream=closing.RECLAIMED,
         failure_reason=CAP_REASON,
     )
     return Decision(ReclaimCapExceeded(cap), change)

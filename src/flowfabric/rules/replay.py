@@ -8,12 +8,14 @@ from flowfabric import errors
 from flowfabric.model.answers import Replayed
 from flowfabric.model.execution import Execution, Lineage, Result
 from flowfabric.model.flow import Flow
+from flowfabric.model.gate import GateMemo, StepMemo
 from flowfabric.model.states import (
     AttemptState,
     LifecyclePhase,
     PublicState,
     TerminalOutcome,
 )
+from flowfabric.model.suspension import Suspension
 from flowfabric.rules import lease, place, step
 from flowfabric.rules.change import NOW, Change, Decision, Delete, Patch, Write, refuse, seen
 from flowfabric.rules.operate import operator_event
@@ -59,7 +61,19 @@ def replay(row: Execution | None, *, branch: str = "normal", groups_reset: int |
         writes += (Patch(Flow, (row.flow_id,), {"project_at": NOW}, unless="project_at"),)
     change = Change(
         guards=(seen(row),),
-        writes=writes,
+        writes=writes + _forgotten(row),
         events=(operator_event(row, "replayed", msgspec.json.encode(details).decode(), lease_name="replay_initiated"),),
     )
     return Decision(Replayed(PublicState.WAITING), change)
+
+
+def _forgotten(row: Execution) -> tuple[Write, ...]:
+    """What a function did in a life that succeeded is done anew; after a failure it goes on from what it had done."""
+    writes: tuple[Write, ...] = ()
+    if row.terminal_outcome is not TerminalOutcome.SUCCESS:
+        return writes
+    if row.has_steps:
+        writes += (Delete(StepMemo, (row.execution_id,)),)
+    if row.has_waits:
+        writes += (Delete(GateMemo, (row.execution_id,)), Patch(Suspension, (row.execution_id,), {"gates": None}))
+    return writes

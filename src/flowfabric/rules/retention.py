@@ -2,22 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from flowfabric.model.execution import Attempt, Execution, Payload, Result
 from flowfabric.model.flow import Dependency
+from flowfabric.model.gate import ChildEnd, GateMemo, Mail, StepMemo
 from flowfabric.model.states import LifecyclePhase
+from flowfabric.model.stream import Frame, Stream, Summary
+from flowfabric.model.suspension import Remembered, Signal, Suspension, Waitpoint
 from flowfabric.rules.change import Change, Decision, Delete, seen
+from flowfabric.rules.policy import decode_terms
 
 OWNED: tuple[type[msgspec.Struct], ...] = (Attempt, Result, Payload, Dependency)
+STREAMS: tuple[type[msgspec.Struct], ...] = (Frame, Summary, Stream)
+WAITS: tuple[type[msgspec.Struct], ...] = (Signal, Remembered, GateMemo, Mail, ChildEnd, Suspension)
 
 
-def purge(row: Execution | None, now: int) -> Decision[bool]:
-    """Delete a finished execution that has been kept long enough; True when it went."""
+class NeedsWaitpoints(msgspec.Struct, frozen=True):
+    """The execution is due to go, and its waitpoints have to be named for that."""
+
+
+def purge(
+    row: Execution | None, now: int, waitpoint_ids: Sequence[str] | None = None, default_ms: int | None = None
+) -> Decision[bool | NeedsWaitpoints]:
+    """Delete a finished execution that has been kept long enough, with everything that its marks tell of.
+
+    How long that is was settled when it ended; `default_ms` stands in for the default of that time.
+    """
     if row is None or row.lifecycle_phase is not LifecyclePhase.TERMINAL:
         return Decision(False)
-    if row.purge_at is None or row.purge_at > now:
+    over_at = kept_until(row, default_ms)
+    if over_at is None or over_at > now:
         return Decision(False)
+    if row.has_waits and waitpoint_ids is None:
+        return Decision(NeedsWaitpoints())
     key = (row.execution_id,)
-    writes = (*(Delete(owned, key) for owned in OWNED), Delete(Execution, key))
-    return Decision(True, Change(guards=(seen(row),), writes=writes, not_before=row.purge_at))
+    owned = OWNED
+    owned += STREAMS if row.stream_index is not None else ()
+    owned += WAITS if row.has_waits else ()
+    owned += (StepMemo,) if row.has_steps else ()
+    waitpoints = (Delete(Waitpoint, (one, row.partition)) for one in waitpoint_ids or ())
+    writes = (*(Delete(kind, key) for kind in owned), *waitpoints, Delete(Execution, key))
+    return Decision(True, Change(guards=(seen(row),), writes=writes, not_before=over_at))
+
+
+def kept_until(row: Execution, default_ms: int | None) -> int | None:
+    """When a finished execution may go."""
+    if default_ms is None or row.completed_at is None or decode_terms(row.terms).retention_ttl_ms is not None:
+        return row.purge_at
+    return row.completed_at + default_ms

@@ -15,7 +15,7 @@ from flowfabric.model.states import (
     TerminalOutcome,
     public_state,
 )
-from flowfabric.rules import lease, successors
+from flowfabric.rules import admission, closing, lease, successors
 from flowfabric.rules.change import NOW, Change, FromNow, Guard, Patch, Write, live, seen
 from flowfabric.rules.policy import decode_terms
 
@@ -45,13 +45,16 @@ def ended(
     details: str | None = None,
     guard: Guard | None = None,
     also: tuple[Write, ...] = (),
+    stream: str | None = None,
+    suspension: str | None = None,
     settles: bool = True,
     **fields: Any,
 ) -> Change:
     """The end of a life: vector, open attempt, lease, indexes, grant and the one completion event, together.
 
-    `released` is the reason in the lease history, used only when a lease ends here. `settles=False` leaves those who
-    wait for this end to the dependency reconciler.
+    `released` is the reason in the lease history, used only when a lease ends here; `stream` and `suspension` are the
+    reasons with which these close, if they are open and the outcome does not say it all. `settles=False`
+    leaves those who wait for this end to the dependency reconciler.
     """
     was_active = row.lifecycle_phase is LifecyclePhase.ACTIVE
     fields |= ENDED
@@ -69,11 +72,14 @@ def ended(
     writes: tuple[Write, ...] = (moved(row, fields),)
     if lease.has_open_attempt(row):
         writes += (lease.attempt_ended(row, attempt, reason=attempt_reason, category=category),)
+    writes += closing.close_stream(row, stream or closing.STREAM_REASON[outcome])
+    writes += closing.close_suspension(row, suspension or outcome.value)
+    writes += closing.tell_parent(row, outcome)
     if settles:
         also += successors.settled(row, outcome)
     return Change(
         guards=(guard or seen(row),),
-        writes=writes + also,
+        writes=writes + also + admission.released_at_end(row),
         events=(completion(row, outcome, released=released if was_active else None, details=details),),
     )
 
@@ -83,7 +89,17 @@ ENDED: dict[str, Any] = {
     "eligibility_state": EligibilityState.NOT_APPLICABLE,
     "completed_at": NOW,
 }
-LIFE_LEAVES = lease.Leftovers("blocking_text", "delay_until", "deadline_at", "granted_until", "grant")
+LIFE_LEAVES = lease.Leftovers(
+    "blocking_text",
+    "delay_until",
+    "deadline_at",
+    "granted_until",
+    "grant",
+    "current_suspension_id",
+    "current_waitpoint_id",
+    "blocked_on",
+    "blocked_at",
+)
 
 
 def completion(row: Execution, outcome: TerminalOutcome, *, released: str | None, details: str | None = None) -> Event:

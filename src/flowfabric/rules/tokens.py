@@ -322,6 +322,12 @@ def mint_token(key: SigningKey, execution_id: str, waitpoint_id: str) -> str:
     return f"{key.kid}:{_sign(key.secret_hex, key.kid, f'{execution_id}:{waitpoint_id}')}"
 
 
+def token_of(keys: Keys, kid: str, execution_id: str, waitpoint_id: str) -> str:
+    """The token that was given out under this kid; an empty digest, which verifies nothing, once the key is gone."""
+    key = _find(keys, kid)
+    return f"{kid}:" if key is None or not _HEX(key.secret_hex) else mint_token(key, execution_id, waitpoint_id)
+
+
 def verify_token(
     token: str,
     keys: Keys,

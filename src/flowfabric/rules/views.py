@@ -152,7 +152,7 @@ def snapshot(row: Execution) -> ExecutionSnapshot:
         blocking_detail=blocking_detail(row) or None,
         current_attempt=attempt,
         current_lease=held,
-        current_waitpoint=None,
+        current_waitpoint=row.current_waitpoint_id,
         created_at=row.created_at,
         last_mutation_at=last_mutation_at(row),
         total_attempt_count=row.total_attempt_count,
@@ -262,6 +262,9 @@ def core_fields(row: Execution, payload: Payload) -> dict[str, Any]:
         "cancellation_reason": row.cancellation_reason,
         "cancelled_by": row.cancelled_by,
         "last_capability_mismatch_at": row.last_capability_mismatch_at,
+        "current_suspension_id": row.current_suspension_id,
+        "current_waitpoint_id": row.current_waitpoint_id,
+        "last_hmac_validation_failed_at": row.last_hmac_validation_failed_at,
         "budget_ids": ",".join(terms.budget_ids) or None,
         "quota_policy_id": ",".join(terms.quota_policy_ids) or None,
     }

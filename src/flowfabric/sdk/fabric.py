@@ -36,6 +36,7 @@ class Fabric:
         url: str | None = None,
         *,
         namespace: str = "default",
+        public_url: str | None = None,
         settings: Settings | None = None,
         migrate: bool = True,
         clock: Clock | None = None,
@@ -43,6 +44,8 @@ class Fabric:
     ) -> None:
         self.url = url or os.environ.get("FLOWFABRIC_URL") or DEFAULT_STORE
         self.namespace = namespace
+        self.public_url = (public_url or os.environ.get("FF_PUBLIC_URL") or "http://127.0.0.1:9090").rstrip("/")
+        self.on_point: Callable[[Context, str, str], Awaitable[None]] | None = None  # for tests: crash points
         self.identity = f"{socket.gethostname()}:{os.getpid()}"
         self.tasks: dict[str, Task[..., Any]] = {}
         self._settings = settings

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Generic, TypeVar
+import base64
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from urllib.parse import parse_qs, urlsplit
+
+import msgspec
 
 from flowfabric import errors
+from flowfabric.engine.asks import MailArgs, SignalArgs, WaitpointToken
 from flowfabric.model.states import PublicState, TerminalOutcome
-from flowfabric.sdk.codec import Shape, from_json
+from flowfabric.sdk.codec import Shape, from_json, json_bytes
 from flowfabric.sdk.failing import RunCancelled, RunExpired, RunFailed, RunSkipped
 
 if TYPE_CHECKING:
@@ -19,6 +24,8 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 
+TAIL_MS = 10_000
+
 LONGEST_LOOK_MS = 30_000
 
 _ENDS = {
@@ -27,6 +34,20 @@ _ENDS = {
     TerminalOutcome.EXPIRED: RunExpired,
     TerminalOutcome.SKIPPED: RunSkipped,
 }
+
+
+class Frame(msgspec.Struct, frozen=True):
+    """A piece of output."""
+
+    text: str
+    attempt: int
+    cursor: str
+
+
+class Reset(msgspec.Struct, frozen=True):
+    """The output begins anew: this attempt took the place of the one before."""
+
+    attempt: int
 
 
 class Run(Generic[R]):
@@ -81,6 +102,57 @@ class Run(Generic[R]):
         """Give a finished run another life."""
         await (await self._engine()).replay_execution(self.id)
 
+    async def signal(self, name: str, value: Any = None, *, key: str | None = None) -> None:
+        """Send a message to its function, which gets it with `ctx.receive(name)`, now or later; `key` sends it once."""
+        engine = await self._engine()
+        await engine.send_message(
+            MailArgs(
+                execution_id=self.id,
+                mailbox=name,
+                message_id=engine.minter.uuid(),
+                payload=json_bytes(msgspec.to_builtins(value)),
+                payload_encoding="json",
+                idempotency_key=key,
+            )
+        )
+
+    async def vote(self, link: str, value: Any = True, *, by: str = "") -> None:
+        """Answer an approval of this run with one of its links."""
+        waitpoint_id, token = _parts(link)
+        engine = await self._engine()
+        await engine.deliver_signal(
+            SignalArgs(
+                execution_id=self.id,
+                waitpoint_id=waitpoint_id,
+                signal_id=engine.minter.uuid(),
+                signal_name="vote",
+                waitpoint_token=WaitpointToken(token),
+                signal_category="approval",
+                source_type="person",
+                source_identity=by,
+                payload=json_bytes(msgspec.to_builtins(value)),
+            )
+        )
+
+    async def stream(self, name: str) -> AsyncIterator[Frame | Reset]:
+        """What its handler writes under this name, from the beginning, until the run ends."""
+        engine = await self._engine()
+        attempt, after = 0, "0-0"
+        while True:
+            page = await engine.tail_stream(self.id, attempt, after, block_ms=TAIL_MS, count_limit=1000)
+            for frame in page.frames:
+                after = frame.id
+                if frame.fields.get("frame_type") == name:
+                    yield Frame(_text(frame.fields), attempt, frame.id)
+            if page.frames:
+                continue
+            latest = await engine.read_current_attempt_index(self.id)
+            if latest > attempt:
+                attempt, after = latest, "0-0"
+                yield Reset(attempt)
+            elif page.closed_at is not None or (await engine.await_end(self.id)) is not None:
+                return
+
     async def progress(self) -> tuple[int | None, str | None]:
         """What its handler last said: percentage and message."""
         return await (await self._engine()).read_progress(self.id)
@@ -94,3 +166,19 @@ class Run(Generic[R]):
 
     def __repr__(self) -> str:
         return f"<Run {self.task} {self.id}>"
+
+
+def _parts(link: str) -> tuple[str, str]:
+    """The waitpoint and the token of an approval's link."""
+    parts = urlsplit(link)
+    tokens = parse_qs(parts.query).get("token")
+    if not tokens:
+        raise errors.InvalidInput("link: it has no token")
+    return parts.path.rsplit("/", 1)[-1], tokens[0]
+
+
+def _text(fields: Mapping[str, str]) -> str:
+    payload = fields.get("payload", "")
+    if fields.get("encoding") == "base64":
+        return base64.b64decode(payload).decode("utf-8", "replace")
+    return payload

@@ -20,6 +20,7 @@ from flowfabric.handles import BackendTag
 from flowfabric.model.answers import Claimed
 from flowfabric.sdk.codec import json_bytes
 from flowfabric.sdk.context import Context, entered
+from flowfabric.sdk.durable import Crash, Unwound
 from flowfabric.sdk.durations import Duration, to_ms
 from flowfabric.sdk.failing import Fatal, RetryAfter
 from flowfabric.sdk.heartbeat import Heartbeat, LoopHeartbeat
@@ -194,10 +195,20 @@ class Worker:
             logger.warning("%s: its end was refused: %s", claimed.execution_id, refused)
 
     async def _attempt(self, engine: Engine, claimed: Claimed, task: Task[..., Any]) -> None:
-        context = Context(engine, claimed, task.name)
+        context = Context(self._app, engine, claimed, task.name, is_async=task.is_async)
         try:
             value = await self._call(task, context, claimed)
+            if context.is_parked:
+                logger.error("%s: %s went on after it was put away; its result is lost", context.run_id, task.name)
+                return
             result = json_bytes(task.signature.result.dump(value, "result"))
+        except (asyncio.CancelledError, Unwound):
+            if not context.is_parked:
+                raise
+            _forgive()
+        except Crash:
+            logger.info("%s: crashed on purpose", context.run_id)
+            self._heartbeat.let_go(claimed.handle)
         except RetryAfter as later:
             await engine.delay_for(claimed.handle, later.after_ms)
         except (Fatal, InvalidInput) as fatal:
@@ -228,6 +239,13 @@ class Worker:
             self._threads, lambda: surroundings.run(lambda: task.handler(**arguments))
         )
         return await (call if timeout_s is None else asyncio.wait_for(call, timeout_s))
+
+
+def _forgive() -> None:
+    """The cancellation was ours: the task that ran the handler goes on."""
+    task = asyncio.current_task()
+    if task is not None:
+        task.uncancel()
 
 
 def _lanes_of(app: Fabric) -> tuple[str, ...]:

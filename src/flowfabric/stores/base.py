@@ -173,21 +173,39 @@ class Where(msgspec.Struct, frozen=True, gc=False):
     value: Any = None
 
 
-class Scan(msgspec.Struct, frozen=True, gc=False):
-    """A list for people and consoles: rows of one table that meet all conditions, ordered, strictly after a place."""
+class Scan(msgspec.Struct, frozen=True):
+    """A list: rows of one table that meet all conditions, ordered, strictly after a place.
+
+    `each` names a column that an `in` condition gives values for: the limit then holds for each of these values, so
+    that the first rows of many lines come in one trip.
+    """
 
     row: type[msgspec.Struct]
     where: tuple[Where, ...] = ()
     order: tuple[str, ...] = ()
     after: tuple[Any, ...] | None = None
     limit: int = 100
+    each: str | None = None
+
+    def of_each(self) -> list[Scan]:
+        """The same as one list for each value, for stores that read them one after the other."""
+        named = next(one for one in self.where if one.column == self.each and one.op == "in")
+        others = tuple(one for one in self.where if one is not named)
+        return [
+            msgspec.structs.replace(self, where=(Where(named.column, "=", value), *others), each=None)
+            for value in dict.fromkeys(named.value)
+        ]
 
 
 class FeedPage(msgspec.Struct, frozen=True, gc=False):
-    """Events in order, and how far the feed was read: the place to go on from, events or not."""
+    """Events in order, and how far the feed was read: the place to go on from, events or not.
+
+    `lost` says that events of this topic after the place that was asked for are no longer kept.
+    """
 
     events: list[FeedEvent]
     position: int
+    lost: bool = False
 
 
 class Store(Protocol):
@@ -253,6 +271,10 @@ class Store(Protocol):
 
     async def feed_end(self) -> int:
         """The position such that everything committed from now on lies strictly after it."""
+        ...
+
+    async def trim_feed(self, before: int, limit: int) -> int:
+        """Drop the oldest events that were told before an instant, about `limit` of them; how many went."""
         ...
 
     async def history(self, execution_id: str, topic: Topic, limit: int) -> list[FeedEvent]:

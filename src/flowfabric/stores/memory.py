@@ -8,7 +8,7 @@ import time
 from bisect import bisect_left, bisect_right, insort
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from heapq import merge
+from heapq import merge, nsmallest
 from itertools import islice, takewhile
 from typing import Any
 
@@ -76,9 +76,39 @@ class Shelf:
         """A column as conditions and orders see it."""
         return encode(getattr(row, column), self._line_of)
 
+    def narrowed(self, scan: Scan) -> Iterator[Any]:
+        """Rows among which are all that a list may hold: those of an index or a key that its conditions name."""
+        for one in scan.where:
+            if one.op == "=" and one.value is not None and one.column in self.indexes:
+                return self._of(self.indexes[one.column], encode(one.value, self._line_of))
+        return self._among(scan)
+
+    def _among(self, scan: Scan) -> Iterator[Any]:
+        """Those whose key begins with what the conditions say, after the place of the list."""
+        given = {one.column: one.value for one in scan.where if one.op == "="}
+        names = self.codec.table.key
+        prefix = tuple(given[name] for name in takewhile(given.__contains__, names))
+        if not prefix:
+            yield from self.rows.values()
+            return
+        start = prefix
+        if scan.after is not None and scan.order[: len(scan.after)] == names[: len(scan.after)]:
+            start = max(prefix, scan.after)
+        for key in islice(self.keys, bisect_left(self.keys, start), None):
+            if key[: len(prefix)] != prefix:
+                return
+            yield self.rows[key]
+
     def meets(self, row: Any, where: Sequence[Where]) -> bool:
         """Whether the row meets all conditions."""
         return all(self._meets(self.value(row, one.column), one) for one in where)
+
+    def _of(self, entries: list[tuple[Any, ...]], value: Any) -> Iterator[Any]:
+        width = len(self.codec.table.key)
+        place = bisect_left(entries, (value,))
+        while place < len(entries) and entries[place][0] == value:
+            yield self.rows[entries[place][-width:]]
+            place += 1
 
     def _meets(self, value: Any, one: Where) -> bool:
         if one.op in ("set", "unset"):
@@ -118,6 +148,8 @@ class MemoryStore:
         self._lines: dict[LineKey, int] = {}
         self._shelves = {table.row: Shelf(CODEC[table.row], self._line_id) for table in TABLES}
         self._feed: list[FeedEvent] = []
+        self._trimmed = 0  # how many events are no longer kept
+        self._lost: dict[Topic, int] = dict.fromkeys(Topic, 0)  # the last of each topic that is no longer kept
         self._history: dict[str, list[FeedEvent]] = defaultdict(list)
 
     async def open(self, *, migrate: bool) -> Schema:
@@ -198,13 +230,19 @@ class MemoryStore:
         with self._lock:
             shelf = self._shelves[scan.row]
             order = scan.order + tuple(name for name in shelf.codec.table.key if name not in scan.order)
-            after = scan.after and tuple(encode(value, self._line_id) for value in scan.after)
-            found = []
-            for row in shelf.rows.values():
-                place = tuple(shelf.value(row, column) for column in order)
-                if (after is None or place[: len(after)] > after) and shelf.meets(row, scan.where):
-                    found.append((place, row))
-            return [row for _, row in sorted(found, key=operator.itemgetter(0))[: scan.limit]]
+            found = [self._listed(shelf, one, order) for one in (scan.of_each() if scan.each else [scan])]
+            return [row for _, row in merge(*found, key=operator.itemgetter(0))]
+
+    def _listed(self, shelf: Shelf, scan: Scan, order: tuple[str, ...]) -> list[tuple[Key, Any]]:
+        after = scan.after and tuple(encode(value, self._line_id) for value in scan.after)
+        found = []
+        for row in shelf.narrowed(scan):
+            if not shelf.meets(row, scan.where):
+                continue  # before its place is looked at: only a row that meets the conditions has to have one
+            place = tuple(shelf.value(row, column) for column in order)
+            if after is None or place[: len(after)] > after:
+                found.append((place, row))
+        return nsmallest(scan.limit, found, key=operator.itemgetter(0))
 
     async def lines(self, lane_id: str | None = None) -> list[LineKey]:
         with self._lock:
@@ -219,15 +257,28 @@ class MemoryStore:
         with self._lock:
             field = TOPIC_FIELDS[topic]
             # Positions count from 1, so the entry after a position stands at that index.
-            news = islice(self._feed, after, None)
+            news = islice(self._feed, max(0, after - self._trimmed), None)
+            lost = after < self._lost[topic]
             events = list(islice((one for one in news if getattr(one.event, field) is not None), limit))
             if len(events) < limit:
-                return FeedPage(events, max(after, len(self._feed)))
-            return FeedPage(events, events[-1].position if events else after)
+                return FeedPage(events, max(after, self._trimmed + len(self._feed)), lost)
+            return FeedPage(events, events[-1].position if events else after, lost)
 
     async def feed_end(self) -> int:
         with self._lock:
-            return len(self._feed)
+            return self._trimmed + len(self._feed)
+
+    async def trim_feed(self, before: int, limit: int) -> int:
+        with self._lock:
+            old = [*takewhile(lambda told: told.at < before, islice(self._feed, limit))]
+            del self._feed[: len(old)]
+            self._trimmed += len(old)
+            for told in old:
+                self._history[told.event.execution_id].remove(told)
+                for topic, field in TOPIC_FIELDS.items():
+                    if getattr(told.event, field) is not None:
+                        self._lost[topic] = told.position
+            return len(old)
 
     async def history(self, execution_id: str, topic: Topic, limit: int) -> list[FeedEvent]:
         with self._lock:
@@ -308,7 +359,7 @@ class MemoryStore:
 
     def _tell(self, events: Sequence[Event], now: int) -> None:
         for event in events:
-            told = FeedEvent(len(self._feed) + 1, now, event)
+            told = FeedEvent(self._trimmed + len(self._feed) + 1, now, event)
             self._feed.append(told)
             self._history[event.execution_id].append(told)
 

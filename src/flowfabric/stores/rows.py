@@ -12,6 +12,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
+from flowfabric.model.budget import Budget, BudgetDimension, BudgetSpend, Reservation, UsageKey
 from flowfabric.model.execution import Attempt, Execution, IdempotencyKey, LineKey, Payload, Result
 from flowfabric.model.flow import (
     CancelBacklog,
@@ -25,8 +26,14 @@ from flowfabric.model.flow import (
     PendingCancel,
     PendingCancelGroup,
 )
+from flowfabric.model.gate import ChildEnd, GateMemo, Mail, StepMemo
 from flowfabric.model.keys import Keystore, SigningKey
+from flowfabric.model.outbox import Message
+from flowfabric.model.quota import QuotaPolicy, QuotaRequest, QuotaSlot
+from flowfabric.model.stream import Frame, Stream, Summary
+from flowfabric.model.suspension import Remembered, Signal, Suspension, Waitpoint
 from flowfabric.model.sweep import SweepLease
+from flowfabric.model.worker import Worker, WorkerEvent
 
 
 class Column(msgspec.Struct, frozen=True):
@@ -100,6 +107,7 @@ TABLES: tuple[Table, ...] = (
             ("attempt_timeout_at", "execution_id"),
             ("deadline_at", "execution_id"),
             ("purge_at", "execution_id"),
+            ("blocked_on", "rank", "execution_id"),
         ),
     ),
     _table("ff_payload", Payload, "execution_id", root=Execution),
@@ -109,6 +117,24 @@ TABLES: tuple[Table, ...] = (
     _table("ff_sweep", SweepLease, "sweep"),
     _table("ff_keystore", Keystore, "keystore_id"),
     _table("ff_waitpoint_hmac", SigningKey, "keystore_id", "kid", root=Keystore),
+    _table("ff_suspension", Suspension, "execution_id", indexes=(("due_at", "execution_id"),)),
+    _table(
+        "ff_waitpoint",
+        Waitpoint,
+        "waitpoint_id",
+        "partition",
+        root=Suspension,
+        indexes=(("execution_id", "waitpoint_id"), ("pending_until", "waitpoint_id")),
+    ),
+    _table("ff_signal", Signal, "execution_id", "waitpoint_id", "seq", root=Suspension),
+    _table("ff_remembered", Remembered, "execution_id", "scope", "digest", root=Suspension),
+    _table("ff_gate", GateMemo, "execution_id", "gate", root=Suspension),
+    _table("ff_mail", Mail, "execution_id", "mailbox", "seq", root=Suspension),
+    _table("ff_child_end", ChildEnd, "parent_id", "child_id", "life", root=Suspension, indexes=(("due_at",),)),
+    _table("ff_step", StepMemo, "execution_id", "name", "occurrence", root=Execution),
+    _table("ff_stream", Stream, "execution_id", "attempt_index"),
+    _table("ff_frame", Frame, "execution_id", "attempt_index", "page", "ms", "seq", root=Stream),
+    _table("ff_stream_summary", Summary, "execution_id", "attempt_index", root=Stream),
     _table("ff_flow_core", Flow, "flow_id", indexes=(("partition", "flow_id"), ("project_at", "flow_id"))),
     _table("ff_flow_member", FlowMember, "flow_id", "execution_id", root=Flow),
     _table(
@@ -144,6 +170,39 @@ TABLES: tuple[Table, ...] = (
     _table("ff_cancel_backlog", CancelBacklog, "flow_id", indexes=(("due_at", "flow_id"),)),
     _table("ff_cancel_backlog_member", PendingCancel, "flow_id", "execution_id", root=CancelBacklog),
     _table("ff_flow_summary", FlowSummary, "flow_id", root=Flow),
+    _table("ff_outbox", Message, "origin", "message_id", indexes=(("due_at",),)),
+    _table(
+        "ff_budget_policy",
+        Budget,
+        "budget_id",
+        indexes=(("next_reset_at", "budget_id"), ("lapse_at", "budget_id")),
+    ),
+    _table("ff_budget_usage", BudgetDimension, "budget_id", "dimension", root=Budget),
+    _table("ff_budget_usage_by_exec", BudgetSpend, "budget_id", "execution_id", "dimension", root=Budget),
+    _table("ff_budget_reservation", Reservation, "budget_id", "reservation_id", "dimension", root=Budget),
+    _table(
+        "ff_budget_usage_dedup",
+        UsageKey,
+        "budget_id",
+        "digest",
+        "expires_at",
+        root=Budget,
+        indexes=(("expires_at",),),
+    ),
+    _table("ff_quota_policy", QuotaPolicy, "quota_policy_id"),
+    _table("ff_quota_admitted", QuotaSlot, "quota_policy_id", "execution_id", root=QuotaPolicy),
+    _table("ff_quota_window", QuotaRequest, "quota_policy_id", "dimension", "execution_id", root=QuotaPolicy),
+    _table("ff_worker_registry", Worker, "namespace", "worker_instance_id", indexes=(("lapses_at",),)),
+    _table(
+        "ff_worker_registry_event",
+        WorkerEvent,
+        "namespace",
+        "worker_instance_id",
+        "event_at_ms",
+        "event_kind",
+        root=Worker,
+        indexes=(("expires_at",),),
+    ),
 )
 
 TABLE: dict[type[msgspec.Struct], Table] = {table.row: table for table in TABLES}

@@ -169,6 +169,9 @@ class FlakyStore:
     async def feed_end(self) -> int:
         return await self._sent("feed_end", self.inner.feed_end)
 
+    async def trim_feed(self, before: int, limit: int) -> int:
+        return await self._sent("trim_feed", lambda: self.inner.trim_feed(before, limit))
+
     async def history(self, execution_id: str, topic: Topic, limit: int) -> list[FeedEvent]:
         return await self._sent("history", lambda: self.inner.history(execution_id, topic, limit))
 

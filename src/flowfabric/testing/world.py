@@ -13,13 +13,16 @@ from __future__ import annotations
 
 import asyncio
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from flowfabric.clock import Estimate
 from flowfabric.engine.engine import Engine
-from flowfabric.ids import SeededMinter
+from flowfabric.ids import ExecutionId, SeededMinter, partition_of
+from flowfabric.sdk.context import Context
+from flowfabric.sdk.durable import Crash
 from flowfabric.sdk.durations import Duration, to_ms
 from flowfabric.sdk.fabric import Fabric
+from flowfabric.sdk.run import Run
 from flowfabric.sdk.worker import Worker
 from flowfabric.settings import Settings, Sweeps
 from flowfabric.stores.memory import MemoryStore
@@ -29,16 +32,20 @@ from flowfabric.testing.virtual import VirtualTime
 EPOCH_MS = 1_700_000_000_000
 SELDOM_MS = 100 * 24 * 60 * 60 * 1000
 # No hint gets lost in one process, and sweeps sleep until the next instant: nobody has to look in between.
-SETTINGS = Settings(
-    poll_ms=SELDOM_MS,
-    sweeps=Sweeps(
-        lease_expiry_ms=SELDOM_MS,
-        delayed_promoter_ms=SELDOM_MS,
-        attempt_timeout_ms=SELDOM_MS,
-        execution_deadline_ms=SELDOM_MS,
-        retention_trimmer_ms=SELDOM_MS,
-    ),
-)
+SEEN_SELDOM: dict[str, Any] = {name: SELDOM_MS for name in Sweeps.__struct_fields__ if name.endswith("_ms")}
+SETTINGS = Settings(poll_ms=SELDOM_MS, sweeps=Sweeps(**SEEN_SELDOM))
+
+
+class Ballots:
+    """An open approval, answered by one person after another."""
+
+    def __init__(self, run: Run[Any], links: list[str]) -> None:
+        self._run = run
+        self._links = links
+
+    async def answer_as(self, person: str, value: Any = True) -> None:
+        """One vote, with the next link."""
+        await self._run.vote(self._links.pop(0), value, by=person)
 
 
 class World:
@@ -50,6 +57,7 @@ class World:
         self._count = workers
         self._slots = slots
         self._workers: list[tuple[Worker, asyncio.Task[None]]] = []
+        self._crashes: list[tuple[str, str]] = []
 
     async def __aenter__(self) -> Self:
         self._time = VirtualTime(asyncio.get_running_loop())
@@ -61,6 +69,7 @@ class World:
         self.engine.estimate = Estimate(passing=self._time.now)
         await self.engine.ensure_signing_key("00" * 32)
         self._outside = self.app.bind(self.engine)
+        self.app.on_point = self._pass_point
         for _ in range(self._count):
             self.start_worker()
         return self
@@ -72,6 +81,7 @@ class World:
             task.cancel()
         await asyncio.gather(*(task for _, task in self._workers), return_exceptions=True)
         self.app.unbind(self._outside)
+        self.app.on_point = None
         await self.engine.close()
         self._time.stop()
 
@@ -99,6 +109,30 @@ class World:
         """Let everything happen that can happen now."""
         for _ in range(50):
             await asyncio.sleep(0)
+
+    def crash_at(self, point: str, moment: str) -> None:
+        """Let the process die there once: `before_effect`, `after_effect` or `after_commit` of "step:<name>"."""
+        self._crashes.append((point, moment))
+
+    async def _pass_point(self, context: Context, point: str, moment: str) -> None:
+        if (point, moment) in self._crashes:
+            self._crashes.remove((point, moment))
+            raise Crash(f"{point} {moment}")
+
+    async def approval(self, run: Run[Any], name: str) -> Ballots:
+        """The open approval of this name, once the run has come to it."""
+        for _ in range(10_000):
+            waits = await self.engine.read_waits(run.id)
+            for gate in waits.open.values():
+                if any(key.startswith(f"{name}.") for _, key in gate.waitpoints):
+                    links = [await self._link(run.id, one) for one, _ in gate.waitpoints]
+                    return Ballots(run, links)
+            await asyncio.sleep(0.01)
+        raise AssertionError(f"{run} does not ask for {name!r}")
+
+    async def _link(self, run_id: str, waitpoint_id: str) -> str:
+        token = await self.engine.read_waitpoint_token(partition_of(ExecutionId(run_id)), waitpoint_id)
+        return f"{self.app.public_url}/v1/waitpoints/{run_id}/{waitpoint_id}?token={token.reveal() if token else ''}"
 
     async def assert_invariants(self) -> None:
         """Raise when anything that must always hold does not."""

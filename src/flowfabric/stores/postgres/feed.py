@@ -43,21 +43,23 @@ class Feed:
     async def read(self, topic: Topic, after: int, limit: int) -> FeedPage:
         """Events of a topic strictly after a place; how far was read."""
         words = statement("read", topic)
+        lost = False
         while True:
             first, ord_ = divmod(after, MOST_EVENTS)
             last = first + _WINDOW
             answer = await self._fetchrow(words, first, ord_, last, limit)
+            lost = lost or after < answer["lost"]
             events = [_event(record) for record in answer["events"]]
             if len(events) >= limit:
-                return FeedPage(events, events[-1].position if events else after)
+                return FeedPage(events, events[-1].position if events else after, lost)
             if last < answer["numbered"]:
-                after = _end(last)
+                after = _end(max(last, answer["trimmed"]))
                 if events:
-                    return FeedPage(events, after)
+                    return FeedPage(events, after, lost)
             elif answer["news"]:
                 await self._number()
             else:
-                return FeedPage(events, max(after, _end(answer["numbered"])))
+                return FeedPage(events, max(after, _end(answer["numbered"])), lost)
 
     async def end(self) -> int:
         """A place that everything committed so far does not lie after, and everything later does."""
@@ -66,6 +68,12 @@ class Feed:
             if not answer["news"]:
                 return _end(answer["numbered"])
             await self._number()
+
+    async def trim(self, before: int, limit: int) -> int:
+        """Drop the oldest events that were told before an instant; how many went."""
+        await self.end()  # whatever is committed has its position then, and only what has one can be told to be lost
+        words = numbered(_STATEMENTS["trim"], ("limit", "before", "most"))
+        return int(await self._links.write(lambda connection: connection.fetchval(words, limit, before, MOST_EVENTS)))
 
     async def history(self, execution_id: str, topic: Topic, limit: int) -> list[FeedEvent]:
         """The newest events of one execution, oldest first."""

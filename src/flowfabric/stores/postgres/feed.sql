@@ -1,6 +1,8 @@
 -- name: read
 -- A page of the feed between two positions, and how far positions were given out; `news` says that some were not yet.
 select f.numbered,
+       f.trimmed,
+       f.lost_{topic} as lost,
        exists (select 1 from ff_batch where position is null) as news,
        array(
            select row(b.position, e.ord, b.at, {events})
@@ -49,3 +51,32 @@ given as (
 )
 update ff_feed set numbered = numbered + (select count(*) from given) where exists (select 1 from given);
 commit;
+
+-- name: trim
+-- Drop the oldest batches that were told before an instant, up to so many; how many events went.
+with oldest as (
+    select batch_id, position, at from ff_batch where position is not null order by position limit :limit
+),
+stop as (
+    select coalesce(min(position) filter (where at >= :before), max(position) + 1) as position from oldest
+),
+gone as (
+    delete from ff_batch b using oldest o, stop s
+     where b.batch_id = o.batch_id and o.position < s.position
+ returning b.batch_id, b.position
+),
+dead as (
+    delete from ff_event e using gone g
+     where e.batch_id = g.batch_id
+ returning g.position * :most + e.ord as place, e.lease, e.outcome, e.operator, e.signal
+),
+noted as (
+    update ff_feed
+       set trimmed = greatest(trimmed, (select max(position) from gone)),
+           lost_lease = greatest(lost_lease, (select max(place) from dead where lease is not null)),
+           lost_outcome = greatest(lost_outcome, (select max(place) from dead where outcome is not null)),
+           lost_operator = greatest(lost_operator, (select max(place) from dead where operator is not null)),
+           lost_signal = greatest(lost_signal, (select max(place) from dead where signal is not null))
+     where exists (select 1 from gone)
+)
+select count(*) from dead;

@@ -74,6 +74,14 @@ class Conditions:
         """A parameter that is compared with a column."""
         return self.given(encode(value, self._line_of), column_type(self._columns[column]))
 
+    def each(self, scan: Scan) -> str:
+        """The values that a list is made for, as an array; empty when it is one list."""
+        if scan.each is None:
+            return ""
+        [named] = [one for one in scan.where if one.column == scan.each and one.op == "in"]
+        values = {encode(value, self._line_of) for value in named.value} - {None}
+        return self.given(sorted(values), column_type(self._columns[scan.each]) + "[]")
+
     def meets(self, one: Where) -> str:
         """The condition in words."""
         column = f't."{one.column}"'
@@ -123,15 +131,22 @@ def scan_words(scan: Scan, line_of: LineOf) -> tuple[str, list[Any]]:
     """The rows of a list, in its order and then by key."""
     conditions = Conditions(scan.row, line_of)
     table = conditions.table
-    met = [conditions.meets(one) for one in scan.where]
+    each = conditions.each(scan)
+    met = [conditions.meets(one) for one in scan.where if scan.each is None or one.column != scan.each]
     order = scan.order + tuple(name for name in table.key if name not in scan.order)
     if scan.after is not None:
         names = order[: len(scan.after)]
         place = ", ".join(conditions.of(name, value) for name, value in zip(names, scan.after, strict=True))
         met.append(f"({quoted(names, 't.')}) > ({place})")
+    meeting = f"from {table.name} t where {' and '.join(met) or 'true'}"
+    ordered = f"order by {quoted(order, 't.')}"
+    limited = f"limit {conditions.given(scan.limit, 'bigint')}"
+    if scan.each is None:
+        return f"select {columns_of(table, 't.')} {meeting} {ordered} {limited}", conditions.values
+    # By value, or the first rows of all of them together would be looked for in one heap.
     words = (
-        f"select {columns_of(table, 't.')} from {table.name} t where {' and '.join(met) or 'true'}"
-        f" order by {quoted(order, 't.')} limit {conditions.given(scan.limit, 'bigint')}"
+        f"select {columns_of(table, 't.')} from unnest({each}) as v(each), lateral (select t.* {meeting}"
+        f' and t."{scan.each}" = v.each {ordered} {limited}) t {ordered}'
     )
     return words, conditions.values
 

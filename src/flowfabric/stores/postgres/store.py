@@ -144,6 +144,9 @@ class PostgresStore:
     async def feed_end(self) -> int:
         return await self._feed.end()
 
+    async def trim_feed(self, before: int, limit: int) -> int:
+        return await self._feed.trim(before, limit)
+
     async def history(self, execution_id: str, topic: Topic, limit: int) -> list[FeedEvent]:
         return await self._feed.history(execution_id, topic, limit)
 

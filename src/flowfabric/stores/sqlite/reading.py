@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from heapq import merge
+from operator import attrgetter
 from typing import Any
 
 import apsw
@@ -59,6 +61,14 @@ def due(
 
 def scan(db: apsw.Connection, lines: Lines, scan: Scan) -> list[Any]:
     """The rows of a list."""
+    if scan.each is None:
+        return _listed(db, lines, scan)
+    found = [_listed(db, lines, one) for one in scan.of_each()]
+    order = scan.order + tuple(name for name in TABLE[scan.row].key if name not in scan.order)
+    return [*merge(*found, key=attrgetter(*order))]
+
+
+def _listed(db: apsw.Connection, lines: Lines, scan: Scan) -> list[Any]:
     _known(scan.row, *scan.order)
     text, values = _conditions(db, lines, scan.row, scan.where)
     order = scan.order + tuple(name for name in TABLE[scan.row].key if name not in scan.order)
@@ -91,9 +101,11 @@ def feed(db: apsw.Connection, topic: Topic, after: int, limit: int) -> FeedPage:
     """Events of a topic after a position."""
     end = feed_end(db)  # asked for first: what is committed meanwhile belongs to the next page
     events = _events(db.execute(sql.told("feed", TOPIC_FIELDS[topic]), (after, end, limit)))
+    ((lost_to,),) = db.execute(sql.told("lost", TOPIC_FIELDS[topic]))
+    lost = after < lost_to
     if len(events) < limit:
-        return FeedPage(events, max(after, end))
-    return FeedPage(events, events[-1].position if events else after)
+        return FeedPage(events, max(after, end), lost)
+    return FeedPage(events, events[-1].position if events else after, lost)
 
 
 def history(db: apsw.Connection, execution_id: str, topic: Topic, limit: int) -> list[FeedEvent]:

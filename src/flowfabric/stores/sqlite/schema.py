@@ -43,7 +43,7 @@ def prepare(db: apsw.Connection, *, migrate: bool, now: int) -> Schema:
         raise errors.Unavailable(
             "open", f"the file has schema version {found}, this release needs {known}: migrate first"
         )
-    for number in range(found + 1, known + 1):
+    for number in sorted(number for number in steps if number > found):
         for _ in db.execute(steps[number]):  # a text of several statements runs on only while it is read from
             pass
         db.execute("INSERT INTO ff_schema_version (version, applied_at) VALUES (?, ?)", (number, now))

@@ -121,3 +121,28 @@ SELECT position, at, {events} FROM ff_event
 SELECT position, at, {events} FROM ff_event
  WHERE execution_id = ? AND {topic} IS NOT NULL
  ORDER BY position DESC LIMIT ?;
+
+-- name: lost
+-- The last position of a topic that is no longer kept.
+SELECT lost_{topic} FROM ff_feed_trim;
+
+-- name: last_to_trim
+-- Among the oldest events, the last one before the first that was told too late to go.
+WITH oldest AS (SELECT position, at FROM ff_event ORDER BY position LIMIT ?1)
+SELECT max(position) FROM oldest
+ WHERE position < coalesce((SELECT min(position) FROM oldest WHERE at >= ?2), 9223372036854775807);
+
+-- name: note_trimmed
+UPDATE ff_feed_trim
+   SET lost_lease = max(lost_lease, coalesce(gone.lease, 0)),
+       lost_outcome = max(lost_outcome, coalesce(gone.outcome, 0)),
+       lost_operator = max(lost_operator, coalesce(gone.operator, 0)),
+       lost_signal = max(lost_signal, coalesce(gone.signal, 0))
+  FROM (SELECT max(position) FILTER (WHERE lease IS NOT NULL) AS lease,
+               max(position) FILTER (WHERE outcome IS NOT NULL) AS outcome,
+               max(position) FILTER (WHERE operator IS NOT NULL) AS operator,
+               max(position) FILTER (WHERE signal IS NOT NULL) AS signal
+          FROM ff_event WHERE position <= ?) AS gone;
+
+-- name: trim
+DELETE FROM ff_event WHERE position <= ?;

@@ -112,6 +112,9 @@ class SQLiteStore:
     async def feed_end(self) -> int:
         return await self._loader.do(reading.feed_end)
 
+    async def trim_feed(self, before: int, limit: int) -> int:
+        return await self._writer.do(lambda db: writing.trim_feed(db, before, limit))
+
     async def history(self, execution_id: str, topic: Topic, limit: int) -> list[FeedEvent]:
         return await self._lister.do(lambda db: reading.history(db, execution_id, topic, limit))
 

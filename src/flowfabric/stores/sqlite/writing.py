@@ -73,6 +73,16 @@ def renew(db: apsw.Connection, leases: Sequence[Held], now: int) -> list[int | N
     return [None if number in refused else now + held.lease_ttl_ms for number, held in enumerate(leases)]
 
 
+def trim_feed(db: apsw.Connection, before: int, limit: int) -> int:
+    """Drop the oldest events that were told before an instant; how many went."""
+    ((last,),) = db.execute(sql.plain("last_to_trim"), (limit, before))
+    if last is None:
+        return 0
+    db.execute(sql.plain("note_trimmed"), (last,))
+    db.execute(sql.plain("trim"), (last,))
+    return int(db.changes())
+
+
 def _refused(db: apsw.Connection, changes: Sequence[Change], now: int) -> set[int]:
     """The numbers of the changes that must not be written."""
     refused: set[int] = set()

@@ -1,0 +1,178 @@
+"""`ff bench suspend`: how soon a signal has waiting work running again, and how fast output reaches its readers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from statistics import median, quantiles
+from time import perf_counter
+
+import msgspec
+
+from flowfabric import Engine, Handle, connect
+from flowfabric.bench.ground import ground
+from flowfabric.engine.asks import Fresh, SignalArgs, StreamPage, SuspendArgs
+from flowfabric.engine.suspensions import Suspended
+from flowfabric.model.condition import Single
+
+LANE = "bench-suspend"
+WARM_UP = 20
+FRAME = b'{"token":"word"}'
+WRITERS = 256  # tasks that write frames at the same time, each waiting for its own
+TAIL_PAUSE_S = 0.005
+
+
+class Report(msgspec.Struct, frozen=True):
+    """What was measured. Times are milliseconds."""
+
+    store: str
+    durability: str
+    versions: dict[str, str]
+    cores: int
+    rounds: int
+    resume_p50_ms: float  # suspend, signal, and the same attempt claimed again
+    resume_p99_ms: float
+    suspend_p50_ms: float
+    signal_p50_ms: float
+    claim_p50_ms: float
+    frames: int
+    frames_per_s: float
+    tails: int
+    tail_p50_ms: float  # from the call of append to the tail that has the frame
+    tail_p99_ms: float
+
+
+async def suspend(
+    url: str,
+    *,
+    rounds: int,
+    frames: int,
+    tails: int,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Report:
+    """Measure on a scratch store beside the named one."""
+    tell = progress or (lambda what, done, steps: None)
+    async with AsyncExitStack() as stack:
+        place = await stack.enter_async_context(ground(url))
+        engine = await stack.enter_async_context(await connect(place.url))
+        await engine.ensure_signing_key(secrets.token_hex(32))
+        tell("suspend, signal, claim", 0, 3)
+        times = [await _round_trip(engine) for _ in range(WARM_UP + rounds)][WARM_UP:]
+        tell("frames", 1, 3)
+        rate = await _frames(engine, frames)
+        tell("tail", 2, 3)
+        reader = await stack.enter_async_context(await connect(place.url)) if place.shared else engine
+        delays = await _tails(engine, reader, tails)
+        tell("done", 3, 3)
+        whole = [sum(parts) for parts in times]
+        return Report(
+            store=place.url.partition(":")[0],
+            durability=place.durability,
+            versions=place.versions,
+            cores=os.cpu_count() or 1,
+            rounds=rounds,
+            resume_p50_ms=_ms(median(whole)),
+            resume_p99_ms=_p99(whole),
+            suspend_p50_ms=_ms(median(parts[0] for parts in times)),
+            signal_p50_ms=_ms(median(parts[1] for parts in times)),
+            claim_p50_ms=_ms(median(parts[2] for parts in times)),
+            frames=frames,
+            frames_per_s=round(rate),
+            tails=tails,
+            tail_p50_ms=_ms(median(delays)),
+            tail_p99_ms=_p99(delays),
+        )
+
+
+async def _claimed(engine: Engine) -> tuple[str, Handle]:
+    execution_id = engine.new_execution_id(LANE)
+    await engine.create_execution(execution_id=execution_id, lane_id=LANE)
+    return execution_id, await _claim(engine)
+
+
+async def _claim(engine: Engine) -> Handle:
+    claimed = await engine.claim(LANE, worker_id="bench", worker_instance_id="bench-1", max_wait_ms=10_000)
+    assert claimed is not None
+    return claimed.handle
+
+
+async def _round_trip(engine: Engine) -> tuple[float, float, float]:
+    """The lengths of a suspend, of the signal that ends it, and of the claim that goes on."""
+    execution_id, handle = await _claimed(engine)
+    waitpoint_id = engine.minter.uuid()
+    args = SuspendArgs(
+        suspension_id=engine.minter.uuid(),
+        waitpoints=(Fresh(waitpoint_id, "k"),),
+        resume_condition=Single("k"),
+        reason_code="waiting_for_signal",
+        now=await engine.ping(),
+    )
+    begun = perf_counter()
+    suspended = await engine.suspend(handle, args)
+    parked = perf_counter()
+    assert isinstance(suspended, Suspended)
+    await engine.deliver_signal(
+        SignalArgs(
+            execution_id=execution_id,
+            waitpoint_id=waitpoint_id,
+            signal_id=engine.minter.uuid(),
+            signal_name="go",
+            waitpoint_token=suspended.details.waitpoint_token,
+        )
+    )
+    signalled = perf_counter()
+    again = await _claim(engine)
+    running = perf_counter()
+    assert again.fields.execution_id == execution_id
+    await engine.complete(again)
+    return parked - begun, signalled - parked, running - signalled
+
+
+async def _frames(engine: Engine, count: int) -> float:
+    """Small durable frames per second to one execution, each acknowledged after its commit."""
+    _, handle = await _claimed(engine)
+
+    async def write(share: int) -> None:
+        for _ in range(share):
+            await engine.append_frame(handle, FRAME)
+
+    await write(1)
+    begun = perf_counter()
+    await asyncio.gather(*(write(count // WRITERS) for _ in range(WRITERS)))
+    rate = count // WRITERS * WRITERS / (perf_counter() - begun)
+    await engine.complete(handle)
+    return rate
+
+
+async def _tails(engine: Engine, reader: Engine, count: int) -> list[float]:
+    """How long after the call of append a waiting tail, in an engine of its own, has each frame."""
+    execution_id, handle = await _claimed(engine)
+    delays: list[float] = []
+    after = "0-0"
+    for number in range(WARM_UP + count):
+        waiting = asyncio.create_task(reader.tail_stream(execution_id, 0, after, 10_000))
+        await asyncio.sleep(TAIL_PAUSE_S)
+        begun = perf_counter()
+        appended = asyncio.create_task(engine.append_frame(handle, FRAME))
+        page, length = await _timed(waiting, begun)
+        after = page.frames[-1].id
+        await appended
+        if number >= WARM_UP:
+            delays.append(length)
+    await engine.complete(handle)
+    return delays
+
+
+async def _timed(page: Awaitable[StreamPage], begun: float) -> tuple[StreamPage, float]:
+    return await page, perf_counter() - begun
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1000, 2)
+
+
+def _p99(values: list[float]) -> float:
+    return _ms(quantiles(values, n=100)[98] if len(values) > 1 else values[0])

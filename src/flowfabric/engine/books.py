@@ -1,0 +1,90 @@
+"""The roots that are decided on as one sheet, and their chains: budgets and quota policies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Any
+
+import msgspec
+
+from flowfabric import ids
+from flowfabric.engine.chains import Chains
+from flowfabric.engine.core import Core
+from flowfabric.model.budget import Budget, BudgetDimension, Reservation, UsageKey
+from flowfabric.model.quota import QuotaPolicy, QuotaRequest, QuotaSlot
+from flowfabric.rules import admission, budgets
+from flowfabric.rules.admission import QuotaSheet
+from flowfabric.rules.budgets import BudgetSheet
+from flowfabric.rules.change import Change, Put
+from flowfabric.stores.base import Want
+
+TRACE_LIFE_MS = 10 * 60 * 1000  # how long a change of a budget can be asked for after its answer got lost
+
+
+class BudgetBook:
+    """The rows of a budget as one sheet."""
+
+    def __init__(self, partitions: ids.PartitionCounts) -> None:
+        self._partitions = partitions
+
+    def wants(self, key: str) -> tuple[Want, ...]:
+        return Want(Budget, (key,)), Want(BudgetDimension, (key,)), Want(Reservation, (key,))
+
+    def sheet(self, key: str, rows: Iterable[Any]) -> BudgetSheet:
+        return budgets.sheet_of(key, ids.budget_partition(ids.BudgetId(key), self._partitions), rows)
+
+    def written(self, before: BudgetSheet, after: BudgetSheet, change_id: int) -> Change | None:
+        change = budgets.written(before, after)
+        if change is None:
+            return None
+        # A report without a key must not be applied twice, and by the time we ask after a lost answer another process
+        # may have moved the revision on: so each change leaves a trace of its own.
+        trace = UsageKey(before.budget_id, _trace(change_id), after.row().last_updated_at + TRACE_LIFE_MS)
+        return msgspec.structs.replace(change, writes=(*change.writes, Put(trace)))
+
+    def trace(self, key: str, change_id: int) -> Want:
+        return Want(UsageKey, (key, _trace(change_id)))
+
+    def shows(self, row: Any, change_id: int) -> bool:
+        return True
+
+
+class QuotaBook:
+    """The rows of a quota policy as one sheet. Admitting and releasing twice is the same as once."""
+
+    def __init__(self, partitions: ids.PartitionCounts) -> None:
+        self._partitions = partitions
+
+    def wants(self, key: str) -> tuple[Want, ...]:
+        return Want(QuotaPolicy, (key,)), Want(QuotaSlot, (key,)), Want(QuotaRequest, (key,))
+
+    def sheet(self, key: str, rows: Iterable[Any]) -> QuotaSheet:
+        return admission.sheet_of(key, ids.quota_partition(ids.QuotaPolicyId(key), self._partitions), rows)
+
+    def written(self, before: QuotaSheet, after: QuotaSheet, change_id: int) -> Change | None:
+        return admission.written(before, after)
+
+    def trace(self, key: str, change_id: int) -> Want:
+        return Want(QuotaPolicy, (key,))
+
+    def shows(self, row: Any, change_id: int) -> bool:
+        return bool(row.revision == change_id)
+
+
+class Books(Core):
+    """Everything that decides on budgets or quotas stands on these."""
+
+    @cached_property
+    def budget_chains(self) -> Chains[BudgetSheet]:
+        """The decisions of this process about budgets."""
+        return Chains(self, BudgetBook(self.partitions))
+
+    @cached_property
+    def quota_chains(self) -> Chains[QuotaSheet]:
+        """The decisions of this process about quota policies."""
+        return Chains(self, QuotaBook(self.partitions))
+
+
+def _trace(change_id: int) -> str:
+    return f"change:{change_id}"

@@ -1,0 +1,313 @@
+"""Budgets: define them, report to them, reserve in them, give back and reset.
+
+Reports to one budget are chained: fifty concurrent ones cost one load and one commit. A verb that makes room wakes
+what waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from flowfabric import errors, ids
+from flowfabric.engine.chains import Decide
+from flowfabric.engine.waiting import PAGE, Waiting
+from flowfabric.handles import Handle
+from flowfabric.model import verdicts
+from flowfabric.model.budget import Budget, BudgetSpend, UsageKey
+from flowfabric.rules import budgets, limits, reserving, spending
+from flowfabric.rules.budgets import BudgetSheet
+from flowfabric.stores.base import Scan, Want, Where
+
+A = TypeVar("A")
+
+MOST_LISTED = 1000
+SUSPEND = "suspend"  # the hard action that puts the execution to sleep
+
+
+class Budgets(Waiting):
+    """What can be done with a budget, by the names of the specification."""
+
+    # -- defining -------------------------------------------------------------------------------------------------
+
+    async def create_budget(
+        self,
+        budget_id: str,
+        *,
+        dimensions: Sequence[str],
+        hard_limits: Sequence[int],
+        soft_limits: Sequence[int],
+        scope_type: str = "",
+        scope_id: str = "",
+        enforcement_mode: str = "",
+        on_hard_limit: str = "",
+        on_soft_limit: str = "",
+        reset_interval_ms: int = 0,
+    ) -> verdicts.BudgetCreated | verdicts.BudgetExists:
+        """Define a budget; a second definition changes nothing."""
+        budget = _budget_id(budget_id)
+        texts = {
+            "scope_type": scope_type,
+            "scope_id": scope_id,
+            "enforcement_mode": enforcement_mode,
+            "on_hard_limit": on_hard_limit,
+            "on_soft_limit": on_soft_limit,
+        }
+        for name, text in texts.items():
+            limits.text(name, text, limit=limits.MAX_NAME_BYTES)
+        definition = spending.Definition(
+            **texts,
+            reset_interval_ms=limits.duration("reset_interval_ms", reset_interval_ms, least=0),
+            limits=_limits(dimensions, hard_limits, soft_limits),
+        )
+        return await self.budget_chains.ask(budget, lambda sheet, now: spending.create(sheet, definition, now))
+
+    async def change_budget_limits(
+        self, budget_id: str, *, dimensions: Sequence[str], hard_limits: Sequence[int], soft_limits: Sequence[int]
+    ) -> verdicts.LimitsChanged:
+        """Raise or lower limits; what waits for room goes on when there is some."""
+        budget = _budget_id(budget_id)
+        given = _limits(dimensions, hard_limits, soft_limits)
+        return await self._make_room(budget, lambda sheet, now: spending.change_limits(sheet, given, now))
+
+    # -- reporting ------------------------------------------------------------------------------------------------
+
+    async def report_usage(
+        self, handle: Handle, budget_id: str, custom: Mapping[str, int], *, dedup_key: str | None = None
+    ) -> verdicts.Usage:
+        """Report as the worker that holds an execution; its lease is not asked for.
+
+        When the budget's hard action is to suspend, a breach puts the execution to sleep until there is room.
+        """
+        self.opened(handle)
+        answer = await self._report(budget_id, custom.items(), dedup_key, by_name=True)
+        return await self._met_limit(answer, _budget_id(budget_id), handle)
+
+    async def report_usage_admin(
+        self, budget_id: str, *, dimensions: Sequence[str], deltas: Sequence[int], dedup_key: str | None = None
+    ) -> verdicts.Usage:
+        """Report without an execution, in the order given."""
+        return await self._report(budget_id, _paired(dimensions, deltas), dedup_key, by_name=False)
+
+    async def record_spend(
+        self,
+        budget_id: str,
+        execution_id: str,
+        deltas: Mapping[str, int],
+        *,
+        idempotency_key: str | None = None,
+        handle: Handle | None = None,
+    ) -> verdicts.Usage:
+        """Report for an execution's ledger, so that it can be given back.
+
+        A `handle` lets a breach put the execution to sleep, when that is the budget's hard action.
+        """
+        execution = ids.parse_execution_id(limits.text("execution_id", execution_id))
+        if handle is not None and self.opened(handle).execution_id != execution:
+            raise errors.InvalidInput("handle: of another execution")
+        answer = await self._report(budget_id, deltas.items(), idempotency_key, by_name=True, execution_id=execution)
+        return await self._met_limit(answer, _budget_id(budget_id), handle)
+
+    async def _report(
+        self,
+        budget_id: str,
+        pairs: Iterable[tuple[str, int]],
+        key: str | None,
+        *,
+        by_name: bool,
+        execution_id: str | None = None,
+    ) -> verdicts.Usage:
+        budget = _budget_id(budget_id)
+        limits.optional_text("dedup_key", key)
+        digest = spending.digest_of(key) if key else None
+        ask = spending.Report(_amounts(pairs, by_name=by_name), digest, execution_id)
+        wants: tuple[Want, ...] = () if digest is None else (Want(UsageKey, (budget, digest)),)
+        if execution_id is not None:
+            wants += (Want(BudgetSpend, (budget, execution_id)),)
+        return await self.budget_chains.ask(budget, lambda sheet, now: spending.report(sheet, ask, now), wants)
+
+    async def release_budget(self, budget_id: str, execution_id: str) -> verdicts.BudgetReleased:
+        """Give back everything that an execution spent since the last reset; again gives back nothing."""
+        budget = _budget_id(budget_id)
+        execution = ids.parse_execution_id(limits.text("execution_id", execution_id))
+        return await self._make_room(
+            budget,
+            lambda sheet, now: spending.release(sheet, execution, now),
+            (Want(BudgetSpend, (budget, execution)),),
+        )
+
+    # -- reserving ------------------------------------------------------------------------------------------------
+
+    async def reserve_budget(
+        self,
+        budget_id: str,
+        execution_id: str,
+        amounts: Mapping[str, int],
+        *,
+        ttl_ms: int,
+        reservation_id: str | None = None,
+        handle: Handle | None = None,
+    ) -> verdicts.Reserved | verdicts.HardBreach | verdicts.AlreadyApplied:
+        """Keep room free for an execution, for `ttl_ms` at most; the same reservation again lasts that much longer."""
+        budget = _budget_id(budget_id)
+        ask = reserving.Promise(
+            self.minter.uuid() if reservation_id is None else ids.parse_uuid(reservation_id, "reservation_id"),
+            ids.parse_execution_id(limits.text("execution_id", execution_id)),
+            _amounts(amounts.items(), by_name=True),
+            limits.duration("ttl_ms", ttl_ms),
+        )
+        answer: verdicts.Reserved | verdicts.HardBreach | verdicts.AlreadyApplied = await self.budget_chains.ask(
+            budget, lambda sheet, now: reserving.reserve(sheet, ask, now), (_settled(budget, ask.reservation_id),)
+        )
+        return await self._met_limit(answer, budget, handle)
+
+    async def settle_budget(
+        self, budget_id: str, execution_id: str, reservation_id: str, amounts: Mapping[str, int]
+    ) -> verdicts.Usage:
+        """Turn a reservation into what the execution really spent; again is `AlreadyApplied`."""
+        budget = _budget_id(budget_id)
+        execution = ids.parse_execution_id(limits.text("execution_id", execution_id))
+        reservation = ids.parse_uuid(reservation_id, "reservation_id")
+        spent = _amounts(amounts.items(), by_name=True)
+        return await self._make_room(
+            budget,
+            lambda sheet, now: reserving.settle(sheet, reservation, execution, spent, now),
+            (_settled(budget, reservation), Want(BudgetSpend, (budget, execution))),
+        )
+
+    async def refund_budget(self, budget_id: str, reservation_id: str) -> verdicts.Refunded:
+        """Give a reservation's room back unused; again gives back nothing."""
+        budget = _budget_id(budget_id)
+        reservation = ids.parse_uuid(reservation_id, "reservation_id")
+        return await self._make_room(budget, lambda sheet, now: reserving.refund(sheet, reservation, now))
+
+    # -- resetting ------------------------------------------------------------------------------------------------
+
+    async def reset_budget(self, budget_id: str) -> verdicts.BudgetReset:
+        """Begin a new period; what waits for the budget goes on."""
+        return await self._make_room(_budget_id(budget_id), spending.reset)
+
+    async def reset_budget_if_due(self, budget_id: str) -> bool:
+        """The sweep's form; False when it was not due (any more)."""
+        return await self._make_room(budget_id, spending.reset_if_due) is not None
+
+    async def lapse_reservations(self, budget_id: str) -> bool:
+        """Let go of reservations whose time is over; True when there were some."""
+        return await self._make_room(budget_id, reserving.lapse)
+
+    async def reconcile_budget_counters(self, partition: int) -> verdicts.Reconciled:
+        """Set or clear the note of breach on every budget of a partition that never resets."""
+        limits.integer("partition", partition, least=0, most=self.partitions.budget - 1)
+        processed = failed = 0
+        after: tuple[str] | None = None
+        while True:
+            where = (Where("partition", "=", partition), Where("defined", "=", True))
+            rows: list[Budget] = await self.store.scan(Scan(Budget, where, ("budget_id",), after, PAGE))
+            marks = await asyncio.gather(
+                *(self.budget_chains.ask(row.budget_id, spending.mark_breach) for row in rows), return_exceptions=True
+            )
+            processed += sum(mark is True for mark in marks)
+            failed += sum(isinstance(mark, errors.FabricError) for mark in marks)
+            if len(rows) < PAGE:
+                return verdicts.Reconciled(processed, failed)
+            after = (rows[-1].budget_id,)
+
+    # -- reading --------------------------------------------------------------------------------------------------
+
+    async def get_budget_status(self, budget_id: str) -> verdicts.BudgetStatus:
+        """A budget for people."""
+        budget = _budget_id(budget_id)
+        _, sheets = await self.budget_chains.look([budget])
+        status = budgets.status(sheets[budget])
+        if isinstance(status, errors.FabricError):
+            raise status
+        return status
+
+    async def read_budget_usage_and_limits(self, budget_id: str) -> tuple[dict[str, int], dict[str, int]]:
+        """Usage by dimension, and limits as `hard:<dimension>` and `soft:<dimension>`; empty when undefined."""
+        budget = _budget_id(budget_id)
+        _, sheets = await self.budget_chains.look([budget])
+        sheet = sheets[budget]
+        if sheet.root is None or not sheet.root.defined:
+            return {}, {}
+        rows = budgets.in_order(sheet.dimensions.values())
+        declared = [row for row in rows if row.position is not None]
+        bounds = {f"hard:{row.dimension}": row.hard_limit for row in declared}
+        bounds |= {f"soft:{row.dimension}": row.soft_limit for row in declared}
+        return {row.dimension: row.usage for row in rows if row.usage is not None}, bounds
+
+    async def list_budgets(self, *, cursor: str | None = None, limit: int = 50) -> list[str]:
+        """The ids of defined budgets, ascending, strictly after the cursor."""
+        wanted = min(limits.integer("limit", limit, least=0), MOST_LISTED)
+        after = None if cursor is None else (_budget_id(cursor),)
+        scan = Scan(Budget, (Where("defined", "=", True),), ("budget_id",), after, wanted)
+        return [row.budget_id for row in await self.store.scan(scan)] if wanted else []
+
+    # -- what a breach does ---------------------------------------------------------------------------------------
+
+    async def park_for_budget(self, handle: Handle, budget_id: str, breach: verdicts.HardBreach) -> bool:
+        """Put an execution to sleep until the budget has room; True when it was."""
+        return False
+
+    async def _met_limit(self, answer: A, budget_id: str, handle: Handle | None) -> A:
+        if not isinstance(answer, verdicts.HardBreach) or answer.action != SUSPEND or handle is None:
+            return answer
+        parked = await self.park_for_budget(handle, budget_id, answer)
+        if parked:  # room that was made between the breach and the sleep must not be slept through
+            await self.wake_budget(budget_id)
+        return msgspec.structs.replace(answer, parked=parked)
+
+    async def _make_room(self, budget_id: str, decide: Decide[BudgetSheet, A], wants: tuple[Want, ...] = ()) -> A:
+        answer = await self.budget_chains.ask(budget_id, decide, wants)
+        await self.wake_budget(budget_id)
+        return answer
+
+
+def _budget_id(text: str) -> str:
+    return ids.parse_uuid(limits.text("budget_id", text), "budget_id")
+
+
+def _settled(budget_id: str, reservation_id: str) -> Want:
+    return Want(UsageKey, (budget_id, reserving.settled_digest(reservation_id)))
+
+
+def _dimension(name: object) -> str:
+    if not limits.text("dimension", name, limit=limits.MAX_NAME_BYTES):
+        raise errors.InvalidInput("dimension: empty")
+    return str(name)
+
+
+def _limits(dimensions: Sequence[str], hard_limits: Sequence[int], soft_limits: Sequence[int]) -> spending.Limits:
+    if not len(dimensions) == len(hard_limits) == len(soft_limits):
+        lengths = f"{len(dimensions)}, {len(hard_limits)} and {len(soft_limits)}"
+        raise errors.InvalidInput(f"dimensions, hard_limits and soft_limits: of different lengths, {lengths}")
+    _not_too_many(len(dimensions))
+    names = [_dimension(name) for name in dimensions]
+    if len(set(names)) < len(names):
+        raise errors.InvalidInput("dimensions: one is named twice")
+    hard = [limits.integer("hard_limits", value, least=0) for value in hard_limits]
+    soft = [limits.integer("soft_limits", value, least=0) for value in soft_limits]
+    return tuple(zip(names, hard, soft, strict=True))
+
+
+def _amounts(pairs: Iterable[tuple[str, int]], *, by_name: bool) -> budgets.Amounts:
+    given = [(_dimension(name), limits.integer(f"{name}", amount, least=0)) for name, amount in pairs]
+    _not_too_many(len(given))
+    amounts = spending.combined(given, by_name=by_name)
+    for name, amount in amounts:
+        limits.integer(name, amount, least=0)  # together they may be too much
+    return amounts
+
+
+def _paired(dimensions: Sequence[str], deltas: Sequence[int]) -> list[tuple[str, int]]:
+    if len(dimensions) != len(deltas):
+        raise errors.InvalidInput(f"dimensions and deltas: of different lengths, {len(dimensions)} and {len(deltas)}")
+    return list(zip(dimensions, deltas, strict=True))
+
+
+def _not_too_many(count: int) -> None:
+    if count > spending.MOST_DIMENSIONS:
+        raise errors.InvalidInput(f"too_many_dimensions: limit={spending.MOST_DIMENSIONS}, got={count}")

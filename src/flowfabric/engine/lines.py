@@ -1,0 +1,111 @@
+"""Lines: where claimable work stands, and who stands first.
+
+A process knows the lines of a lane that it wrote to or heard of. Leases that lapsed enter their line when somebody
+notices. Every claim looks for them, and for lines that other processes began: always when it found nothing, and about
+once a second when it is busy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence, Set
+
+from flowfabric.engine.executions import Executions
+from flowfabric.model import answers
+from flowfabric.model.execution import Execution, LineKey
+from flowfabric.rules import capabilities, claim
+from flowfabric.stores.base import Scan, Where
+
+HOUSEKEEPING_MS = 1000
+CANDIDATES = 10
+LAPSED_BATCH = 100
+BY_RANK = ("rank", "execution_id")
+MOST_LINES = 64  # that are looked at in one trip
+
+
+class Lines(Executions):
+    """What a claim needs to know of the lines of its lane."""
+
+    async def look_around(self, lane_id: str) -> None:
+        """Put lapsed leases into their lines, and hear of lines that other processes began."""
+        await asyncio.gather(self.mark_lapsed_leases(), self._learn_lines(lane_id))
+        self._looked_at[lane_id] = self.estimate.now()
+
+    def has_looked(self, lane_id: str) -> bool:
+        """Whether the last look around in this lane is recent."""
+        return abs(self.estimate.now() - self._looked_at.get(lane_id, 0)) < HOUSEKEEPING_MS
+
+    async def mark_lapsed_leases(self) -> int:
+        """Mark leases that lapsed, so that their work stands in line again; how many were marked."""
+        unmarked = (Where("lease_expired_at", "unset"),)
+        due = await self.patiently(
+            lambda: self.store.due(Execution, "lease_expires_at", limit=LAPSED_BATCH, where=unmarked)
+        )
+        self.estimate.hear(due.now)
+        marks = await asyncio.gather(*(self.mark_lease_expired_if_due(row.execution_id) for row in due.rows))
+        return sum(isinstance(mark, answers.MarkedExpired) for mark in marks)
+
+    async def lines_of(self, lane_id: str) -> list[LineKey]:
+        """The lines of a lane that this process knows of, in a fixed order."""
+        if lane_id not in self._lines:
+            await self._learn_lines(lane_id)
+        return sorted(self._lines.get(lane_id, ()))
+
+    async def covered(self, lane_id: str, offered: Set[str]) -> list[LineKey]:
+        """The lines whose work a worker with these capabilities can do."""
+        return [line for line in await self.lines_of(lane_id) if capabilities.covers(line.required, offered)]
+
+    async def heads(
+        self, lines: Sequence[LineKey], limit: int, *, without: Set[str] = frozenset(), where: tuple[Where, ...] = ()
+    ) -> list[Execution]:
+        """The first rows of each of the lines, without those granted to somebody and those named, best rank first."""
+        if not lines:
+            return []
+        size = limit + CANDIDATES
+        conditions = (Where("line", "in", tuple(lines)), *where)
+        page = await self.scan(Scan(Execution, conditions, BY_RANK, None, size, each="line"))
+        rows = self._ungranted(page, without)
+        found, seen = Counter(row.line for row in rows), Counter(row.line for row in page)
+        for line in lines:  # many of its first rows were passed over: look further
+            if seen[line] == size and found[line] < limit:
+                last = [row for row in page if row.line == line][-1]
+                rows += await self._further(line, limit - found[line], without, where, (last.rank, last.execution_id))
+        return sorted(rows, key=lambda row: (row.rank, row.execution_id))
+
+    async def _further(
+        self, line: LineKey, limit: int, without: Set[str], where: tuple[Where, ...], after: tuple[int, str]
+    ) -> list[Execution]:
+        found: list[Execution] = []
+        size = limit + CANDIDATES
+        while True:
+            page = await self.scan(Scan(Execution, (Where("line", "=", line), *where), BY_RANK, after, size))
+            found += self._ungranted(page, without)
+            if len(found) >= limit or len(page) < size:
+                return found[:limit]
+            after = (page[-1].rank, page[-1].execution_id)
+
+    def _ungranted(self, page: Sequence[Execution], without: Set[str]) -> list[Execution]:
+        now = self.estimate.now()
+        return [row for row in page if row.execution_id not in without and not claim.live_grant(row, now)]
+
+    async def forget_decided(self, lane_id: str) -> None:
+        """Stop expecting decided work in a lane, unless there is some: granted, or beyond the worker that looked."""
+        if lane_id not in self._decided_lanes and lane_id not in self._takeovers:
+            return
+        for line in await self.lines_of(lane_id):
+            if line.decided and await self.scan(Scan(Execution, (Where("line", "=", line),), limit=1)):
+                return
+        self._decided_lanes.discard(lane_id)
+        self._takeovers.discard(lane_id)
+
+    async def _learn_lines(self, lane_id: str) -> None:
+        for line in await self.patiently(lambda: self.store.lines(lane_id)):
+            self.note_line(line)
+
+
+def windows(lines: Sequence[LineKey], start: int) -> list[Sequence[LineKey]]:
+    """The lines in portions that one trip can look at, beginning with another one each time."""
+    portions = [lines[first : first + MOST_LINES] for first in range(0, len(lines), MOST_LINES)]
+    start %= max(1, len(portions))
+    return portions[start:] + portions[:start]

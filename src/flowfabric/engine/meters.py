@@ -1,0 +1,43 @@
+"""What the engine counts and times, for whoever exports it. Names and labels are those of the specification."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+
+import msgspec
+
+BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+Labels = tuple[tuple[str, str], ...]
+
+
+class Timing(msgspec.Struct):
+    """How long something took, by bucket: those up to each bound, and the longer ones."""
+
+    buckets: list[int] = msgspec.field(default_factory=lambda: [0] * (len(BUCKETS_S) + 1))
+    count: int = 0
+    total_s: float = 0.0
+
+
+class Meters:
+    """Counters and timings of one engine."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[tuple[str, Labels]] = Counter()
+        self.timings: dict[tuple[str, Labels], Timing] = {}
+
+    def count(self, name: str, amount: int = 1, **labels: str) -> None:
+        """Something happened."""
+        self.counts[name, tuple(sorted(labels.items()))] += amount
+
+    def took(self, name: str, seconds: float, **labels: str) -> None:
+        """Something took this long."""
+        timing = self.timings.setdefault((name, tuple(sorted(labels.items()))), Timing())
+        timing.buckets[bisect_left(BUCKETS_S, seconds)] += 1
+        timing.count += 1
+        timing.total_s += seconds
+
+    def counted(self, name: str, **labels: str) -> int:
+        """How often something happened."""
+        return self.counts[name, tuple(sorted(labels.items()))]

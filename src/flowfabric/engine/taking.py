@@ -1,0 +1,308 @@
+"""Taking work: the pull of a worker.
+
+Two roads lead to a claim. *Uniform* rows are taken by the store in one trip: the first rows of the lines that the
+worker covers. *Decided* rows need a decision at the claim: an expired or revoked lease has a cap to respect and an
+attempt to end, a budget or a quota has a say. They stand in lines of their own, claimed by load, rule and commit.
+
+A lane with uniform work of one fairness key only is taken from directly. Otherwise the first rows of all lines are
+planned (`rules.fairness`), and both roads are taken at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import Any
+
+from flowfabric import errors
+from flowfabric.engine import intake
+from flowfabric.engine.core import Pause
+from flowfabric.engine.intake import ClaimOrder
+from flowfabric.engine.lines import Lines, windows
+from flowfabric.engine.wakes import FEED, lane_topic, waited
+from flowfabric.handles import Handle, HandleFields, HandleKind
+from flowfabric.model import answers
+from flowfabric.model.execution import Execution, LineKey, Payload
+from flowfabric.model.states import AttemptType
+from flowfabric.rules import fairness, lease, limits, reclaim
+from flowfabric.rules.change import Decision
+from flowfabric.rules.claim import Acquired
+from flowfabric.rules.lease import Holder
+from flowfabric.stores.base import Scan, Stamp, Take, Want, Where
+
+MOST_KEYS = 8  # whose work one claim takes: each key costs a trip of its own
+
+
+class Taking(Lines):
+    """What a worker does to get work."""
+
+    _rotation: int = 0
+
+    @cached_property
+    def _fair_turns(self) -> dict[str, dict[str, int]]:
+        return {}
+
+    async def claim(
+        self,
+        lane_id: str,
+        *,
+        worker_id: str,
+        worker_instance_id: str,
+        capabilities: Iterable[str] = (),
+        lease_ttl_ms: int = 15_000,
+        max_wait_ms: int = 0,
+    ) -> answers.Claimed | None:
+        """The best claimable execution of the lane, fresh, resumed or taken over; None when there is none in time."""
+        claimed = await self.claim_many(
+            lane_id,
+            1,
+            worker_id=worker_id,
+            worker_instance_id=worker_instance_id,
+            capabilities=capabilities,
+            lease_ttl_ms=lease_ttl_ms,
+            max_wait_ms=max_wait_ms,
+        )
+        return claimed[0] if claimed else None
+
+    async def claim_many(
+        self,
+        lane_id: str,
+        limit: int,
+        *,
+        worker_id: str,
+        worker_instance_id: str,
+        capabilities: Iterable[str] = (),
+        lease_ttl_ms: int = 15_000,
+        max_wait_ms: int = 0,
+    ) -> list[answers.Claimed]:
+        """Up to `limit` executions in claim order, as soon as there is at least one; limits are not asked."""
+        order = intake.claim_order(lane_id, worker_id, worker_instance_id, capabilities, lease_ttl_ms)
+        return await self.pull(order, limit, max_wait_ms)
+
+    async def pull(self, order: ClaimOrder, limit: int, max_wait_ms: int) -> list[answers.Claimed]:
+        """Claim until there is at least one or the wait is over."""
+        limits.integer("limit", limit, least=1, most=10_000)
+        limits.duration("max_wait_ms", max_wait_ms, least=0)
+        clock = asyncio.get_running_loop().time
+        until = clock() + max_wait_ms / 1000
+        while True:
+            hint = self.wakes.expect(lane_topic(order.lane_id))
+            try:
+                claimed = await self._claim_now(order, limit)
+                left = until - clock()
+                if claimed or left <= 0:
+                    return claimed
+                await waited(hint, min(left, self.poll_s))
+            finally:
+                hint.cancel()
+
+    async def _claim_now(self, order: ClaimOrder, limit: int) -> list[answers.Claimed]:
+        """Claim what is there, after a look around when the last one is old, and with one before finding nothing."""
+        looked = not self.has_looked(order.lane_id) or order.lane_id in self._takeovers
+        if looked:
+            await self.look_around(order.lane_id)
+        lines = await self.covered(order.lane_id, order.capabilities)
+        if looked or order.lane_id in self._decided_lanes or _take_turns(lines):
+            claimed = await self._claim_by_plan(order, lines, limit)
+        else:
+            claimed = await self._take([line for line in lines if not line.decided], order, limit)
+        if not claimed and not looked:
+            await self.look_around(order.lane_id)
+            lines = await self.covered(order.lane_id, order.capabilities)
+            claimed = await self._claim_by_plan(order, lines, limit)
+        return claimed
+
+    # -- by plan --------------------------------------------------------------------------------------------------
+
+    async def _claim_by_plan(self, order: ClaimOrder, lines: Sequence[LineKey], limit: int) -> list[answers.Claimed]:
+        """By plan; of very many lines, of the first portion that has something."""
+        for portion in windows(lines, self._rotation):
+            self._rotation += 1
+            if claimed := await self._claim_planned(order, portion, limit):
+                return claimed
+        return []
+
+    async def _claim_planned(self, order: ClaimOrder, lines: Sequence[LineKey], limit: int) -> list[answers.Claimed]:
+        """Claim from both kinds of lines in the order that fairness plans."""
+        uniform = [line for line in lines if not line.decided]
+        decided = [line for line in lines if line.decided]
+        claimed: list[answers.Claimed] = []
+        tried: set[str] = set()
+        while len(claimed) < limit:
+            waiting = await self.heads(decided, limit - len(claimed), without=tried)
+            if not waiting:
+                await self.forget_decided(order.lane_id)
+            if not waiting and not _take_turns(uniform):
+                return claimed + await self._take(uniform, order, limit - len(claimed))
+            waiting += await self.heads(uniform, limit - len(claimed))
+            now, turns = self.estimate.now(), self.turns_of(order.lane_id)
+            picks, turns = fairness.plan(waiting, turns, now, limit - len(claimed), most_keys=MOST_KEYS)
+            self.keep_turns(order.lane_id, turns)
+            tried.update(row.execution_id for row in picks if _is_decided(row))
+            try:
+                taken = await self._claim_picks(picks, uniform, order)
+            except errors.StoreUnavailable:
+                if claimed:
+                    return claimed  # these are held already: the next call may meet the error
+                raise
+            claimed += taken
+            if not taken and not any(map(_is_decided, picks)):
+                return claimed  # others were faster
+        return claimed
+
+    def turns_of(self, lane_id: str) -> fairness.Turns:
+        """Whose turn it is in a lane, for this process."""
+        return self._fair_turns.get(lane_id, {})
+
+    def keep_turns(self, lane_id: str, turns: dict[str, int]) -> None:
+        """Remember whose turn it is after a claim."""
+        self._fair_turns[lane_id] = turns
+
+    async def _claim_picks(
+        self, picks: Sequence[Execution], uniform: Sequence[LineKey], order: ClaimOrder
+    ) -> list[answers.Claimed]:
+        """Claim these rows; of the uniform ones, as many of each key, whichever are first by now."""
+        counts = Counter(fairness.key_of(row) for row in picks if not _is_decided(row))
+        takes = [
+            self._take([line for line in uniform if line.fairness_key == key], order, count)
+            for key, count in counts.items()
+        ]
+        decided = [row for row in picks if _is_decided(row)]
+        answered = await asyncio.gather(self._claim_decided(decided, order), *takes, return_exceptions=True)
+        claimed = [one for found in answered if not isinstance(found, BaseException) for one in found]
+        for failed in answered:
+            if isinstance(failed, BaseException) and (not claimed or not isinstance(failed, errors.StoreUnavailable)):
+                raise failed
+        places = {row.execution_id: place for place, row in enumerate(picks)}
+        return sorted(claimed, key=lambda one: places.get(one.execution_id, len(places)))
+
+    # -- the decided road -----------------------------------------------------------------------------------------
+
+    async def _claim_decided(self, rows: Sequence[Execution], order: ClaimOrder) -> list[answers.Claimed]:
+        """Claim rows that need a decision; those that others got, or that ended at their cap, are left out."""
+        claimed = await asyncio.gather(*(self._claim_row(row, order) for row in rows))
+        return [one for one in claimed if one is not None]
+
+    async def _claim_row(self, row: Execution, order: ClaimOrder) -> answers.Claimed | None:
+        holder = self._holder(order)
+        wants = (Want(Execution, (row.execution_id,)), Want(Payload, (row.execution_id,)))
+        payload: list[Payload] = []
+
+        def decide(rows: list[list[Any]], now: int) -> Decision[Any]:
+            payload[:] = rows[1]
+            return reclaim.take_up(rows[0][0] if rows[0] else None, holder, order.capabilities, now)
+
+        answer = await self.settle(wants, decide)
+        if not isinstance(answer, Acquired):
+            return None
+        kind = HandleKind.RECLAIMED if answer.attempt_type is AttemptType.RECLAIM else HandleKind.FRESH
+        if answer.attempt_id != holder.attempt_id:
+            kind = HandleKind.RESUMED
+        return self._acquired(answer, kind, payload[0] if payload else None)
+
+    def _acquired(self, acquired: Acquired, kind: HandleKind, payload: Payload | None = None) -> answers.Claimed:
+        fields = HandleFields(
+            acquired.execution_id,  # type: ignore[arg-type]
+            acquired.attempt_index,
+            acquired.attempt_id,  # type: ignore[arg-type]
+            acquired.lease_id,  # type: ignore[arg-type]
+            acquired.lease_epoch,
+            acquired.lease_ttl_ms,
+            acquired.lane_id,  # type: ignore[arg-type]
+            acquired.worker_instance_id,  # type: ignore[arg-type]
+        )
+        return answers.Claimed(
+            acquired.execution_id,
+            acquired.lease_id,
+            acquired.lease_epoch,
+            acquired.attempt_index,
+            acquired.attempt_id,
+            acquired.attempt_type,
+            acquired.lease_expires_at,
+            Handle.mint(self.store.tag, kind, fields),
+            payload,
+        )
+
+    def _holder(self, order: ClaimOrder) -> Holder:
+        return Holder(
+            order.worker_id,
+            order.worker_instance_id,
+            order.lane_id,
+            self.minter.uuid(),
+            self.minter.uuid(),
+            order.lease_ttl_ms,
+        )
+
+    # -- the uniform road -----------------------------------------------------------------------------------------
+
+    async def _take(self, lines: Sequence[LineKey], order: ClaimOrder, limit: int) -> list[answers.Claimed]:
+        """The first rows of these lines; of very many lines, those of the first portion that has any."""
+        for portion in windows(lines, self._rotation):
+            self._rotation += 1
+            if taken := await self._take_portion(tuple(portion), order, limit):
+                return taken
+        return []
+
+    async def _take_portion(self, lines: tuple[LineKey, ...], order: ClaimOrder, limit: int) -> list[answers.Claimed]:
+        pause = Pause()
+        doubtful: list[Take] = []
+        while True:
+            stamps = tuple(Stamp(self.minter.uuid(), self.minter.uuid(), self.minter.change_id()) for _ in range(limit))
+            take = Take(lines, stamps, order.worker_id, order.worker_instance_id, order.lease_ttl_ms, lease.CLAIMED)
+            try:
+                taken = await self.store.take(take)
+            except errors.StoreUnavailable as lost:
+                if lost.in_doubt:
+                    doubtful.append(take)
+                    if found := await self._find_taken(doubtful):
+                        return found
+                await pause.or_raise()
+                continue
+            self.estimate.hear(taken.now)
+            if doubtful and not taken.rows:  # perhaps the doubtful one arrived just after we had looked for it
+                return await self._find_taken(doubtful)
+            if taken.rows:
+                self.tell(frozenset({FEED}))
+                self.note_taken([row for row, _ in taken.rows])
+            return [self._claimed(row, payload, order.lease_ttl_ms) for row, payload in taken.rows]
+
+    async def _find_taken(self, takes: Sequence[Take]) -> list[answers.Claimed]:
+        """After lost answers: the rows that carry the stamps, if one of the takes happened."""
+        leases = tuple(stamp.lease_id for take in takes for stamp in take.stamps)
+        where = (Where("lease_expires_at", "set"), Where("lease_id", "in", leases))
+        rows = await self.scan(Scan(Execution, where, ("rank", "execution_id"), limit=len(leases)))
+        if not rows:
+            return []
+        loaded = await self.load([Want(Payload, (row.execution_id,)) for row in rows])
+        ttl = takes[0].lease_ttl_ms
+        return [self._claimed(row, found[0], ttl) for row, found in zip(rows, loaded.rows, strict=True)]
+
+    def _claimed(self, row: Execution, payload: Payload, lease_ttl_ms: int) -> answers.Claimed:
+        self.remember(row)
+        kind = HandleKind.RECLAIMED if row.attempt_type is AttemptType.RECLAIM else HandleKind.FRESH
+        if row.attempt_resumed_at is not None:
+            kind = HandleKind.RESUMED
+        acquired = Acquired(
+            row.execution_id,
+            row.lease_id or "",
+            row.lease_epoch,
+            row.attempt_index or 0,
+            row.attempt_id or "",
+            row.attempt_type or AttemptType.INITIAL,
+            row.lease_expires_at or 0,
+            lease_ttl_ms,
+            row.current_lane or row.lane_id,
+            row.worker_instance_id or "",
+        )
+        return self._acquired(acquired, kind, payload)
+
+
+def _is_decided(row: Execution) -> bool:
+    return row.line is not None and row.line.decided
+
+
+def _take_turns(lines: Sequence[LineKey]) -> bool:
+    """Whether work of several keys may stand in these lines."""
+    return len({line.fairness_key for line in lines if not line.decided}) > 1

@@ -1,0 +1,60 @@
+"""The vault: signing secrets as they are kept. Plain by default; sealed with AES-256-GCM when a key is configured.
+
+A sealed secret says so in front, so that a store may hold both kinds: what was written before a key was configured
+stays readable, and is sealed when it is written next. The kid is authenticated with the secret, so that nobody can put
+one key's secret in the place of another's.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+from typing import Any
+
+from flowfabric import errors
+from flowfabric.settings import Secret
+
+SEALED = "sealed:1:"
+UNREADABLE = "<sealed>"  # what a secret reads as without its key: no secret, and not an empty one either
+_SALT = b"flowfabric/secret-key/1"
+_NONCE_BYTES = 12
+
+
+class Vault:
+    """Seals and opens secrets; without a key it hands them through."""
+
+    def __init__(self, key: Secret | None) -> None:
+        self._cipher: Any = None if key is None else _cipher(key)
+
+    def seal(self, secret: str, kid: str) -> str:
+        """The secret as it is kept."""
+        if self._cipher is None or secret.startswith(SEALED):
+            return secret
+        nonce = os.urandom(_NONCE_BYTES)
+        sealed = self._cipher.encrypt(nonce, secret.encode(), kid.encode())
+        return SEALED + base64.b64encode(nonce + sealed).decode()
+
+    def open(self, kept: str, kid: str) -> str:
+        """The secret itself; one that cannot be opened here is unreadable, and is refused by whoever wants to sign."""
+        if not kept.startswith(SEALED):
+            return kept
+        if self._cipher is None:
+            return UNREADABLE
+        from cryptography.exceptions import InvalidTag
+
+        try:
+            data = base64.b64decode(kept.removeprefix(SEALED), validate=True)
+            opened: bytes = self._cipher.decrypt(data[:_NONCE_BYTES], data[_NONCE_BYTES:], kid.encode())
+            return opened.decode()
+        except (InvalidTag, ValueError):
+            return UNREADABLE
+
+
+def _cipher(key: Secret) -> Any:
+    try:
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+    except ImportError as missing:
+        raise errors.InvalidInput("secret_key: sealing needs a cipher: pip install 'flowfabric[secrets]'") from missing
+    derived = hashlib.scrypt(key.reveal().encode(), salt=_SALT, n=2**14, r=8, p=1, dklen=32)
+    return AESGCM(derived)

@@ -1,0 +1,255 @@
+"""What callers hand in about waits, signals and frames: looked at once, and put into its one form."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from flowfabric import errors, ids
+from flowfabric.engine import intake
+from flowfabric.model.gate import GateKind
+from flowfabric.model.stream import FrameKind, FrameMode
+from flowfabric.model.suspension import Requester, TimeoutBehavior
+from flowfabric.rules import conditions, limits, mailbox, signals, streams
+from flowfabric.rules.mailbox import MailArgs
+from flowfabric.rules.parking import GateArgs
+from flowfabric.rules.signals import SignalArgs
+from flowfabric.rules.streams import BestEffort
+from flowfabric.rules.suspend_args import Binding, Fresh, ResumePolicy, SuspendArgs, UsePending
+from flowfabric.rules.tokens import WaitpointToken
+
+AUTO_RESUME_ALIAS = "auto_resume"
+MOST_WAITPOINTS = 1000
+BEST_EFFORT = BestEffort()
+
+
+def waitpoint(waitpoint_id: object) -> str:
+    """A waitpoint id."""
+    return ids.parse_uuid(limits.text("waitpoint_id", waitpoint_id), "waitpoint_id")
+
+
+def flow_partition(partition: object) -> int:
+    """A partition of executions, by its number or its key."""
+    if isinstance(partition, str):
+        parsed = ids.parse_partition_key(partition)
+        if parsed.family is not ids.Family.FLOW:
+            raise errors.InvalidInput("partition: executions live on the partitions of flows")
+        return parsed.index
+    return limits.integer("partition", partition, least=0, most=65_535)
+
+
+def token(value: object) -> WaitpointToken:
+    """A token as a sender shows it; what is wrong with it is for the rules."""
+    if isinstance(value, WaitpointToken):
+        return value
+    if value is not None and not isinstance(value, str):
+        raise errors.InvalidInput("waitpoint_token: not a text")
+    return WaitpointToken(value or "")
+
+
+def suspension(args: object) -> SuspendArgs:
+    """What a suspend asks for."""
+    if not isinstance(args, SuspendArgs):
+        raise errors.InvalidInput("args: not a SuspendArgs")
+    bindings = [_binding(one) for one in intake.each("waitpoints", args.waitpoints)]
+    if len(bindings) > MOST_WAITPOINTS:
+        raise errors.InvalidInput(f"waitpoints: {len(bindings)} of them, the limit is {MOST_WAITPOINTS}")
+    return SuspendArgs(
+        suspension_id=ids.parse_uuid(limits.text("suspension_id", args.suspension_id), "suspension_id"),
+        waitpoints=tuple(bindings),
+        resume_condition=conditions.parse_condition(args.resume_condition),
+        reason_code=limits.text("reason_code", args.reason_code, limit=limits.MAX_NAME_BYTES),
+        now=limits.integer("now", args.now, least=0),
+        resume_policy=_policy(args.resume_policy),
+        requested_by=_member(Requester, "requested_by", args.requested_by),
+        timeout_at=intake.optional_instant("timeout_at", args.timeout_at),
+        timeout_behavior=_behavior(args.timeout_behavior),
+        continuation_metadata_pointer=limits.optional_text(
+            "continuation_metadata_pointer", args.continuation_metadata_pointer
+        )
+        or None,
+        idempotency_key=limits.optional_text("idempotency_key", args.idempotency_key) or None,
+    )
+
+
+def _binding(binding: object) -> Binding:
+    match binding:
+        case Fresh(waitpoint_id=waitpoint_id, waitpoint_key=key):
+            return Fresh(waitpoint(waitpoint_id), limits.text("waitpoint_key", key))
+        case UsePending(waitpoint_id=waitpoint_id):
+            return UsePending(waitpoint(waitpoint_id))
+        case _:
+            raise errors.InvalidInput("waitpoints: neither Fresh nor UsePending")
+
+
+def _policy(policy: object) -> ResumePolicy:
+    if not isinstance(policy, ResumePolicy) or policy.resume_target != "runnable":
+        raise errors.InvalidInput("resume_policy: not a policy")
+    if policy.resume_delay_ms is not None:
+        limits.duration("resume_delay_ms", policy.resume_delay_ms, least=0)
+    return policy
+
+
+def _behavior(value: object) -> TimeoutBehavior:
+    alias = value == AUTO_RESUME_ALIAS
+    return TimeoutBehavior.AUTO_RESUME if alias else _member(TimeoutBehavior, "timeout_behavior", value)
+
+
+def _member(kind: Any, name: str, value: object) -> Any:
+    try:
+        return kind(value)
+    except ValueError:
+        raise errors.InvalidInput(f"{name}: not a {kind.__name__}") from None
+
+
+def signal(args: object) -> SignalArgs:
+    """A signal; a payload that is too large is refused before anything else is."""
+    if not isinstance(args, SignalArgs):
+        raise errors.InvalidInput("args: not a SignalArgs")
+    payload = _small(args.payload, signals.MAX_PAYLOAD_BYTES)
+    texts = {
+        name: limits.text(name, getattr(args, name))
+        for name in ("signal_name", "signal_category", "source_type", "source_identity", "target_scope")
+    }
+    return SignalArgs(
+        execution_id=intake.execution(args.execution_id),
+        waitpoint_id=waitpoint(args.waitpoint_id),
+        signal_id=ids.parse_uuid(limits.text("signal_id", args.signal_id), "signal_id"),
+        waitpoint_token=token(args.waitpoint_token),
+        payload=payload,
+        payload_encoding=limits.optional_text("payload_encoding", args.payload_encoding, limit=limits.MAX_NAME_BYTES),
+        correlation_id=limits.optional_text("correlation_id", args.correlation_id),
+        idempotency_key=limits.optional_text("idempotency_key", args.idempotency_key) or None,
+        created_at=intake.optional_instant("created_at", args.created_at),
+        dedup_ttl_ms=limits.duration("dedup_ttl_ms", args.dedup_ttl_ms, least=0),
+        resume_delay_ms=intake.optional_duration("resume_delay_ms", args.resume_delay_ms),
+        max_signals_per_execution=limits.integer("max_signals_per_execution", args.max_signals_per_execution, least=0),
+        signal_maxlen=limits.integer("signal_maxlen", args.signal_maxlen, least=1),
+        **texts,
+    )
+
+
+def _small(payload: object, most: int) -> bytes | None:
+    if payload is None:
+        return None
+    if not isinstance(payload, bytes | bytearray | memoryview):
+        raise errors.InvalidInput("payload: not bytes")
+    size = memoryview(payload).nbytes
+    if size > most:
+        raise errors.PayloadTooLarge(f"{size} bytes, the limit is {most}")
+    return bytes(payload)
+
+
+class FrameInput(msgspec.Struct, frozen=True):
+    """A frame that can be kept."""
+
+    payload: bytes
+    frame_type: str
+    mode: FrameMode
+    best_effort: BestEffort
+    correlation_id: str | None
+
+
+def frame(
+    payload: object, kind: object, frame_type: object, mode: object, best_effort: object, correlation_id: object
+) -> FrameInput:
+    """A frame; one that is too large is refused before anything is asked about the lease."""
+    if type(payload) is not bytes and not isinstance(payload, bytes | bytearray | memoryview):
+        raise errors.InvalidInput("payload: not bytes")
+    size = len(payload) if type(payload) is bytes else memoryview(payload).nbytes
+    if size > streams.MAX_FRAME_BYTES:
+        raise errors.RetentionLimitExceeded(f"{size} bytes, the limit is {streams.MAX_FRAME_BYTES}")
+    kinds: FrameKind = kind if type(kind) is FrameKind else _member(FrameKind, "kind", kind)
+    named = limits.text("frame_type", frame_type, limit=limits.MAX_NAME_BYTES)
+    return FrameInput(
+        bytes(payload),
+        named or kinds.value,
+        mode if type(mode) is FrameMode else _member(FrameMode, "mode", mode),
+        BEST_EFFORT if best_effort is BEST_EFFORT else _best_effort(best_effort),
+        limits.optional_text("correlation_id", correlation_id) or None,
+    )
+
+
+def _best_effort(given: object) -> BestEffort:
+    if not isinstance(given, BestEffort):
+        raise errors.InvalidInput("best_effort: not a BestEffort")
+    limits.integer("ttl_ms", given.ttl_ms, most=limits.MAX_DURATION_MS)
+    for name in ("maxlen_floor", "maxlen_ceiling"):
+        limits.integer(name, getattr(given, name))
+    if not isinstance(given.ema_alpha, float | int):
+        raise errors.InvalidInput("ema_alpha: not a number")
+    return given
+
+
+def message(args: object) -> MailArgs:
+    """A message to an execution."""
+    if not isinstance(args, MailArgs):
+        raise errors.InvalidInput("args: not a MailArgs")
+    return MailArgs(
+        execution_id=intake.execution(args.execution_id),
+        mailbox=name_of("mailbox", args.mailbox),
+        message_id=ids.parse_uuid(limits.text("message_id", args.message_id), "message_id"),
+        payload=_small(args.payload, mailbox.MAX_PAYLOAD_BYTES),
+        payload_encoding=limits.optional_text("payload_encoding", args.payload_encoding, limit=limits.MAX_NAME_BYTES),
+        sender=limits.text("sender", args.sender),
+        idempotency_key=limits.optional_text("idempotency_key", args.idempotency_key) or None,
+        dedup_ttl_ms=limits.duration("dedup_ttl_ms", args.dedup_ttl_ms, least=0),
+    )
+
+
+def gate(args: object) -> GateArgs:
+    """A gate to be opened."""
+    if not isinstance(args, GateArgs):
+        raise errors.InvalidInput("args: not a GateArgs")
+    kind = _member(GateKind, "kind", args.kind)
+    children = tuple(intake.execution(child) for child in intake.each("children", args.children))
+    given: dict[str, Any] = {
+        "name": name_of("gate", args.name),
+        "kind": kind,
+        "expires_in_ms": intake.optional_duration("expires_in_ms", args.expires_in_ms),
+        "expires_at": intake.optional_instant("expires_at", args.expires_at),
+    }
+    match kind:
+        case GateKind.SIGNALS:
+            condition = conditions.parse_condition(args.condition)
+            if refused := conditions.check_structure(condition):
+                raise refused
+            bound = _pairs(args.waitpoints)
+            keys = [key for _, key in bound]
+            if not bound or sorted(keys) != sorted(conditions.referenced_keys(condition)):
+                raise errors.InvalidInput("waitpoints: not those that the condition names")
+            return GateArgs(**given, condition=condition, waitpoints=bound)
+        case GateKind.MAILBOX:
+            return GateArgs(**given, mailbox=name_of("mailbox", args.mailbox))
+        case GateKind.CHILDREN:
+            if not children or len(set(children)) < len(children):
+                raise errors.InvalidInput("children: none, or one of them twice")
+            need = limits.integer("need", args.need or len(children), least=1, most=len(children))
+            return GateArgs(**given, children=children, need=need, any_outcome=bool(args.any_outcome))
+        case _:
+            if given["expires_in_ms"] is None and given["expires_at"] is None:
+                raise errors.InvalidInput("expires_in_ms: a timer has to end")
+            return GateArgs(**given)
+
+
+def _pairs(waitpoints: object) -> tuple[tuple[str, str], ...]:
+    found = [tuple(pair) for pair in intake.each("waitpoints", waitpoints)]
+    if any(len(pair) != 2 for pair in found):
+        raise errors.InvalidInput("waitpoints: pairs of id and key expected")
+    return tuple((waitpoint(one), limits.text("waitpoint_key", key)) for one, key in found)
+
+
+def name_of(field: str, value: object) -> str:
+    """A name that can be part of a key."""
+    name = limits.text(field, value, limit=limits.MAX_NAME_BYTES)
+    if not name:
+        raise errors.InvalidInput(f"{field}: empty")
+    return name
+
+
+def names(field: str, values: object) -> tuple[str, ...]:
+    """Several of them, each once."""
+    found: Sequence[str] = [name_of(field, one) for one in intake.each(field, values)]
+    return tuple(dict.fromkeys(found))

@@ -1,0 +1,44 @@
+"""The sweeps of waiting work: timeouts, waitpoints that were never used, children nobody took in, old events."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from flowfabric.engine.sweeper import Pass, Sweep
+from flowfabric.model.gate import ChildEnd
+from flowfabric.model.suspension import Suspension, Waitpoint
+from flowfabric.rules.resuming import Expiry
+from flowfabric.stores.base import Store
+
+UNTOUCHED = (Expiry.NOT_DUE, Expiry.NOT_SUSPENDED)
+
+
+class Waiting(Protocol):
+    """What these sweeps need of an engine."""
+
+    store: Store
+
+    async def expire_suspension(self, execution_id: str) -> Expiry: ...
+    async def expire_pending_waitpoint(self, waitpoint: Waitpoint) -> bool: ...
+    async def take_in_children(self, parent_id: str) -> int: ...
+    async def trim_feed(self) -> int: ...
+
+
+def sweeps(engine: Waiting) -> tuple[Sweep, ...]:
+    """All of them."""
+
+    async def time_out(row: Suspension) -> bool:
+        return await engine.expire_suspension(row.execution_id) not in UNTOUCHED
+
+    async def take_in(row: ChildEnd) -> bool:
+        return await engine.take_in_children(row.parent_id) > 0
+
+    async def trim(_: int) -> Pass:
+        return Pass(await engine.trim_feed(), 0)
+
+    return (
+        Sweep("suspension_timeout", "due_at", time_out, row=Suspension),
+        Sweep("pending_wp_expiry", "pending_until", engine.expire_pending_waitpoint, row=Waitpoint),
+        Sweep("child_ends", "due_at", take_in, row=ChildEnd),
+        Sweep("feed_trimmer", whole=trim),
+    )

@@ -1,0 +1,190 @@
+"""Work that waits for room: find what a budget or quota policy holds up, and set it free as soon as there is some.
+
+Whoever makes room (a release, a reset, a refund, a higher limit) wakes the first rows that wait for it, as many as
+there is room for; the unblock sweep is only a net. Whoever blocks a row looks again afterwards: room that was made
+between its look and its write would otherwise wait for the sweep. A window that opens by the passing of time has a
+timer in the process that was refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from flowfabric import errors
+from flowfabric.engine.books import Books
+from flowfabric.engine.executions import Executions
+from flowfabric.model.execution import Execution
+from flowfabric.model.states import BlockingReason, LifecyclePhase
+from flowfabric.rules import admission, budgets, operate, place
+from flowfabric.rules.policy import decode_terms
+from flowfabric.stores.base import Scan, Where
+
+logger = logging.getLogger("flowfabric.waiting")
+
+PAGE = 100
+MOST_PAGES = 20
+LATEST_LOOK_MS = 1000
+
+
+class Room:
+    """What budgets and quota policies have left, looked up once and counted down while work is set free.
+
+    `only` looks at one of them: work that waits for it is set free when there is room there, whatever else is in its
+    way; the next claim finds that out, and it waits for that instead.
+    """
+
+    def __init__(self, books: Books, only: str | None = None) -> None:
+        self._books = books
+        self._only = only
+        self._spent: dict[str, bool] = {}
+        self._left: dict[str, int | None] = {}
+
+    async def learn(self, rows: Sequence[Execution]) -> None:
+        """Know what these rows depend on; raises when that cannot be read, so that they stay where they are."""
+        unknown = sorted({budget for row in rows for budget in self._budgets(row)} - self._spent.keys())
+        if unknown:
+            _, sheets = await self._books.budget_chains.look(unknown)
+            for name, sheet in sheets.items():
+                if corrupt := budgets.corruption(sheet):
+                    raise corrupt
+                self._spent[name] = budgets.exhausted(sheet.dimensions.values()) is not None
+        unknown = sorted({policy for row in rows for policy in self._policies(row)} - self._left.keys())
+        if unknown:
+            now, policies = await self._books.quota_chains.look(unknown)
+            for name, policy in policies.items():
+                numbers = admission.limits_of(policy.root)
+                if isinstance(numbers, errors.FabricError):
+                    raise numbers
+                self._left[name] = admission.room(policy, now)
+
+    def admits(self, row: Execution) -> bool:
+        """Whether nothing of what blocked this row is in its way any more; if so, it takes its share."""
+        policies = self._policies(row)
+        if any(self._spent[budget] for budget in self._budgets(row)):
+            return False
+        if any(self._left[policy] == 0 for policy in policies):
+            return False
+        for policy in policies:
+            left = self._left[policy]
+            self._left[policy] = None if left is None else left - 1
+        return True
+
+    def _budgets(self, row: Execution) -> list[str]:
+        """The budgets that a row which waits for one depends on."""
+        if row.blocking_reason is BlockingReason.WAITING_FOR_QUOTA:
+            return []
+        return [name for name in decode_terms(row.terms).budget_ids if self._only in (None, name)]
+
+    def _policies(self, row: Execution) -> list[str]:
+        if row.blocking_reason is not BlockingReason.WAITING_FOR_QUOTA:
+            return []
+        return [name for name in decode_terms(row.terms).quota_policy_ids if self._only in (None, name)]
+
+
+class Waiting(Books, Executions):
+    """Sets work free that waited for room."""
+
+    _timers: dict[str, asyncio.TimerHandle] | None = None
+    _ringing: set[asyncio.Task[None]] | None = None
+
+    async def set_free(self, rows: Sequence[Execution], room: Room | None = None) -> int:
+        """Set those of the rows free that nothing holds up any more; how many."""
+        room = room or Room(self)
+        await room.learn(rows)
+        return sum(await asyncio.gather(*(self._free(row) for row in rows if room.admits(row))))
+
+    async def _free(self, row: Execution) -> bool:
+        if row.lifecycle_phase is LifecyclePhase.SUSPENDED:
+            return await self.resume_for_budget(row)
+        return await self.let_go(row.execution_id, row.blocking_reason)
+
+    async def hold_up(self, row: Execution, reason: BlockingReason, detail: str, on: str = "") -> bool:
+        """Block a row that was found claimable; False when it is not there to be blocked any more."""
+        try:
+            await self.settle_execution(row.execution_id, lambda row, _: operate.block(row, reason, detail, on))
+        except errors.StoreUnavailable:
+            raise
+        except errors.FabricError:
+            return False
+        return True
+
+    async def let_go(self, execution_id: str, reason: BlockingReason) -> bool:
+        """Unblock a row that was blocked for this reason; False when it waits for something else by now."""
+        try:
+            await self.settle_execution(execution_id, lambda row, _: operate.unblock(row, reason.value))
+        except errors.StoreUnavailable:
+            raise
+        except errors.FabricError:
+            return False
+        return True
+
+    async def resume_for_budget(self, row: Execution) -> bool:
+        """Resume an execution that a budget put to sleep; True when it was."""
+        return False
+
+    async def wake_budget(self, budget_id: str) -> bool:
+        """There may be room in this budget: set free what waits for it; True when something still waits."""
+        return await self._wake(BlockingReason.WAITING_FOR_BUDGET, budget_id)
+
+    async def wake_quota(self, quota_policy_id: str) -> bool:
+        """There may be room in this policy: set free as many as it can admit; True when something still waits."""
+        return await self._wake(BlockingReason.WAITING_FOR_QUOTA, quota_policy_id)
+
+    async def _wake(self, reason: BlockingReason, name: str) -> bool:
+        where = (Where("blocked_on", "=", place.blocked_on(reason, name)),)
+        after: tuple[int, str] | None = None
+        room = Room(self, only=name)
+        try:
+            for _ in range(MOST_PAGES):
+                scan = Scan(Execution, where, ("rank", "execution_id"), after, PAGE)
+                rows: list[Execution] = await self.store.scan(scan)
+                freed = await self.set_free(rows, room) if rows else 0
+                if len(rows) < PAGE:
+                    return freed < len(rows)
+                if not freed:
+                    return True
+                after = rows[-1].rank, rows[-1].execution_id
+        except errors.FabricError as away:
+            logger.warning("what waits for %s %s is left to the sweep: %s", reason.value, name, away)
+        return True
+
+    # -- windows that open by themselves --------------------------------------------------------------------------
+
+    def wake_quota_later(self, quota_policy_id: str, wait_ms: int) -> None:
+        """A window opens then: wake what waits for it. One timer a policy, the earliest."""
+        if self._timers is None:
+            self._timers, self._ringing = {}, set()
+        loop = asyncio.get_running_loop()
+        at = loop.time() + wait_ms / 1000
+        timer = self._timers.get(quota_policy_id)
+        if timer is not None and timer.when() <= at:
+            return
+        if timer is not None:
+            timer.cancel()
+        self._timers[quota_policy_id] = loop.call_at(at, self._ring, quota_policy_id)
+
+    def stop_timers(self) -> None:
+        """Forget the windows that were to open; the sweep looks after what waits for them."""
+        for timer in (self._timers or {}).values():
+            timer.cancel()
+        for task in self._ringing or ():
+            task.cancel()
+        self._timers, self._ringing = None, None
+
+    def _ring(self, quota_policy_id: str) -> None:
+        if self._timers is None or self._ringing is None:
+            return
+        del self._timers[quota_policy_id]
+        task = asyncio.create_task(self._look_again(quota_policy_id))
+        self._ringing.add(task)
+        task.add_done_callback(self._ringing.discard)
+
+    async def _look_again(self, quota_policy_id: str) -> None:
+        if not await self.wake_quota(quota_policy_id):
+            return
+        now, sheets = await self.quota_chains.look([quota_policy_id])
+        opens_at = admission.next_passing(sheets[quota_policy_id], now)
+        wait_ms = LATEST_LOOK_MS if opens_at is None else max(1, opens_at - now)
+        self.wake_quota_later(quota_policy_id, wait_ms)

@@ -1,0 +1,78 @@
+"""A budget as rows: its definition and counters, and what was used, spent, promised and heard before.
+
+The budget row is the root: whoever changes one of the others changes its revision too. A budget that was used before
+it was defined has a root as well, with `defined` unset.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Budget(msgspec.Struct, frozen=True):
+    """The definition and the counters of one budget."""
+
+    budget_id: str
+    partition: int
+    defined: bool = False
+    scope_type: str = ""
+    scope_id: str = ""
+    enforcement_mode: str = ""
+    on_hard_limit: str = ""
+    on_soft_limit: str = ""
+    reset_interval_ms: int = 0
+    breach_count: int = 0
+    soft_breach_count: int = 0
+    reset_count: int = 0
+    last_updated_at: int = 0
+    created_at: int | None = None
+    last_breach_at: int | None = None
+    last_breach_dim: str | None = None
+    last_reset_at: int | None = None
+    next_reset_at: int | None = None
+    breached_at: int | None = None  # the reconciler's note; nobody decides by it
+    lapse_at: int | None = None  # no reservation lapses before this instant
+    revision: int = 0
+
+
+class BudgetDimension(msgspec.Struct, frozen=True):
+    """One dimension: its limits (0 is none) and what counts against them."""
+
+    budget_id: str
+    dimension: str
+    hard_limit: int = 0
+    soft_limit: int = 0
+    usage: int | None = None  # None until something was reported
+    reserved: int = 0
+    position: int | None = None  # in the order of the definition; None for one that was only reported
+
+
+class BudgetSpend(msgspec.Struct, frozen=True):
+    """What one execution has spent in one dimension since the last reset: the ledger that a release gives back."""
+
+    budget_id: str
+    execution_id: str
+    dimension: str
+    amount: int
+
+
+class Reservation(msgspec.Struct, frozen=True):
+    """A promise of one dimension's room; it counts until it is settled, refunded or over."""
+
+    budget_id: str
+    reservation_id: str
+    dimension: str
+    execution_id: str
+    amount: int
+    expires_at: int
+
+
+class UsageKey(msgspec.Struct, frozen=True):
+    """A report that was applied and is remembered for a while.
+
+    The end of its life is part of the key, so that sweeping an old one can never remove a newer one of the same name.
+    """
+
+    budget_id: str
+    digest: str
+    expires_at: int

@@ -1,0 +1,82 @@
+"""An attempt's output as rows: the stream, its frames, and the document that summary frames amount to."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+
+class FrameMode(StrEnum):
+    """How much a frame matters."""
+
+    DURABLE = "durable"
+    SUMMARY = "summary"
+    BEST_EFFORT = "best_effort"
+
+
+class FrameKind(StrEnum):
+    STDOUT = "stdout"
+    STDERR = "stderr"
+    EVENT = "event"
+    BLOB = "blob"
+
+
+class Stream(msgspec.Struct, frozen=True):
+    """The root of one attempt's output; it comes into being with the first frame.
+
+    `kept_from` is the number of the oldest frame that counts; older ones are invisible, and their pages are removed as
+    a whole. `vanishes_at` is set while all frames are best-effort ones with a time to live.
+    """
+
+    execution_id: str
+    attempt_index: int
+    created_at: int
+    last_ms: int
+    last_seq: int
+    frame_count: int
+    total_bytes: int
+    last_frame_at: int
+    kept_from: int = 1
+    pages: str = "[]"  # [[page, ms and seq of its first frame], …] as JSON
+    has_durable_frame: bool = False
+    vanishes_at: int | None = None
+    ema_rate_hz: float | None = None
+    last_append_ts_ms: int | None = None
+    maxlen_applied_last: int | None = None
+    closed_at: int | None = None
+    closed_reason: str | None = None
+    revision: int = 0
+
+
+class Frame(msgspec.Struct, frozen=True):
+    """One entry: its id is `<ms>-<seq>`, its `number` counts the frames of the stream from 1.
+
+    Frames are filed by pages of so many numbers, in the same order as their ids.
+    """
+
+    execution_id: str
+    attempt_index: int
+    page: int
+    ms: int
+    seq: int
+    number: int
+    ts: int
+    mode: FrameMode
+    frame_type: str
+    payload: bytes
+    correlation_id: str | None = None
+    summary_version: int | None = None
+    ttl_ms: int | None = None
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """The JSON object that the summary frames of an attempt have built up."""
+
+    execution_id: str
+    attempt_index: int
+    document: str
+    version: int
+    first_applied_ms: int
+    last_updated_ms: int
+    patch_kind: str = "json-merge-patch"

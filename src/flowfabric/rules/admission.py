@@ -1,0 +1,251 @@
+"""Admission: may this execution run now, by the rate and the concurrency of a quota policy.
+
+A policy is decided on as one sheet, like a budget. An admission is a slot and an entry in a sliding window. The slot is
+given back when the execution's life ends, or by the call that got it and could not use it; the entry stays, since the
+request was made. A slot that lapsed still counts until it is released, replaced or found dead by the reconciler, which
+asks the execution first: work that runs longer than the window keeps its slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec.structs import replace
+
+from flowfabric import errors
+from flowfabric.model import verdicts
+from flowfabric.model.execution import Execution
+from flowfabric.model.quota import QuotaPolicy, QuotaRequest, QuotaSlot
+from flowfabric.rules import outbox
+from flowfabric.rules.change import Change, Delete, Guard, Put, Write
+from flowfabric.rules.policy import decode_terms
+
+DEFAULT_DIMENSION = "default"
+DEFAULT_WINDOW_MS = 60_000  # of a policy with window 0, for the scheduler
+
+RELEASE = "release_admission"  # the kind of message that the end of a life sends to its quota policies
+
+A = TypeVar("A")
+
+
+class Release(msgspec.Struct, frozen=True):
+    """The body of that message: whose slot, of which life."""
+
+    execution_id: str
+    life: int
+
+
+class QuotaSheet(msgspec.Struct, frozen=True):
+    """A quota policy as it was loaded, with all its slots and windows."""
+
+    quota_policy_id: str
+    partition: int
+    root: QuotaPolicy | None = None
+    slots: dict[str, QuotaSlot] = {}
+    requests: dict[tuple[str, str], QuotaRequest] = {}
+
+    def row(self) -> QuotaPolicy:
+        """The root, or the one that admissions of an undefined policy make."""
+        return self.root or QuotaPolicy(self.quota_policy_id, self.partition)
+
+
+Told = tuple[A | errors.FabricError, QuotaSheet]
+
+
+class Asking(msgspec.Struct, frozen=True, kw_only=True):
+    """Who asks to be admitted, by which numbers (0 is no limit)."""
+
+    execution_id: str
+    window_ms: int
+    rate_limit: int
+    concurrency_cap: int
+    jitter_ms: int = 0
+    dimension: str = DEFAULT_DIMENSION
+    life: int = 0
+    admission: int  # names this call
+    taking_over: bool = False  # whether a slot that the execution has already is this call's from now on
+    chance: float = 0.0
+
+
+def sheet_of(quota_policy_id: str, partition: int, rows: Iterable[Any]) -> QuotaSheet:
+    """The sheet of whatever rows were loaded."""
+    root: QuotaPolicy | None = None
+    slots, requests = {}, {}
+    for row in rows:
+        match row:
+            case QuotaPolicy():
+                root = row
+            case QuotaSlot():
+                slots[row.execution_id] = row
+            case QuotaRequest():
+                requests[row.dimension, row.execution_id] = row
+    return QuotaSheet(quota_policy_id, partition, root, slots, requests)
+
+
+def written(before: QuotaSheet, after: QuotaSheet) -> Change | None:
+    """What makes the one of the other; None when nothing differs."""
+    name = before.quota_policy_id
+    writes: list[Write] = [Delete(QuotaSlot, (name, key)) for key in before.slots.keys() - after.slots.keys()]
+    writes += [Delete(QuotaRequest, (name, *key)) for key in before.requests.keys() - after.requests.keys()]
+    writes += [Put(row) for key, row in after.slots.items() if before.slots.get(key) != row]
+    writes += [Put(row) for key, row in after.requests.items() if before.requests.get(key) != row]
+    if not writes and after.root == before.root:
+        return None
+    revision = None if before.root is None else before.root.revision
+    return Change(guards=(Guard(QuotaPolicy, (name,), revision),), writes=(Put(after.row()), *writes))
+
+
+def create(
+    sheet: QuotaSheet, limits: verdicts.QuotaLimits, now: int
+) -> Told[verdicts.QuotaPolicyCreated | verdicts.QuotaPolicyExists]:
+    """Define a policy once."""
+    if sheet.root is not None and sheet.root.defined:
+        return verdicts.QuotaPolicyExists(sheet.quota_policy_id), sheet
+    root = replace(
+        sheet.row(),
+        defined=True,
+        requests_per_window_seconds=limits.requests_per_window_seconds,
+        max_requests_per_window=limits.max_requests_per_window,
+        active_concurrency_cap=limits.active_concurrency_cap,
+        jitter_ms=limits.jitter_ms,
+        created_at=now,
+    )
+    return verdicts.QuotaPolicyCreated(sheet.quota_policy_id), replace(sheet, root=root)
+
+
+def limits_of(root: QuotaPolicy | None) -> verdicts.QuotaLimits | errors.FabricError | None:
+    """The stored numbers; None for a policy that was not defined."""
+    if root is None or not root.defined:
+        return None
+    numbers = (
+        root.requests_per_window_seconds,
+        root.max_requests_per_window,
+        root.active_concurrency_cap,
+        root.jitter_ms,
+    )
+    if min(numbers) < 0:
+        return errors.Corruption(f"quota_policy {root.quota_policy_id}: a negative limit")
+    return verdicts.QuotaLimits(*numbers)
+
+
+def check(sheet: QuotaSheet, ask: Asking, now: int) -> Told[verdicts.Admission]:
+    """Admit an execution, or say what is in the way; a refusal leaves no trace."""
+    held = sheet.slots.get(ask.execution_id)
+    if held is not None and is_live(held, now):
+        if held.admission == ask.admission:
+            return verdicts.Admitted(), sheet  # this very call, whose first answer got lost
+        if not ask.taking_over:
+            return verdicts.AlreadyAdmitted(), sheet
+        mine = replace(held, life=max(held.life, ask.life), admission=ask.admission)
+        return verdicts.AlreadyAdmitted(), _with_slot(sheet, mine)
+    passed = now - ask.window_ms
+    window = _window(sheet, ask.dimension, passed)
+    if ask.rate_limit and len(window) >= ask.rate_limit:
+        oldest = min(request.admitted_at for request in window)
+        jitter = min(int(ask.chance * (ask.jitter_ms + 1)), ask.jitter_ms)
+        return verdicts.RateExceeded(max(0, oldest + ask.window_ms - now) + jitter), sheet
+    row = sheet.row()
+    others = row.active - (held is not None and held.counted)
+    if ask.concurrency_cap and others >= ask.concurrency_cap:
+        return verdicts.ConcurrencyExceeded(), sheet
+    counts = ask.concurrency_cap > 0
+    until = now + ask.window_ms if ask.window_ms else None
+    slot = QuotaSlot(sheet.quota_policy_id, ask.execution_id, ask.life, ask.admission, counts, until)
+    request = QuotaRequest(sheet.quota_policy_id, ask.dimension, ask.execution_id, now, now + ask.window_ms)
+    requests = {key: one for key, one in sheet.requests.items() if key[0] != ask.dimension or one.admitted_at > passed}
+    requests[ask.dimension, ask.execution_id] = request
+    admitted = replace(_with_slot(sheet, slot), root=replace(row, active=max(0, others) + counts), requests=requests)
+    return verdicts.Admitted(), admitted
+
+
+def release(
+    sheet: QuotaSheet, execution_id: str, *, life: int | None = None, admission: int | None = None
+) -> Told[verdicts.Released]:
+    """Give an execution's slot back.
+
+    The end of a life names that life and leaves a later one's slot alone; a call that could not use its admission
+    names it, and leaves the slot alone when another call relies on it meanwhile.
+    """
+    held = sheet.slots.get(execution_id)
+    if held is None or (life is not None and held.life > life):
+        return verdicts.Released(), sheet
+    if admission is not None and held.admission != admission:
+        return verdicts.Released(), sheet
+    row = sheet.row()
+    slots = {key: slot for key, slot in sheet.slots.items() if key != execution_id}
+    return verdicts.Released(), replace(sheet, slots=slots, root=replace(row, active=max(0, row.active - held.counted)))
+
+
+def released_at_end(row: Execution) -> tuple[Put, ...]:
+    """The messages by which the end of a life gives its slots back, in the commit that ends it."""
+    policies = decode_terms(row.terms).quota_policy_ids
+    if not policies:
+        return ()
+    origin = row.execution_id.partition("}")[0] + "}"
+    return tuple(
+        outbox.message(
+            origin,
+            f"{RELEASE}:{policy}:{row.execution_id}:{row.replay_count}",
+            RELEASE,
+            policy,
+            Release(row.execution_id, row.replay_count),
+        )
+        for policy in policies
+    )
+
+
+def reconcile(sheet: QuotaSheet, idle: frozenset[str], now: int) -> Told[bool]:
+    """Drop what the windows have passed over and dead slots, and make the counter equal a recount; True if it moved.
+
+    `idle` are executions that were asked and are not active: only their slots are dead once they lapsed.
+    """
+    requests = {key: one for key, one in sheet.requests.items() if one.expires_at > now}
+    slots = {key: slot for key, slot in sheet.slots.items() if is_live(slot, now) or key not in idle}
+    row = sheet.row()
+    if row.active_concurrency_cap or not row.defined:
+        row = replace(row, active=sum(slot.counted for slot in slots.values()))
+    after = replace(sheet, requests=requests, slots=slots, root=row if sheet.root is not None else None)
+    return written(sheet, after) is not None, after
+
+
+def room(sheet: QuotaSheet, now: int) -> int | None:
+    """How many more could be admitted by the stored limits; None when there is no limit."""
+    limits = limits_of(sheet.root)
+    if not isinstance(limits, verdicts.QuotaLimits) or limits.unlimited:
+        return None
+    rooms = []
+    if limits.max_requests_per_window:
+        window = _window(sheet, DEFAULT_DIMENSION, now - window_ms(limits))
+        rooms.append(limits.max_requests_per_window - len(window))
+    if limits.active_concurrency_cap:
+        rooms.append(limits.active_concurrency_cap - sheet.row().active)
+    return max(0, min(rooms))
+
+
+def next_passing(sheet: QuotaSheet, now: int) -> int | None:
+    """When the window of the stored limits passes over its oldest request; None when it holds none."""
+    limits = limits_of(sheet.root)
+    if not isinstance(limits, verdicts.QuotaLimits) or not limits.max_requests_per_window:
+        return None
+    length = window_ms(limits)
+    return min((one.admitted_at + length for one in _window(sheet, DEFAULT_DIMENSION, now - length)), default=None)
+
+
+def window_ms(limits: verdicts.QuotaLimits) -> int:
+    """The window that the scheduler admits by."""
+    return limits.requests_per_window_seconds * 1000 or DEFAULT_WINDOW_MS
+
+
+def is_live(slot: QuotaSlot, now: int) -> bool:
+    """Whether a slot still stands for its execution without asking it."""
+    return slot.expires_at is None or slot.expires_at > now
+
+
+def _window(sheet: QuotaSheet, dimension: str, passed: int) -> list[QuotaRequest]:
+    return [one for key, one in sheet.requests.items() if key[0] == dimension and one.admitted_at > passed]
+
+
+def _with_slot(sheet: QuotaSheet, slot: QuotaSlot) -> QuotaSheet:
+    return replace(sheet, slots={**sheet.slots, slot.execution_id: slot})

@@ -1,0 +1,202 @@
+"""A budget as decisions see it: one sheet, what counts in it, and the change between two of them.
+
+Decisions about one budget take the sheet and return the answer and the sheet as it will be. They are made one after
+the other in memory and written once: `written` tells the difference between two sheets as a change. Everything in it
+belongs to the budget row, whose revision moves with whatever moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec.structs import replace
+
+from flowfabric import errors
+from flowfabric.model import verdicts
+from flowfabric.model.budget import Budget, BudgetDimension, BudgetSpend, Reservation, UsageKey
+from flowfabric.rules.change import Change, Delete, Guard, Put, Write
+
+DEDUP_LIFE_MS = 24 * 60 * 60 * 1000
+LARGEST = 2**63 - 1
+
+A = TypeVar("A")
+Amounts = tuple[tuple[str, int], ...]
+
+
+class BudgetSheet(msgspec.Struct, frozen=True):
+    """A budget as it was loaded: whole but for its ledgers and keys, of which only those asked about are here."""
+
+    budget_id: str
+    partition: int
+    root: Budget | None = None
+    dimensions: dict[str, BudgetDimension] = {}
+    reservations: dict[tuple[str, str], Reservation] = {}
+    spends: dict[tuple[str, str], BudgetSpend] = {}
+    keys: dict[str, int] = {}  # digest and end of life of the reports that are remembered
+    wiped: bool = False  # all ledgers were dropped since it was loaded
+
+    def row(self) -> Budget:
+        """The root, or the one that usage of an undefined budget makes."""
+        return self.root or Budget(self.budget_id, self.partition)
+
+    def dimension(self, name: str) -> BudgetDimension:
+        """A dimension, known or new."""
+        return self.dimensions.get(name) or BudgetDimension(self.budget_id, name)
+
+
+Told = tuple[A | errors.FabricError, BudgetSheet]
+
+
+def sheet_of(budget_id: str, partition: int, rows: Iterable[Any]) -> BudgetSheet:
+    """The sheet of whatever rows were loaded."""
+    root: Budget | None = None
+    dimensions, reservations, spends, keys = {}, {}, {}, dict[str, int]()
+    for row in rows:
+        match row:
+            case Budget():
+                root = row
+            case BudgetDimension():
+                dimensions[row.dimension] = row
+            case Reservation():
+                reservations[row.reservation_id, row.dimension] = row
+            case BudgetSpend():
+                spends[row.execution_id, row.dimension] = row
+            case UsageKey():
+                keys[row.digest] = max(row.expires_at, keys.get(row.digest, 0))
+    return BudgetSheet(budget_id, partition, root, dimensions, reservations, spends, keys)
+
+
+def written(before: BudgetSheet, after: BudgetSheet) -> Change | None:
+    """What makes the one of the other; None when nothing differs."""
+    name = before.budget_id
+    writes: list[Write] = [Delete(BudgetSpend, (name,))] if after.wiped else []
+    if not after.wiped:
+        writes += [Delete(BudgetSpend, (name, *key)) for key in before.spends.keys() - after.spends.keys()]
+    writes += [Delete(Reservation, (name, *key)) for key in before.reservations.keys() - after.reservations.keys()]
+    writes += _put(before.dimensions, after.dimensions)
+    writes += _put({} if after.wiped else before.spends, after.spends)
+    writes += _put(before.reservations, after.reservations)
+    writes += [
+        Put(UsageKey(name, digest, until)) for digest, until in after.keys.items() if before.keys.get(digest) != until
+    ]
+    if not writes and after.root == before.root:
+        return None
+    revision = None if before.root is None else before.root.revision
+    return Change(guards=(Guard(Budget, (name,), revision),), writes=(Put(after.row()), *writes))
+
+
+def _put(before: Mapping[Any, msgspec.Struct], after: Mapping[Any, msgspec.Struct]) -> list[Write]:
+    return [Put(row) for key, row in after.items() if before.get(key) != row]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# What counts
+
+
+def counted(row: BudgetDimension) -> int:
+    """What counts against the limits of a dimension."""
+    return (row.usage or 0) + row.reserved
+
+
+def exhausted(dimensions: Iterable[BudgetDimension]) -> BudgetDimension | None:
+    """The first dimension that leaves no room for more work: at its hard limit, or beyond."""
+    return next((row for row in in_order(dimensions) if row.hard_limit and counted(row) >= row.hard_limit), None)
+
+
+def in_order(dimensions: Iterable[BudgetDimension]) -> list[BudgetDimension]:
+    """As defined, then what was only reported, by name."""
+    return sorted(dimensions, key=lambda row: (row.position is None, row.position or 0, row.dimension))
+
+
+def corruption(sheet: BudgetSheet) -> errors.FabricError | None:
+    """What is wrong with the stored numbers of a budget; None when they make sense."""
+    for row in sheet.dimensions.values():
+        if min(row.hard_limit, row.soft_limit, row.usage or 0, row.reserved) < 0:
+            return errors.Corruption(f"budget {sheet.budget_id}: {row.dimension}: a negative number")
+    return None
+
+
+def heard(sheet: BudgetSheet, digest: str, now: int) -> bool:
+    """Whether a report of this name was applied and is remembered."""
+    return sheet.keys.get(digest, 0) > now
+
+
+def hard_breach(sheet: BudgetSheet, amounts: Amounts) -> verdicts.HardBreach | None:
+    """The first dimension, in the order given, whose hard limit these amounts would exceed."""
+    for name, amount in amounts:
+        row = sheet.dimensions.get(name)
+        if row is not None and row.hard_limit and counted(row) + amount > row.hard_limit:
+            action = sheet.row().on_hard_limit
+            return verdicts.HardBreach(name, row.usage or 0, row.hard_limit, row.reserved, action)
+    return None
+
+
+def breached(sheet: BudgetSheet, breach: verdicts.HardBreach, now: int) -> Told[Any]:
+    """The refusal, and its place in the books."""
+    row = sheet.row()
+    root = replace(
+        row,
+        breach_count=row.breach_count + 1,
+        last_breach_at=now,
+        last_breach_dim=breach.dimension,
+        last_updated_at=now,
+    )
+    return breach, replace(sheet, root=root)
+
+
+def applied(
+    sheet: BudgetSheet, amounts: Amounts, digest: str | None, execution_id: str | None, now: int
+) -> Told[verdicts.Usage]:
+    """Count these amounts, for the ledger of an execution if one is named, and remember the report by its name."""
+    dimensions, spends = dict(sheet.dimensions), dict(sheet.spends)
+    soft: verdicts.SoftBreach | None = None
+    for name, amount in amounts:
+        known = sheet.dimension(name)
+        usage = (known.usage or 0) + amount
+        if usage > LARGEST:
+            return errors.InvalidInput(f"{name}: {usage} in use would be more than {LARGEST}"), sheet
+        dimensions[name] = replace(known, usage=usage)
+        if soft is None and known.soft_limit and usage > known.soft_limit:
+            soft = verdicts.SoftBreach(name, usage, known.soft_limit)
+        if execution_id is not None:
+            spent = spends.get((execution_id, name))
+            total = amount + (0 if spent is None else spent.amount)
+            spends[execution_id, name] = BudgetSpend(sheet.budget_id, execution_id, name, total)
+    keys = sheet.keys if digest is None else {**sheet.keys, digest: now + DEDUP_LIFE_MS}
+    row = sheet.row()
+    root = replace(row, soft_breach_count=row.soft_breach_count + (soft is not None), last_updated_at=now)
+    after = replace(sheet, root=root, dimensions=dimensions, spends=spends, keys=keys)
+    return soft or verdicts.Ok(), after
+
+
+def status(sheet: BudgetSheet) -> verdicts.BudgetStatus | errors.FabricError:
+    """The budget for people."""
+    root = sheet.root
+    if root is None or not root.defined:
+        return errors.NotFound("budget")
+    rows = in_order(sheet.dimensions.values())
+    declared = [row for row in rows if row.position is not None]
+    return verdicts.BudgetStatus(
+        budget_id=root.budget_id,
+        scope_type=root.scope_type,
+        scope_id=root.scope_id,
+        enforcement_mode=root.enforcement_mode,
+        usage={row.dimension: row.usage for row in rows if row.usage is not None},
+        hard_limits={row.dimension: row.hard_limit for row in declared},
+        soft_limits={row.dimension: row.soft_limit for row in declared},
+        breach_count=root.breach_count,
+        soft_breach_count=root.soft_breach_count,
+        on_hard_limit=root.on_hard_limit,
+        on_soft_limit=root.on_soft_limit,
+        reserved={row.dimension: row.reserved for row in rows if row.reserved},
+        last_breach_at=_text(root.last_breach_at),
+        last_breach_dim=root.last_breach_dim,
+        next_reset_at=_text(root.next_reset_at),
+        created_at=_text(root.created_at),
+    )
+
+
+def _text(instant: int | None) -> str | None:
+    return None if instant is None else str(instant)

@@ -1,0 +1,39 @@
+"""Messages between partitions: how they are sent, forgotten and put off."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from flowfabric.model.outbox import Message
+from flowfabric.rules.change import Change, Delete, FromNow, Guard, Patch, Put, at
+
+HEADSTART_MS = 2000  # the sender delivers at once; the sweep of another process leaves it this much time
+LONGEST_WAIT_MS = 60_000
+
+
+def message(origin: str, message_id: str, kind: str, target: str, body: Any) -> Put:
+    """The write that sends a message with its commit; sent again, it takes the place of the first."""
+    text = msgspec.json.encode(body).decode()
+    return Put(Message(origin, message_id, kind, target, text, at(HEADSTART_MS)))
+
+
+def delivered(message: Message) -> Change:
+    """The message has done its work."""
+    return Change(guards=(_seen(message),), writes=(Delete(Message, _key(message)),))
+
+
+def postponed(message: Message) -> Change:
+    """Its receiver could not take it now; the pause doubles with every try."""
+    wait = min(LONGEST_WAIT_MS, HEADSTART_MS * 2 ** min(message.attempts, 16))
+    fields = {"attempts": message.attempts + 1, "due_at": FromNow(wait)}
+    return Change(guards=(_seen(message),), writes=(Patch(Message, _key(message), fields),))
+
+
+def _key(message: Message) -> tuple[str, str]:
+    return message.origin, message.message_id
+
+
+def _seen(message: Message) -> Guard:
+    return Guard(Message, _key(message), message.revision)

@@ -1,0 +1,78 @@
+"""Putting work on the shelf until something happens: what every suspension does to the execution and its waitpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from flowfabric.model.execution import Execution
+from flowfabric.model.keys import SigningKey
+from flowfabric.model.states import AttemptState, BlockingReason, EligibilityState, LifecyclePhase
+from flowfabric.model.suspension import Suspension, Waitpoint
+from flowfabric.rules import lease, step, tokens, waits
+from flowfabric.rules.change import NOW, Patch, Write, at
+
+BLOCKING = {
+    "waiting_for_signal": BlockingReason.WAITING_FOR_SIGNAL,
+    "waiting_for_approval": BlockingReason.WAITING_FOR_APPROVAL,
+    "waiting_for_callback": BlockingReason.WAITING_FOR_CALLBACK,
+    "waiting_for_tool_result": BlockingReason.WAITING_FOR_TOOL_RESULT,
+    "waiting_for_operator_review": BlockingReason.PAUSED_BY_OPERATOR,
+    "paused_by_policy": BlockingReason.PAUSED_BY_POLICY,
+    "paused_by_budget": BlockingReason.WAITING_FOR_BUDGET,
+    "step_boundary": BlockingReason.WAITING_FOR_SIGNAL,
+    "manual_pause": BlockingReason.PAUSED_BY_OPERATOR,
+}
+
+
+def shelved(
+    row: Execution, *, suspension_id: str, waitpoint_id: str | None, reason_code: str, now: int, what: str | None = None
+) -> Patch:
+    """The row without its lease, waiting; the deadline of the whole execution keeps running."""
+    fields = {
+        **lease.release(row),
+        "lifecycle_phase": LifecyclePhase.SUSPENDED,
+        "eligibility_state": EligibilityState.NOT_APPLICABLE,
+        "blocking_reason": BLOCKING.get(reason_code, BlockingReason.WAITING_FOR_SIGNAL),
+        "blocking_text": f"suspended: {what or f'waitpoint {waitpoint_id}'} awaiting {reason_code}",
+        "attempt_state": AttemptState.ATTEMPT_INTERRUPTED,
+        "attempt_suspended_at": NOW,
+        "attempt_suspension": suspension_id,
+        "current_suspension_id": suspension_id,
+        "current_waitpoint_id": waitpoint_id,
+        "has_waits": True,
+        "next_type": None,
+        "next_timeout_ms": step.remaining_ms(row, now),
+    }
+    return step.moved(row, fields)
+
+
+def new_waitpoint(
+    row: Execution, signer: SigningKey, waitpoint_id: str, waitpoint_key: str, **fields: Any
+) -> Waitpoint:
+    """A waitpoint of the row's attempt, with the token that the key signs for it."""
+    token = tokens.mint_token(signer, row.execution_id, waitpoint_id)
+    return Waitpoint(
+        waitpoint_id=waitpoint_id,
+        partition=row.partition,
+        execution_id=row.execution_id,
+        attempt_index=row.attempt_index or 0,
+        waitpoint_key=waitpoint_key,
+        created_at=at(0),
+        token_kid=signer.kid,
+        token_fingerprint=tokens.token_fingerprint(token),
+        **fields,
+    )
+
+
+def let_go(before: Suspension | None, made: Sequence[Waitpoint]) -> tuple[Write, ...]:
+    """What the waitpoints of the suspension before must know once its record is replaced: that and why they closed."""
+    if before is None or before.closed_at is None:
+        return ()
+    anew = {one.waitpoint_id for one in made}
+    fields = {"closed_at": before.closed_at, "close_reason": before.close_reason}
+    return tuple(
+        Patch(Waitpoint, (one.waitpoint_id, before.partition), fields, unless="closed_at")
+        for one in waits.bound(before)
+        if one.waitpoint_id not in anew
+    )

@@ -1,0 +1,284 @@
+"""Signals: who may send one, what it does to what waits, and that it does it once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from flowfabric import errors
+from flowfabric.model.event import Event
+from flowfabric.model.execution import Execution
+from flowfabric.model.keys import SigningKey
+from flowfabric.model.states import LifecyclePhase
+from flowfabric.model.suspension import Remembered, Signal, Suspension, Waitpoint, WaitpointState
+from flowfabric.rules import conditions, gates, tokens, waits
+from flowfabric.rules.change import NOW, Change, Decision, Delete, Insert, Patch, Put, Write, at, refuse, seen
+from flowfabric.rules.conditions import UNMATCHED, Arrival, Effect
+from flowfabric.rules.suspend_args import ResumePolicy
+from flowfabric.rules.waits import Place
+
+MAX_PAYLOAD_BYTES = 65_536
+DEDUP_TTL_MS = 24 * 60 * 60 * 1000
+SIGNAL_CAP = 10_000
+LOG_LENGTH = 1000
+DEDUPED = "deduped"
+
+
+class SignalArgs(msgspec.Struct, frozen=True, kw_only=True):
+    """What a sender hands in."""
+
+    execution_id: str
+    waitpoint_id: str
+    signal_id: str
+    signal_name: str
+    waitpoint_token: tokens.WaitpointToken | str
+    signal_category: str = ""
+    source_type: str = ""
+    source_identity: str = ""
+    payload: bytes | None = None
+    payload_encoding: str | None = "json"
+    correlation_id: str | None = None
+    idempotency_key: str | None = None
+    target_scope: str = "waitpoint"
+    created_at: int | None = None
+    dedup_ttl_ms: int = DEDUP_TTL_MS
+    resume_delay_ms: int | None = None
+    max_signals_per_execution: int = SIGNAL_CAP
+    signal_maxlen: int = LOG_LENGTH
+
+    def __post_init__(self) -> None:
+        if isinstance(self.waitpoint_token, str):  # a plain text would show itself whenever this is printed
+            msgspec.structs.force_setattr(self, "waitpoint_token", tokens.WaitpointToken(self.waitpoint_token))
+
+    @property
+    def dedups(self) -> bool:
+        """Whether a repetition of this one is recognised."""
+        return bool(self.idempotency_key) and self.dedup_ttl_ms > 0
+
+
+class Accepted(msgspec.Struct, frozen=True):
+    signal_id: str
+    effect: str
+
+
+class Duplicate(msgspec.Struct, frozen=True):
+    """This signal was accepted before; nothing happened now."""
+
+    existing_signal_id: str
+
+
+class Scene(msgspec.Struct, frozen=True):
+    """What a delivery is decided on."""
+
+    row: Execution | None
+    root: Suspension | None
+    waitpoint: Waitpoint | None
+    remembered: Remembered | None
+    keys: Sequence[SigningKey]
+
+
+def deliver(scene: Scene, ask: SignalArgs, now: int) -> Decision[Accepted | Duplicate]:
+    """Accept a signal once: buffer it before the wait, count it towards the condition, resume when that is met.
+
+    The sender shows who it is before it hears anything about the state of what it sends to.
+    """
+    row, waitpoint = scene.row, scene.waitpoint
+    if row is None:
+        return refuse(errors.NotFound("execution"))
+    if refused := _verify(scene, ask, now):
+        stamp = Patch(Execution, (row.execution_id,), {"last_hmac_validation_failed_at": NOW, "last_mutation_at": NOW})
+        return Decision(refused, Change(guards=(seen(row),), writes=(stamp,)))
+    assert waitpoint is not None  # a token for one that does not exist is refused
+    kept = scene.remembered
+    if ask.dedups and kept is not None and kept.expires_at > now:
+        told = event(row, kept.answer, waitpoint.waitpoint_id, ask.source_identity, DEDUPED)
+        return Decision(Duplicate(kept.answer), Change(guards=(seen(row),), events=(told,)))
+    if row.lifecycle_phase is LifecyclePhase.TERMINAL:
+        return refuse(errors.TargetNotSignalable(execution_id=row.execution_id))
+    if waits.is_past(waitpoint, now):
+        return refuse(errors.WaitpointClosed(execution_id=row.execution_id))
+    if waits.state_of(waitpoint, scene.root, now) is WaitpointState.CLOSED:
+        if row.lifecycle_phase is LifecyclePhase.SUSPENDED:
+            return refuse(errors.WaitpointClosed(execution_id=row.execution_id))
+        return refuse(errors.TargetNotSignalable(execution_id=row.execution_id))
+    root = waits.root_of(scene.root, row)
+    if 0 < ask.max_signals_per_execution <= root.signal_count:
+        return refuse(errors.SignalLimitExceeded(execution_id=row.execution_id))
+    return _accepted(scene, row, root, waitpoint, ask, now)
+
+
+def _verify(scene: Scene, ask: SignalArgs, now: int) -> errors.FabricError | None:
+    waitpoint, token = scene.waitpoint, _shown(ask)
+    # What is stored of a token is its key: signed with that key, it is the one that was given out.
+    given_out = waitpoint is not None and waitpoint.token_kid == tokens.token_kid(token)
+    return tokens.verify_token(
+        token,
+        scene.keys,
+        execution_id=ask.execution_id,
+        waitpoint_id=ask.waitpoint_id,
+        owner=waitpoint.execution_id if waitpoint is not None else None,
+        stored=token if given_out else None,
+        now=now,
+    )
+
+
+def _shown(ask: SignalArgs) -> str:
+    token = ask.waitpoint_token
+    return token if isinstance(token, str) else token.reveal()
+
+
+def _accepted(
+    scene: Scene, row: Execution, root: Suspension, waitpoint: Waitpoint, ask: SignalArgs, now: int
+) -> Decision[Accepted | Duplicate]:
+    place = Place(waitpoint.waitpoint_id, waitpoint.signal_count + 1)
+    effect, fields, writes = _evaluated(row, root, waitpoint, ask, place, now)
+    fields |= {"signal_count": root.signal_count + 1}
+    log_start = max(waitpoint.log_start, place.seq - ask.signal_maxlen + 1)
+    counted = msgspec.structs.replace(
+        waitpoint,
+        signal_count=place.seq,
+        matched_signal_count=waitpoint.matched_signal_count + (effect not in UNMATCHED),
+        last_signal_at=at(0),
+        log_start=log_start,
+    )
+    kept = Put(Remembered(row.execution_id, *_remember_key(ask), at(ask.dedup_ttl_ms), ask.signal_id))
+    change = Change(
+        guards=(seen(row), waits.guard_of(scene.root, row.execution_id)),
+        writes=(
+            *((Put(_with(root, fields)),) if scene.root is None else (_patched(root, fields),)),
+            Put(counted),
+            Insert(_signal(ask, place.seq, effect)),
+            *_trimmed(root, waitpoint, log_start),
+            *((kept,) if ask.dedups else ()),
+            *writes,
+        ),
+        events=(event(row, ask.signal_id, waitpoint.waitpoint_id, ask.source_identity, effect),),
+        not_before=_earliest(scene, ask),
+        not_after=_latest(scene, ask),
+    )
+    return Decision(Accepted(ask.signal_id, effect), change)
+
+
+def _evaluated(
+    row: Execution, root: Suspension, waitpoint: Waitpoint, ask: SignalArgs, place: Place, now: int
+) -> tuple[str, dict[str, Any], tuple[Write, ...]]:
+    """The signal's effect, what it changes of the root, and what else it writes."""
+    arrival = Arrival(
+        waitpoint.waitpoint_id,
+        waitpoint.waitpoint_key,
+        ask.signal_id,
+        ask.signal_name,
+        ask.source_type,
+        ask.source_identity,
+    )
+    if waitpoint.gate is not None:
+        return gates.vote(row, root, waitpoint.gate, arrival, place.seq, now)
+    if waitpoint.suspension_id is None:
+        return Effect.BUFFERED, {}, ()
+    condition = conditions.read_condition(root.resume_condition or '"OperatorOnly"')
+    effect, progress = conditions.meet(condition, waits.progress(root.progress), arrival)
+    fields: dict[str, Any] = {"last_signal_at": NOW}
+    if effect not in (Effect.SATISFIED, Effect.APPENDED):
+        return effect, fields, ()
+    fields |= {
+        "progress": waits.written(progress),
+        "satisfiers": waits.written([*waits.satisfiers(root), place]),
+    }
+    if effect == Effect.APPENDED:
+        return effect, fields, ()
+    fields |= {
+        "satisfied_at": NOW,
+        "closed_at": NOW,
+        "close_reason": waits.RESUMED,
+        "closer_signal_id": ask.signal_id,
+        "due_at": None,
+    }
+    delay = _delay_ms(root, ask)
+    return effect, fields, (waits.resumption(row, delay, f"resume delay {delay}ms after signal {ask.signal_name}"),)
+
+
+def _delay_ms(root: Suspension, ask: SignalArgs) -> int:
+    if ask.resume_delay_ms is not None:
+        return ask.resume_delay_ms
+    policy = msgspec.json.decode(root.resume_policy or "{}", type=ResumePolicy)
+    return policy.resume_delay_ms or 0
+
+
+def _signal(ask: SignalArgs, seq: int, effect: str) -> Signal:
+    return Signal(
+        execution_id=ask.execution_id,
+        waitpoint_id=ask.waitpoint_id,
+        seq=seq,
+        signal_id=ask.signal_id,
+        signal_name=ask.signal_name,
+        signal_category=ask.signal_category,
+        source_type=ask.source_type,
+        source_identity=ask.source_identity,
+        target_scope=ask.target_scope,
+        created_at=at(0) if ask.created_at is None else ask.created_at,
+        accepted_at=at(0),
+        observed_effect=effect,
+        correlation_id=ask.correlation_id or None,
+        idempotency_key=ask.idempotency_key or None,
+        payload_encoding=ask.payload_encoding,
+        payload=ask.payload or None,
+    )
+
+
+def _trimmed(root: Suspension, waitpoint: Waitpoint, log_start: int) -> tuple[Write, ...]:
+    """The entries that leave the log; those that count stay, for whoever was resumed by them."""
+    if log_start == waitpoint.log_start:
+        return ()
+    counted = {place.seq for place in waits.satisfiers(root) if place.waitpoint_id == waitpoint.waitpoint_id}
+    counted |= gates.voted(root, waitpoint)
+    leaving = (seq for seq in range(waitpoint.log_start, log_start) if seq not in counted)
+    return tuple(Delete(Signal, (waitpoint.execution_id, waitpoint.waitpoint_id, seq)) for seq in leaving)
+
+
+def _with(root: Suspension, fields: dict[str, Any]) -> Suspension:
+    return msgspec.structs.replace(root, **fields)
+
+
+def _patched(root: Suspension, fields: dict[str, Any]) -> Patch:
+    return Patch(Suspension, (root.execution_id,), fields)
+
+
+def _remember_key(ask: SignalArgs) -> tuple[str, str]:
+    return ask.waitpoint_id, waits.digest(ask.idempotency_key or "")
+
+
+def _earliest(scene: Scene, ask: SignalArgs) -> int | None:
+    """A key whose time was over at the look must be over."""
+    kept = scene.remembered
+    return kept.expires_at if ask.dedups and kept is not None else None
+
+
+def _latest(scene: Scene, ask: SignalArgs) -> int | None:
+    """What was in time at the look must be in time: the key that signed, the waitpoint that was pending."""
+    kid = tokens.token_kid(_shown(ask))
+    ends = [key.expires_at for key in scene.keys if key.kid == kid and not key.current]
+    pending = scene.waitpoint.pending_until if scene.waitpoint is not None else None
+    ends.append(None if pending is None else pending - 1)
+    return min((end for end in ends if end is not None), default=None)
+
+
+def resumed_by(root: Suspension | None, attempt_index: int) -> list[Place]:
+    """The signals that closed the latest suspension, if it was this attempt's and signals closed it."""
+    if root is None or root.attempt_index != attempt_index or root.closer_signal_id is None:
+        return []
+    return waits.satisfiers(root)
+
+
+def event(row: Execution, signal_id: str, waitpoint_id: str | None, source_identity: str, effect: str) -> Event:
+    """An entry of the signal feed."""
+    details = {"signal_id": signal_id, "waitpoint_id": waitpoint_id, "source_identity": source_identity or None}
+    return Event(
+        execution_id=row.execution_id,
+        namespace=row.namespace,
+        tags=row.tags,
+        flow_id=row.flow_id,
+        signal=effect,
+        details=msgspec.json.encode({name: value for name, value in details.items() if value is not None}).decode(),
+    )

@@ -1,0 +1,302 @@
+"""Suspend: the holder puts its work away until a condition is met, and names the waitpoints that may meet it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from flowfabric import errors
+from flowfabric.handles import HandleFields
+from flowfabric.model.condition import Single
+from flowfabric.model.execution import Execution
+from flowfabric.model.keys import SigningKey
+from flowfabric.model.suspension import (
+    NO_TIMEOUT,
+    Remembered,
+    Signal,
+    Suspension,
+    Waitpoint,
+    WaitpointState,
+)
+from flowfabric.rules import conditions, lease, shelving, tokens, waits
+from flowfabric.rules.change import Change, Decision, Delete, Insert, Put, Write, at, live, refuse, seen
+from flowfabric.rules.conditions import Arrival, Effect
+from flowfabric.rules.lease import Fence
+from flowfabric.rules.suspend_args import Fresh, SuspendArgs, UsePending
+from flowfabric.rules.waits import Bound, Place
+
+SCOPE = "suspend"
+
+
+class Minted(msgspec.Struct, frozen=True):
+    """A waitpoint and the token that was given out for it."""
+
+    waitpoint_id: str
+    waitpoint_key: str
+    kid: str
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What became of a suspend, kept as long as its key is remembered; the engine makes tokens and a handle of it."""
+
+    suspended: bool  # else the signals that were there already satisfied the condition
+    suspension_id: str
+    waitpoints: tuple[Minted, ...]
+    holder: HandleFields
+
+
+class Scene(msgspec.Struct, frozen=True):
+    """What a suspend is decided on."""
+
+    row: Execution | None
+    root: Suspension | None
+    remembered: Remembered | None
+    waitpoints: Mapping[str, Waitpoint]
+    buffered: Sequence[Signal]
+    keys: Sequence[SigningKey]
+
+
+def suspend(scene: Scene, args: SuspendArgs, fence: Fence, holder: HandleFields | None, now: int) -> Decision[Outcome]:
+    """Release the lease and wait; or find that what was waited for has come already, and change nothing of the work.
+
+    `holder` is what the caller's handle says; without one (`fence` alone) it is read from the row.
+    """
+    kept, row, root = scene.remembered, scene.row, scene.root
+    if kept is not None and kept.expires_at > now:
+        return Decision(msgspec.json.decode(kept.answer, type=Outcome))
+    if row is None:
+        return refuse(errors.NotFound("execution"))
+    held = lease.resolve_fence(row, fence, None)
+    if isinstance(held, errors.FabricError):
+        return refuse(held)
+    if refused := lease.check_lease(row, held, now):
+        return refused
+    if holder is not None and holder.attempt_index != row.attempt_index:
+        return refuse(errors.InvalidLeaseForSuspend(execution_id=row.execution_id))
+    if waits.is_open(root):
+        return refuse(errors.AlreadySuspended(execution_id=row.execution_id))
+    holder = holder or _holder_of(row)
+    primary = args.waitpoints[0]
+    if isinstance(primary, UsePending):
+        return _on_pending(scene, row, args, holder, scene.waitpoints.get(primary.waitpoint_id), now)
+    minted = _minted(scene, row, args, now)
+    if isinstance(minted, errors.FabricError):
+        return refuse(minted)
+    return _suspended(scene, row, args, holder, minted, {}, [], now)
+
+
+def _on_pending(
+    scene: Scene, row: Execution, args: SuspendArgs, holder: HandleFields, waitpoint: Waitpoint | None, now: int
+) -> Decision[Outcome]:
+    if waitpoint is None:
+        return refuse(errors.WaitpointNotFound())
+    if waits.is_past(waitpoint, now):
+        return refuse(errors.PendingWaitpointExpired())
+    if waits.state_of(waitpoint, scene.root, now) is not WaitpointState.PENDING:
+        return refuse(errors.WaitpointNotPending())
+    if (waitpoint.execution_id, waitpoint.attempt_index) != (row.execution_id, row.attempt_index):
+        return refuse(errors.InvalidWaitpointForExecution())
+    if not waitpoint.token_kid:
+        return refuse(errors.WaitpointNotTokenBound())
+    condition = args.resume_condition
+    if isinstance(condition, Single) and condition.waitpoint_key != waitpoint.waitpoint_key:
+        return refuse(errors.InvalidInput("waitpoint_key_mismatch"))
+    active = msgspec.structs.replace(
+        waitpoint,
+        suspension_id=args.suspension_id,
+        activated_at=at(0),
+        expires_at=args.timeout_at,
+        pending_until=None,
+    )
+    progress: conditions.Progress = {}
+    counted: list[Place] = []
+    for signal in scene.buffered:
+        effect, progress = conditions.meet(condition, progress, _arrival(signal, waitpoint))
+        if effect in (Effect.SATISFIED, Effect.APPENDED):
+            counted.append(Place(signal.waitpoint_id, signal.seq))
+        if effect == Effect.SATISFIED:
+            return _satisfied(scene, row, args, holder, active, counted, signal)
+    return _suspended(scene, row, args, holder, [active], progress, counted, now)
+
+
+def _arrival(signal: Signal, waitpoint: Waitpoint) -> Arrival:
+    return Arrival(
+        waitpoint.waitpoint_id,
+        waitpoint.waitpoint_key,
+        signal.signal_id,
+        signal.signal_name,
+        signal.source_type,
+        signal.source_identity,
+    )
+
+
+def _minted(scene: Scene, row: Execution, args: SuspendArgs, now: int) -> list[Waitpoint] | errors.FabricError:
+    fresh = [binding for binding in args.waitpoints if isinstance(binding, Fresh)]
+    for binding in fresh:
+        known = scene.waitpoints.get(binding.waitpoint_id)
+        # A closed one of this execution may be made anew; one of another execution is not ours to overwrite.
+        if known is not None and (
+            known.execution_id != row.execution_id
+            or waits.state_of(known, scene.root, now) is not WaitpointState.CLOSED
+        ):
+            return errors.WaitpointAlreadyExists()
+    signer = tokens.waitpoint_signer(scene.keys)
+    if isinstance(signer, errors.FabricError):
+        return signer
+    return [
+        shelving.new_waitpoint(
+            row,
+            signer,
+            binding.waitpoint_id,
+            binding.waitpoint_key,
+            suspension_id=args.suspension_id,
+            activated_at=at(0),
+            expires_at=args.timeout_at,
+        )
+        for binding in fresh
+    ]
+
+
+def _suspended(
+    scene: Scene,
+    row: Execution,
+    args: SuspendArgs,
+    holder: HandleFields,
+    waitpoints: Sequence[Waitpoint],
+    progress: conditions.Progress,
+    counted: Sequence[Place],
+    now: int,
+) -> Decision[Outcome]:
+    outcome = _outcome(args, holder, waitpoints, suspended=True)
+    root = _recorded(
+        scene, row, args, waitpoints, progress=waits.written(progress), satisfiers=waits.written(list(counted))
+    )
+    change = Change(
+        guards=(seen(row, live(row)), waits.guard_of(scene.root, row.execution_id)),
+        writes=(
+            shelving.shelved(
+                row,
+                suspension_id=args.suspension_id,
+                waitpoint_id=waitpoints[0].waitpoint_id,
+                reason_code=args.reason_code,
+                now=now,
+            ),
+            Put(root),
+            *_made(scene, waitpoints),
+            *shelving.let_go(scene.root, waitpoints),
+            *_remembered(row, args, outcome),
+        ),
+        events=(lease.lease_event(row, "released", reason="suspend"),),
+        not_after=_not_after(scene, args),
+    )
+    return Decision(outcome, change)
+
+
+def _satisfied(
+    scene: Scene,
+    row: Execution,
+    args: SuspendArgs,
+    holder: HandleFields,
+    waitpoint: Waitpoint,
+    counted: Sequence[Place],
+    closer: Signal,
+) -> Decision[Outcome]:
+    outcome = _outcome(args, holder, [waitpoint], suspended=False)
+    root = _recorded(
+        scene,
+        row,
+        args,
+        [waitpoint],
+        satisfiers=waits.written(list(counted)),
+        closer_signal_id=closer.signal_id,
+        satisfied_at=at(0),
+        closed_at=at(0),
+        close_reason=waits.RESUMED,
+        due_at=None,
+    )
+    change = Change(
+        guards=(seen(row, live(row)), waits.guard_of(scene.root, row.execution_id)),
+        writes=(Put(root), Put(waitpoint), *shelving.let_go(scene.root, [waitpoint]), *_remembered(row, args, outcome)),
+        not_after=_not_after(scene, args),
+    )
+    return Decision(outcome, change)
+
+
+def _recorded(
+    scene: Scene, row: Execution, args: SuspendArgs, waitpoints: Sequence[Waitpoint], **fields: object
+) -> Suspension:
+    """The root with this suspension in place of the one before; what belongs to the execution stays."""
+    before = waits.root_of(scene.root, row)
+    given: dict[str, object] = {
+        "execution_id": before.execution_id,
+        "partition": before.partition,
+        "signal_count": before.signal_count,
+        "gates": before.gates,
+        "mail": before.mail,
+        "suspension_id": args.suspension_id,
+        "attempt_index": row.attempt_index,
+        "waitpoints": waits.written([Bound(one.waitpoint_id, one.waitpoint_key) for one in waitpoints]),
+        "reason_code": args.reason_code,
+        "requested_by": args.requested_by,
+        "continuation_metadata_pointer": args.continuation_metadata_pointer,
+        "created_at": at(0),
+        "last_signal_at": waitpoints[0].last_signal_at,
+        "timeout_at": args.timeout_at,
+        "timeout_behavior": args.timeout_behavior,
+        "due_at": NO_TIMEOUT if args.timeout_at is None else args.timeout_at,
+        "resume_condition": conditions.write_condition(args.resume_condition),
+        "resume_policy": msgspec.json.encode(args.resume_policy).decode(),
+    }
+    return Suspension(**(given | fields))  # type: ignore[arg-type]
+
+
+def _made(scene: Scene, waitpoints: Sequence[Waitpoint]) -> tuple[Write, ...]:
+    """The waitpoints as rows; one whose id was used before begins anew, without the signals of then."""
+    writes: list[Write] = []
+    for one in waitpoints:
+        known = scene.waitpoints.get(one.waitpoint_id)
+        if known is None:
+            writes.append(Insert(one))
+        else:
+            if known.activated_at is not None or known.closed_at is not None:
+                writes.append(Delete(Signal, (one.execution_id, one.waitpoint_id)))
+                writes.append(Delete(Remembered, (one.execution_id, one.waitpoint_id)))
+            writes.append(Put(one))
+    return tuple(writes)
+
+
+def _remembered(row: Execution, args: SuspendArgs, outcome: Outcome) -> tuple[Write, ...]:
+    if not args.idempotency_key:
+        return ()
+    answer = msgspec.json.encode(outcome).decode()
+    key = waits.digest(args.idempotency_key)
+    return (Put(Remembered(row.execution_id, SCOPE, key, at(args.remember_ms), answer)),)
+
+
+def _outcome(args: SuspendArgs, holder: HandleFields, waitpoints: Sequence[Waitpoint], *, suspended: bool) -> Outcome:
+    minted = tuple(Minted(one.waitpoint_id, one.waitpoint_key, one.token_kid) for one in waitpoints)
+    return Outcome(suspended, args.suspension_id, minted, holder)
+
+
+def _not_after(scene: Scene, args: SuspendArgs) -> int | None:
+    """A waitpoint that was pending at the look may not be activated after its time."""
+    primary = args.waitpoints[0]
+    if not isinstance(primary, UsePending):
+        return None
+    until = scene.waitpoints[primary.waitpoint_id].pending_until
+    return None if until is None else until - 1
+
+
+def _holder_of(row: Execution) -> HandleFields:
+    ttl = (row.lease_expires_at or 0) - (row.lease_renewed_at or 0)
+    return HandleFields(
+        row.execution_id,  # type: ignore[arg-type]
+        row.attempt_index or 0,
+        row.attempt_id,  # type: ignore[arg-type]
+        row.lease_id,  # type: ignore[arg-type]
+        row.lease_epoch,
+        ttl,
+        row.current_lane or row.lane_id,  # type: ignore[arg-type]
+        row.worker_instance_id,  # type: ignore[arg-type]
+    )

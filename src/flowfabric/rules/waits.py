@@ -1,0 +1,163 @@
+"""What suspending, signalling and resuming have in common: which waitpoints are open, and the way back to the line."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import msgspec
+
+from flowfabric.model.execution import Execution
+from flowfabric.model.gate import Gate
+from flowfabric.model.states import AttemptState, BlockingReason, EligibilityState, LifecyclePhase
+from flowfabric.model.suspension import Signal, Suspension, Waitpoint, WaitpointState
+from flowfabric.rules import place, step
+from flowfabric.rules.change import FromNow, Guard, Patch, Write
+
+RESUMED = "resumed"
+NEVER_COMMITTED = "never_committed"
+
+
+class Bound(msgspec.Struct, frozen=True, array_like=True):
+    """A waitpoint of a suspension."""
+
+    waitpoint_id: str
+    waitpoint_key: str
+
+
+class Place(msgspec.Struct, frozen=True, array_like=True):
+    """A signal, by where it stands."""
+
+    waitpoint_id: str
+    seq: int
+
+
+def is_open(root: Suspension | None) -> bool:
+    """Whether the execution waits on a suspension."""
+    return root is not None and root.suspension_id is not None and root.closed_at is None
+
+
+def guard_of(root: Suspension | None, execution_id: str) -> Guard:
+    """The root as it was seen, or its absence."""
+    return Guard(Suspension, (execution_id,), None if root is None else root.revision)
+
+
+def root_of(root: Suspension | None, row: Execution) -> Suspension:
+    """The root, or the one that is yet to be."""
+    return root or Suspension(row.execution_id, row.partition)
+
+
+def marked(row: Execution) -> tuple[Write, ...]:
+    """The sheet's mark that there is a root, for the change that brings it into being."""
+    return () if row.has_waits else (Patch(Execution, (row.execution_id,), {"has_waits": True}),)
+
+
+def state_of(waitpoint: Waitpoint, root: Suspension | None, now: int) -> WaitpointState:
+    """Whether a waitpoint takes signals; a pending one whose time is over is closed, swept or not."""
+    if waitpoint.closed_at is not None:
+        return WaitpointState.CLOSED
+    if waitpoint.gate is not None:
+        gate = open_gates(root).get(waitpoint.gate)
+        return WaitpointState.ACTIVE if gate is not None and not gate_is_past(gate, now) else WaitpointState.CLOSED
+    if waitpoint.suspension_id is not None:
+        holds = root is not None and root.suspension_id == waitpoint.suspension_id and root.closed_at is None
+        return WaitpointState.ACTIVE if holds else WaitpointState.CLOSED
+    return WaitpointState.CLOSED if is_past(waitpoint, now) else WaitpointState.PENDING
+
+
+def is_past(waitpoint: Waitpoint, now: int) -> bool:
+    """Whether a waitpoint was never activated in its time, swept or not."""
+    if waitpoint.activated_at is not None or waitpoint.close_reason not in (None, NEVER_COMMITTED):
+        return False
+    return waitpoint.expires_at is not None and waitpoint.expires_at <= now
+
+
+def close_reason_of(waitpoint: Waitpoint, root: Suspension | None, now: int) -> str | None:
+    """Why a waitpoint is closed; None while it is open."""
+    if waitpoint.close_reason is not None:
+        return waitpoint.close_reason
+    if state_of(waitpoint, root, now) is not WaitpointState.CLOSED:
+        return None
+    if waitpoint.suspension_id is None and waitpoint.gate is None:
+        return NEVER_COMMITTED
+    return root.close_reason if root is not None and root.suspension_id == waitpoint.suspension_id else RESUMED
+
+
+def bound(root: Suspension | None) -> list[Bound]:
+    """The waitpoints of the suspension, the primary first."""
+    text = None if root is None else root.waitpoints
+    return [] if text is None else msgspec.json.decode(text, type=list[Bound])
+
+
+def satisfiers(root: Suspension | None) -> list[Place]:
+    """The signals that counted, in the order of acceptance."""
+    text = None if root is None else root.satisfiers
+    return [] if text is None else msgspec.json.decode(text, type=list[Place])
+
+
+def progress(text: str | None) -> dict[str, list[str]]:
+    """How far a condition has come."""
+    return {} if text is None else msgspec.json.decode(text, type=dict[str, list[str]])
+
+
+def open_gates(root: Suspension | None) -> dict[str, Gate]:
+    """The gates that a durable function may wait for, by name."""
+    text = None if root is None else root.gates
+    return {} if text is None else msgspec.json.decode(text, type=dict[str, Gate])
+
+
+def gate_is_past(gate: Gate, now: int) -> bool:
+    """Whether a gate's own time is over; from then on nothing counts, closed or not."""
+    return gate.expires_at is not None and gate.expires_at <= now
+
+
+def written(value: Any) -> str | None:
+    """A list or mapping as the text that a row keeps; nothing is no text."""
+    return msgspec.json.encode(value).decode() if value else None
+
+
+def digest(key: str) -> str:
+    """What an idempotency key is remembered by."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def resumption(row: Execution, delay_ms: int, detail: str) -> Patch:
+    """The suspended row on its way back: claimable at once, or after a delay that `detail` explains."""
+    fields = place.entrance(row, AttemptState.ATTEMPT_INTERRUPTED)
+    fields.update(lifecycle_phase=LifecyclePhase.RUNNABLE, current_suspension_id=None, current_waitpoint_id=None)
+    if delay_ms > 0:
+        fields.update(
+            eligibility_state=EligibilityState.NOT_ELIGIBLE_UNTIL_TIME,
+            blocking_reason=BlockingReason.WAITING_FOR_RESUME_DELAY,
+            blocking_text=detail,
+            delay_until=FromNow(delay_ms),
+            line=None,
+        )
+    return step.moved(row, fields)
+
+
+class ObservedSignal(msgspec.Struct, frozen=True):
+    """A signal as the worker that it resumed sees it."""
+
+    signal_id: str
+    signal_name: str
+    signal_category: str
+    source_type: str
+    source_identity: str
+    correlation_id: str
+    accepted_at: int
+    payload: bytes | None
+
+
+def observed(signal: Signal) -> ObservedSignal:
+    """The signal for its receiver."""
+    return ObservedSignal(
+        signal.signal_id,
+        signal.signal_name,
+        signal.signal_category,
+        signal.source_type,
+        signal.source_identity,
+        signal.correlation_id or "",
+        signal.accepted_at,
+        signal.payload,
+    )

@@ -1,0 +1,94 @@
+"""Approvals: a question to people, with links that are safe to hand to anyone."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import msgspec
+
+from flowfabric.model.gate import GateEnd, GateMemo
+from flowfabric.sdk.codec import Shape, from_json
+
+if TYPE_CHECKING:
+    from flowfabric.engine.gates import OpenedGate
+    from flowfabric.sdk.durable import Durable
+
+V = TypeVar("V")
+
+
+class Link(str):
+    """A signed link. Where it leads tells it apart from others; its token does not, and goes when the vote is over."""
+
+    place: str
+
+    @classmethod
+    def to(cls, base_url: str, run_id: str, waitpoint_id: str, token: str) -> Link:
+        """The link to one waitpoint."""
+        place = f"/v1/waitpoints/{run_id}/{waitpoint_id}"
+        link = cls(f"{base_url}{place}?token={token}")
+        link.place = place
+        return link
+
+
+class Ballot(msgspec.Struct, Generic[V], frozen=True):
+    """One vote."""
+
+    value: V
+    by: str
+    at_ms: int
+
+
+class Votes(Sequence[Ballot[V]]):
+    """The votes in the order in which they came; `expired` when there were too few in time."""
+
+    def __init__(self, ballots: list[Ballot[V]], *, expired: bool) -> None:
+        self._ballots = ballots
+        self.expired = expired
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._ballots[place]
+
+    def __len__(self) -> int:
+        return len(self._ballots)
+
+    def __repr__(self) -> str:
+        return f"<Votes {len(self._ballots)}{' expired' if self.expired else ''}>"
+
+
+class Approval(Generic[V]):
+    """An open question. Await it for the votes; the slot is free while people think."""
+
+    def __init__(
+        self,
+        durable: Durable,
+        shape: Shape,
+        opened: OpenedGate | GateMemo,
+        *,
+        base_url: str,
+        run_id: str,
+        points: Sequence[str],
+    ) -> None:
+        self._durable = durable
+        self._shape = shape
+        self._opened = opened
+        tokens = {} if isinstance(opened, GateMemo) else {one.waitpoint_id: one.token.reveal() for one in opened.links}
+        self.links = [Link.to(base_url, run_id, point, tokens.get(point, "")) for point in points]
+
+    def __await__(self) -> Generator[Any, Any, Votes[V]]:
+        return self._votes().__await__()
+
+    async def _votes(self) -> Votes[V]:
+        memo = self._opened
+        if not isinstance(memo, GateMemo):
+            memo = await self._durable.wait_for(memo)
+        signals = await self._durable.engine.read_votes(memo)
+        ballots = [
+            Ballot(
+                self._shape.load(from_json(signal.payload or b"null"), "vote"),
+                signal.source_identity,
+                signal.accepted_at,
+            )
+            for signal in signals
+        ]
+        return Votes(ballots, expired=memo.ended_as is GateEnd.TIMED_OUT)

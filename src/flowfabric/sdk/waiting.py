@@ -1,0 +1,210 @@
+"""What a handler can wait for: time, messages, people, children. Every wait that is not short frees the slot."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, overload
+
+import msgspec
+
+from flowfabric.engine.asks import Count, CountKind, GateArgs
+from flowfabric.engine.pulling import CreateExecution
+from flowfabric.errors import FabricError, InvalidInput
+from flowfabric.ids import ExecutionId, partition_of
+from flowfabric.model.gate import GateEnd, GateKind, Vote
+from flowfabric.sdk.approvals import Approval
+from flowfabric.sdk.codec import Shape, from_json
+from flowfabric.sdk.durations import Duration, to_ms
+from flowfabric.sdk.failing import RunFailed
+from flowfabric.sdk.joins import AllOf, Join, Quorum, needed
+from flowfabric.sdk.run import Run
+
+if TYPE_CHECKING:
+    from flowfabric.engine.engine import Engine
+    from flowfabric.handles import Handle
+    from flowfabric.sdk.durable import Durable
+    from flowfabric.sdk.fabric import Fabric
+    from flowfabric.sdk.task import Call
+
+T = TypeVar("T")
+V = TypeVar("V")
+
+ALL = AllOf()
+SHORT_MS = 1000  # a sleep this short is not worth giving the slot back
+
+
+class Waiting(ABC):
+    """The waits of a context."""
+
+    app: Fabric
+    engine: Engine
+    run_id: str
+
+    @property
+    @abstractmethod
+    def handle(self) -> Handle:
+        """The lease under which this attempt runs."""
+
+    @property
+    @abstractmethod
+    def durable(self) -> Durable:
+        """What earlier attempts left behind."""
+
+    async def sleep(self, length: Duration) -> None:
+        """Let time pass; the slot is free meanwhile, and the time goes on when the process does not."""
+        length_ms = to_ms(length, "sleep")
+        if length_ms <= SHORT_MS:
+            await asyncio.sleep(length_ms / 1000)
+            return
+        name = self.durable.gate_name("sleep")
+        await self.durable.wait(GateArgs(name=name, kind=GateKind.TIMER, expires_in_ms=length_ms))
+
+    @overload
+    async def receive(self, name: str, shape: type[T], *, timeout: Duration | None = None) -> T | None: ...
+    @overload
+    async def receive(self, name: str, shape: Any = Any, *, timeout: Duration | None = None) -> Any: ...
+    async def receive(self, name: str, shape: Any = Any, *, timeout: Duration | None = None) -> Any:
+        """The next message sent under this name, sent before or after; None when none came in time."""
+        memo = await self.durable.wait(
+            GateArgs(
+                name=self.durable.gate_name(f"receive:{name}"),
+                kind=GateKind.MAILBOX,
+                mailbox=name,
+                expires_in_ms=None if timeout is None else to_ms(timeout, "timeout"),
+            )
+        )
+        if memo.ended_as is GateEnd.TIMED_OUT:
+            return None
+        return Shape(shape).load(from_json(memo.payload or b"null"), name)
+
+    async def approval(
+        self,
+        name: str,
+        shape: type[V],
+        *,
+        need: int = 1,
+        approvers: int | None = None,
+        distinct: bool = True,
+        expires: Duration | None = None,
+        show: dict[str, Any] | None = None,
+    ) -> Approval[V]:
+        """Ask people: a question with one signed link per approver, so that no link can vote twice.
+
+        The links stay good over crashes and deploys. Await the approval for the votes. `show` is what the page
+        behind a link tells of what is decided.
+        """
+        count = approvers if approvers is not None else max(need, 1)
+        if not 1 <= need <= count:
+            raise InvalidInput(f"approval: {need} votes cannot come from {count} links")
+        gate = self.durable.gate_name(f"approval:{name}")
+        points = tuple((str(self._derived(gate, number)), f"{name}.{number + 1}") for number in range(count))
+        kind = CountKind.DISTINCT_WAITPOINTS if distinct else CountKind.DISTINCT_SIGNALS
+        opened = await self.engine.open_gate(
+            self.handle,
+            GateArgs(
+                name=gate,
+                kind=GateKind.SIGNALS,
+                condition=Count(n=need, count_kind=kind, waitpoints=tuple(key for _, key in points)),
+                waitpoints=points,
+                expires_in_ms=None if expires is None else to_ms(expires, "expires"),
+            ),
+        )
+        if show is not None:
+            await self.engine.set_execution_tags(self.run_id, {"ff.show": msgspec.json.encode(show).decode()})
+        return Approval(
+            self.durable,
+            Shape(shape),
+            opened,
+            base_url=self.app.public_url,
+            run_id=self.run_id,
+            points=[point for point, _ in points],
+        )
+
+    # -- children -------------------------------------------------------------------------------------------------
+
+    async def spawn(self, call: Call[T]) -> Run[T]:
+        """Submit a child. Its id is derived from where it stands, so that no crash can make two of it."""
+        [run] = await self._spawn([call])
+        return run
+
+    async def _spawn(self, calls: Sequence[Call[Any]]) -> list[Run[Any]]:
+        asks = []
+        for call in calls:
+            task, options = call.task, call.task.own
+            place = self.durable.gate_name(f"child:{task.name}")
+            asks.append(
+                CreateExecution(
+                    execution_id=self._child_id(place),
+                    partition=0,
+                    namespace=self.app.namespace,
+                    lane_id=options.lane,
+                    execution_kind=task.name,
+                    input_payload=task.signature.dump(call.args, call.kwargs),
+                    payload_encoding="json",
+                    priority=options.priority,
+                    creator_identity=self.run_id,
+                    tags=options.tags,
+                    policy=options.policy(),
+                    parent_id=self.run_id,
+                )
+            )
+        for answer in await self.engine.create_executions(asks):
+            if isinstance(answer, FabricError):
+                raise answer
+        return [
+            Run(ask.execution_id, call.task.name, call.task.signature.result, self.app.engine)
+            for ask, call in zip(asks, calls, strict=True)
+        ]
+
+    @overload
+    async def gather(self, first: Sequence[Call[T]]) -> list[T]: ...
+    @overload
+    async def gather(self, first: Sequence[Call[T]], *, join: Join) -> list[T | None]: ...
+    @overload
+    async def gather(self, first: Awaitable[T], *others: Awaitable[T]) -> list[T]: ...
+    @overload
+    async def gather(self, first: Awaitable[Any], *others: Awaitable[Any]) -> list[Any]: ...
+    async def gather(self, first: Any, *others: Any, join: Join = ALL) -> list[Any]:
+        """Wait for several things at once: children given as calls, or waits and steps of this function.
+
+        A child that the join did not need has None in its place.
+        """
+        if isinstance(first, Sequence) and not others:
+            ended = await self._children(first, join)
+            return [await run.result() if won else None for run, won in ended]
+        return await self.durable.gather((first, *others))
+
+    async def race(self, *calls: Call[T]) -> T:
+        """The first child that succeeds; the others are cancelled."""
+        ended = await self._children(calls, Quorum(1, cancel_rest=True))
+        winner: Run[T] = next(run for run, won in ended if won)
+        return await winner.result()
+
+    async def _children(self, calls: Sequence[Call[Any]], join: Join) -> list[tuple[Run[Any], bool]]:
+        """Each child, and whether it succeeded before the join was done."""
+        if not calls:
+            return []
+        runs = await self._spawn(calls)
+        ids = tuple(run.id for run in runs)
+        name = self.durable.gate_name("children")
+        need = needed(join, len(ids))
+        memo = await self.durable.wait(GateArgs(name=name, kind=GateKind.CHILDREN, children=ids, need=need))
+        votes = [] if memo.votes is None else msgspec.json.decode(memo.votes, type=list[Vote])
+        ended = {vote.member: vote.outcome for vote in votes}
+        if not isinstance(join, AllOf) and join.cancel_rest:
+            rest = [run for run in runs if run.id not in ended]
+            await asyncio.gather(*(run.cancel("the others were enough") for run in rest))
+        if memo.ended_as is not GateEnd.SATISFIED:
+            failed = next(run for run in runs if ended.get(run.id, "success") != "success")
+            await failed.result()  # raises with its reason
+            raise RunFailed(failed.id, failed.task, "too few children succeeded")
+        return [(run, ended.get(run.id) == "success") for run in runs]
+
+    def _derived(self, place: str, number: int) -> uuid.UUID:
+        return uuid.uuid5(uuid.NAMESPACE_OID, f"{self.run_id}|{place}|{number}")
+
+    def _child_id(self, place: str) -> str:
+        return f"{{fp:{partition_of(ExecutionId(self.run_id))}}}:{self._derived(place, 0)}"

@@ -1,0 +1,254 @@
+"""The faults: each a piece of text in one file, what it becomes, and the tests that have to notice.
+
+Most are slips that any of us could make: a guard forgotten, a comparison off by one, an index entry left behind. A
+patch that no longer applies fails a quick test; then look whether the fault has moved or has become impossible.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+SOURCE = Path("src/flowfabric")
+
+LIVES = "tests/machine/test_oracle.py::test_a_long_life_goes_as_the_second_telling_says"
+FLAKY = "tests/machine/test_oracle.py::test_lost_requests_and_answers_change_nothing_that_anybody_sees"
+AGREEMENT = "tests/machine/test_agreement.py::test_a_long_life_is_the_same_on_every_store"
+TAKE = "tests/machine/test_take.py"
+FOUND = "tests/machine/test_found.py"
+GUARDS = "tests/stores/test_contract_guards.py"
+LEASES = "tests/stores/test_contract_leases.py"
+RACES = "tests/chaos/test_forced_races.py"
+
+
+class Fault(NamedTuple):
+    """One slip: in `file`, the text `old` (which stands there once) becomes `new`."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    noticed_by: str
+
+    def applied(self, text: str) -> str:
+        """The file with the fault in it; an error when the text has moved on."""
+        if text.count(self.old) != 1 or self.old == self.new:
+            raise ValueError(f"{self.name}: its text stands {text.count(self.old)} times in {self.file}")
+        return text.replace(self.old, self.new)
+
+
+FAULTS = (
+    # -- rules
+    Fault(
+        "a claimed execution keeps its place in the line",
+        "rules/lease.py",
+        '    "blocking_text": None,\n    "line": None,\n',
+        '    "blocking_text": None,\n',
+        LIVES,
+    ),
+    Fault(
+        "a lease lives one millisecond too long",
+        "rules/lease.py",
+        "row.lease_expires_at is not None and row.lease_expires_at <= now",
+        "row.lease_expires_at is not None and row.lease_expires_at < now",
+        LIVES,
+    ),
+    Fault(
+        "an acquired lease keeps the epoch of the one before",
+        "rules/lease.py",
+        "lease_epoch=row.lease_epoch + 1,",
+        "lease_epoch=row.lease_epoch,",
+        LIVES,
+    ),
+    Fault(
+        "a stale holder hears stale_lease although the lease has lapsed",
+        "rules/lease.py",
+        "    if has_lapsed(row, now):\n        return Decision(errors.LeaseExpired",
+        "    if has_lapsed(row, now) and fence.lease_id == row.lease_id:\n        return Decision(errors.LeaseExpired",
+        LIVES,
+    ),
+    Fault(
+        "the end of a life is not told",
+        "rules/step.py",
+        "        events=(completion(row, outcome, released=released if was_active else None, details=details),),\n",
+        "",
+        LIVES,
+    ),
+    Fault(
+        "a grant outlives its execution",
+        "rules/step.py",
+        '    "granted_until",\n    "grant",\n    "current_suspension_id",\n',
+        '    "current_suspension_id",\n',
+        LIVES,
+    ),
+    Fault(
+        "one retry too many",
+        "rules/policy.py",
+        "retry_count >= retry.max_retries",
+        "retry_count > retry.max_retries",
+        LIVES,
+    ),
+    Fault(
+        "one takeover too many",
+        "rules/reclaim.py",
+        ">= cap:\n        return cap_reached(row, cap)\n    return reclaimed(row, holder)",
+        "> cap:\n        return cap_reached(row, cap)\n    return reclaimed(row, holder)",
+        LIVES,
+    ),
+    Fault(
+        "high priority comes last",
+        "rules/place.py",
+        "return -priority * (terms.ageing or PRIORITY_STEP)",
+        "return priority * (terms.ageing or PRIORITY_STEP)",
+        LIVES,
+    ),
+    Fault(
+        "namespaces share their idempotency keys",
+        "rules/create.py",
+        'f"{len(self.namespace)}:{self.namespace}:{self.idempotency_key}"',
+        'f"{self.idempotency_key}"',
+        LIVES,
+    ),
+    Fault(
+        "a lapse is marked again and again",
+        "rules/lease.py",
+        "    if row.ownership_state is OwnershipState.LEASE_EXPIRED_RECLAIMABLE:\n        return None\n    fields",
+        "    fields",
+        LIVES,
+    ),
+    Fault(
+        "a replay keeps the old result",
+        "rules/replay.py",
+        "= (step.moved(row, fields), Delete(Result, (row.execution_id,)))",
+        "= (step.moved(row, fields),)",
+        LIVES,
+    ),
+    Fault(
+        "a parked attempt gets its whole time again",
+        "rules/step.py",
+        "next_timeout_ms=remaining_ms(row, now),",
+        "next_timeout_ms=decode_terms(row.terms).attempt_timeout_ms,",
+        LIVES,
+    ),
+    Fault(
+        "a completion is written on a lease that has lapsed meanwhile",
+        "rules/finish.py",
+        '        released="completed",\n        guard=seen(row, live(row)),\n',
+        '        released="completed",\n        guard=seen(row),\n',
+        LIVES,
+    ),
+    # -- engine
+    Fault(
+        "a refusal decided on a remembered row is final",
+        "engine/core.py",
+        "                if fresh:\n                    return decision.unwrap(now)\n",
+        "                return decision.unwrap(now)\n",
+        LIVES,
+    ),
+    Fault(
+        "a lost answer is taken for a no",
+        "engine/core.py",
+        '            if doubt := doubtful.get(getattr(row, "revision", 0)):\n',
+        '            if doubt := {}.get(getattr(row, "revision", 0)):\n',
+        FLAKY,
+    ),
+    Fault(
+        "a claim does not look for what lapsed",
+        "engine/lines.py",
+        "        await asyncio.gather(self.mark_lapsed_leases(), self._learn_lines(lane_id))\n",
+        "        await self._learn_lines(lane_id)\n",
+        LIVES,
+    ),
+    # -- stores
+    Fault(
+        "memory: the revision is not compared",
+        "stores/memory.py",
+        "return row.revision == guard.revision and (",
+        "return (",
+        GUARDS,
+    ),
+    Fault(
+        "memory: what must be absent may be there",
+        "stores/memory.py",
+        "return row is None and guard.revision is None",
+        "return guard.revision is None",
+        GUARDS,
+    ),
+    Fault(
+        "memory: a change comes before its time",
+        "stores/memory.py",
+        "if change.not_before is not None and now < change.not_before:",
+        "if change.not_before is not None and now < 0:",
+        GUARDS,
+    ),
+    Fault(
+        "memory: a renewal does not ask for the epoch",
+        "stores/memory.py",
+        "row.lease_id != check.lease_id or row.lease_epoch != check.lease_epoch or",
+        "row.lease_id != check.lease_id or",
+        LEASES,
+    ),
+    Fault(
+        "memory: a take ignores grants",
+        "stores/memory.py",
+        "if granted_until is None or granted_until <= now:",
+        "if True:",
+        TAKE,
+    ),
+    Fault(
+        "memory: the feed leaves an entry out between two pages",
+        "stores/memory.py",
+        "return FeedPage(events, events[-1].position if events else after, lost)",
+        "return FeedPage(events, events[-1].position + 1 if events else after, lost)",
+        AGREEMENT,
+    ),
+    Fault(
+        "a take does not raise the epoch",
+        "stores/base.py",
+        '"lease_epoch": row.lease_epoch + 1,',
+        '"lease_epoch": row.lease_epoch,',
+        TAKE,
+    ),
+    Fault(
+        "sqlite: the revision of a held row is not compared",
+        "stores/sqlite/statements.sql",
+        "   AND (r.revision IS NOT g.column{revision}\n        OR r.lease_id",
+        "   AND (r.lease_id",
+        GUARDS,
+    ),
+    Fault(
+        "sqlite: a take ignores grants",
+        "stores/sqlite/statements.sql",
+        "WHERE line = ? AND (granted_until IS NULL OR granted_until <= ?)",
+        "WHERE line = ? AND (granted_until IS NULL OR granted_until <= ? OR 1)",
+        TAKE,
+    ),
+    Fault(
+        "postgres: the revision is not compared",
+        "stores/postgres/pieces.py",
+        "f\"{given['revision']} = t.revision\"",
+        "f\"{given['revision']} is not null\"",
+        RACES,
+    ),
+    Fault(
+        "postgres: what must be absent may be there",
+        "stores/postgres/pieces.py",
+        "t.found is null as holds",
+        "true as holds",
+        GUARDS,
+    ),
+    Fault(
+        "postgres: a renewal does not ask for the epoch",
+        "stores/postgres/take.sql",
+        "              and e.lease_epoch = given.lease_epoch\n",
+        "",
+        LEASES,
+    ),
+    Fault(
+        "postgres: a take continues no attempt, it begins a new one",
+        "stores/postgres/take.sql",
+        "attempt_resumed_at = case when e.next_type is null then c.now end,",
+        "attempt_resumed_at = null,",
+        TAKE,
+    ),
+)

@@ -1,0 +1,42 @@
+"""The list of faults is kept up to date; `./dev faults` shows that each is noticed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.faults.__main__ import noticed
+from tests.faults.faults import FAULTS, SOURCE, Fault
+from tests.postgres_install import ROOT
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_fault_can_still_be_put_in(fault: Fault) -> None:
+    text = (ROOT / SOURCE / fault.file).read_text()
+    assert fault.applied(text) != text
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_the_tests_that_have_to_notice_a_fault_exist(fault: Fault) -> None:
+    path, _, name = fault.noticed_by.partition("::")
+    assert f"def {name}" in Path(ROOT / path).read_text()
+
+
+def test_there_are_many_faults_and_each_is_another_one() -> None:
+    assert len(FAULTS) >= 14
+    assert len({fault.name for fault in FAULTS}) == len({(fault.file, fault.old) for fault in FAULTS}) == len(FAULTS)
+
+
+def test_a_fault_whose_text_has_moved_on_is_refused() -> None:
+    fault = Fault("a slip", "rules/lease.py", "old", "new", "tests")
+    assert fault.applied("an old text") == "an new text"
+    for text in ("a text", "old and old"):
+        with pytest.raises(ValueError, match="a slip: its text stands"):
+            fault.applied(text)
+
+
+def test_only_a_failed_test_has_noticed_something() -> None:
+    assert noticed(1, "FAILED tests/a.py::test_it[memory] - AssertionError") == "test_it[memory]"
+    assert noticed(0, "12 passed") is None
+    assert noticed(2, "ERROR tests/a.py - SyntaxError") is None

@@ -1,0 +1,132 @@
+"""Turns: in which order waiting work is claimed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowfabric.model.execution import Execution
+from flowfabric.rules import place
+from flowfabric.rules.fairness import effective_priority, plan
+from flowfabric.rules.policy import Terms, encode_terms
+from tests.stores.samples import execution
+
+NOW = 1_700_000_000_000
+
+
+def row(
+    name: str, key: str = "", *, weight: int = 1, priority: int = 0, age: int = 0, ageing: int | None = None
+) -> Any:
+    """A waiting row."""
+    terms = Terms(fairness_key=key or None, fairness_weight=weight, ageing=ageing)
+    created = NOW - age
+    return execution(
+        name,
+        priority=priority,
+        created_at=created,
+        terms=encode_terms(terms),
+        rank=created + place.rank_offset(priority, terms),
+        line=place.line_for("mail", None, terms),
+    )
+
+
+def names(rows: list[Execution]) -> list[str]:
+    return [one.execution_id for one in rows]
+
+
+def test_without_keys_it_goes_by_priority_then_age_then_name() -> None:
+    rows = [row("c", age=1), row("a", age=1), row("old", age=9), row("urgent", priority=1)]
+
+    picks, _ = plan(rows, {}, NOW, 9)
+
+    assert names(picks) == ["urgent", "old", "a", "c"]
+
+
+def test_a_flood_of_one_key_does_not_hold_up_another() -> None:
+    flood = [row(f"a{n:03}", "a", age=1000 - n) for n in range(100)]
+    late = [row(f"b{n}", "b") for n in range(3)]
+
+    picks, _ = plan([*flood, *late], {}, NOW, 6)
+
+    assert names(picks) == ["a000", "b0", "a001", "b1", "a002", "b2"]
+
+
+def test_weights_share_the_claims() -> None:
+    rows = [row(f"{key}{n:03}", key, weight=weight) for key, weight in (("a", 3), ("b", 1)) for n in range(100)]
+
+    picks, _ = plan(rows, {}, NOW, 40)
+
+    assert Counter(one.execution_id[0] for one in picks) == {"a": 30, "b": 10}
+    assert "bb" not in "".join(one.execution_id[0] for one in picks), "the turns are spread evenly"
+
+
+def test_turns_go_on_where_the_last_claim_left_them() -> None:
+    rows = [row(f"{key}{n:03}", key, weight=weight) for key, weight in (("a", 3), ("b", 1)) for n in range(100)]
+    turns: dict[str, int] = {}
+    picked = []
+    for _ in range(40):
+        [one], turns = plan(rows, turns, NOW, 1)
+        rows.remove(one)
+        picked.append(one.execution_id[0])
+
+    assert Counter(picked) == {"a": 30, "b": 10}
+
+
+def test_priority_comes_before_turns() -> None:
+    rows = [row(f"a{n}", "a", priority=5) for n in range(3)] + [row(f"b{n}", "b", priority=4) for n in range(3)]
+
+    picks, _ = plan(rows, {}, NOW, 6)
+
+    assert [one.execution_id[0] for one in picks] == ["a", "a", "a", "b", "b", "b"]
+
+
+def test_ageing_raises_a_priority_by_one_step_for_each_length_of_waiting() -> None:
+    assert [effective_priority(row("x", priority=2, age=age, ageing=100), NOW) for age in (0, 99, 100, 250)] == [
+        2,
+        2,
+        3,
+        4,
+    ]
+    assert effective_priority(row("x", priority=2, age=10**9), NOW) == 2
+    assert effective_priority(row("x", priority=2, age=-5, ageing=1), NOW) == 2, (
+        "a clock that is behind takes nothing away"
+    )
+
+
+def test_a_plan_of_few_keys_leaves_the_others_their_turn() -> None:
+    rows = [row(f"{key}{n}", key) for key in "abcd" for n in range(2)]
+
+    picks, turns = plan(rows, {}, NOW, 8, most_keys=3)
+    assert names(picks) == ["a0", "b0", "c0"]
+    rows = [one for one in rows if one not in picks]
+    assert names(plan(rows, turns, NOW, 2)[0]) == ["d0", "a1"]
+
+
+KEYS = st.sampled_from(["", "a", "b", "c"])
+ROWS = st.lists(st.tuples(KEYS, st.integers(1, 4), st.integers(0, 2), st.integers(0, 50)), max_size=40)
+
+
+@given(ROWS, st.integers(0, 50))
+def test_a_plan_is_a_selection_in_order_within_each_key(given: list[tuple[str, int, int, int]], limit: int) -> None:
+    rows = [
+        row(f"{key}{n:03}", key, weight=weight, priority=priority, age=age)
+        for n, (key, weight, priority, age) in enumerate(given)
+    ]
+
+    picks, _ = plan(rows, {}, NOW, limit)
+
+    assert len(picks) == min(limit, len(rows))
+    assert len(set(names(picks))) == len(picks)
+    for key in ("", "a", "b", "c"):
+        mine = sorted(
+            (one for one in rows if one.line.fairness_key == key), key=lambda one: (one.rank, one.execution_id)
+        )
+        chosen = [one for one in picks if one.line is not None and one.line.fairness_key == key]
+        assert names(chosen) == names(mine[: len(chosen)])
+    priorities = [one.priority for one in picks]
+    assert priorities == sorted(priorities, reverse=True), (
+        "nothing of lower priority is claimed before something higher"
+    )

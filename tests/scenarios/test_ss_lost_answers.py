@@ -1,0 +1,306 @@
+"""Whatever becomes of the wire, a call about waiting work does what it says once, and says what it did."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from flowfabric.clock import ManualClock
+from flowfabric.engine.engine import Engine
+from flowfabric.engine.gates import OpenedGate, Parked
+from flowfabric.engine.suspensions import Suspended
+from flowfabric.ids import SeededMinter
+from flowfabric.model.answers import Claimed
+from flowfabric.model.condition import OperatorOnly
+from flowfabric.model.gate import GateKind
+from flowfabric.rules.mailbox import MailArgs
+from flowfabric.rules.parking import GateArgs
+from flowfabric.rules.resuming import Expiry
+from flowfabric.rules.signals import Accepted
+from flowfabric.rules.streams import Appended
+from flowfabric.stores.base import Store
+from flowfabric.testing import FlakyStore, Loss, check_invariants
+from tests.scenarios.play import Play
+from tests.scenarios.waits import SATISFIED, Waits
+
+
+class Stage:
+    """An engine on a wire that can be cut, and another one on a wire that holds."""
+
+    def __init__(self, store: Store, clock: ManualClock) -> None:
+        self.wire = FlakyStore(store)
+        self.engine = Engine(self.wire, minter=SeededMinter(1))
+        self.other = Engine(store, minter=SeededMinter(2))
+        self.play = Play(self.engine, clock)
+        self.waits = Waits(self.play)
+        self.store = store
+
+    async def rows(self, table: str) -> list[Any]:
+        from tests.scenarios.watched import dump
+
+        return (await dump(self.store))[table]
+
+
+@pytest.fixture
+async def stage(store: Store, clock: ManualClock) -> Stage:
+    stage = Stage(store, clock)
+    await stage.engine.seed_waitpoint_hmac_secret("k1", "00" * 32)
+    return stage
+
+
+Verb = Callable[[Stage, Claimed], Awaitable[Callable[[], Awaitable[None]]]]
+
+
+async def suspend(stage: Stage, held: Claimed) -> Callable[[], Awaitable[None]]:
+    async def call() -> None:
+        outcome = await stage.engine.suspend(held.handle, stage.waits.args())
+        assert isinstance(outcome, Suspended)
+        assert len(await stage.rows("ff_waitpoint")) == 1
+        assert await stage.waits.effect(held.execution_id, "go", outcome.details) == SATISFIED
+
+    return call
+
+
+async def create_waitpoint(stage: Stage, held: Claimed) -> Callable[[], Awaitable[None]]:
+    async def call() -> None:
+        made = await stage.engine.create_waitpoint(held.handle, "k", 60_000)
+        assert [row.waitpoint_id for row in await stage.rows("ff_waitpoint")] == [made.waitpoint_id]
+
+    return call
+
+
+async def close_waitpoint(stage: Stage, held: Claimed) -> Callable[[], Awaitable[None]]:
+    made = await stage.engine.create_waitpoint(held.handle, "k", 60_000)
+
+    async def call() -> None:
+        assert await stage.engine.close_waitpoint(made.waitpoint_id) is True
+
+    return call
+
+
+async def deliver_signal(stage: Stage, held: Claimed) -> Callable[[], Awaitable[None]]:
+    p = await stage.waits.suspend(held, OperatorOnly())
+
+    async def call() -> None:
+        accepted = await stage.waits.send(held.execution_id, "go", p)
+        assert isinstance(accepted, Accepted)
+        assert [row.signal_id for row in await stage.rows("ff_signal")] == [accepted.signal_id]
+        assert len(await stage.waits.signals_told()) == 1
+
+    return call
+
+
+async def resuming_signal(stage: Stage, held: Claimed) -> Callable[[], Awaitable[None]]:
+    p = await stage.waits.suspend(held)
+
+    async def call() -> None:
+        assert await stage.waits.effect(held.execution_id, "go", p) == SATISFIED
+        again = await stage.play.resumed(held.execution_id)
+        assert len(await stage.engine.observe_signals(again.handle)) == 1
+
+    return call
+
+
+async def resume_execution(stage: Stage, held: Claimed) -> Callable[[], Awaitable[None]]:
+    await stage.waits.suspend(held)
+
+    async def call() -> None:
+        await stage.engine.resume_execution(held.execution_id)
+
+    return call
+
+
+async def expire_suspension(stage: Stage, held: Claimed) -> Callable[[], Awaitable[None]]:
+    await stage.waits.suspend(held, timeout_at=stage.play.now)
+
+    async def call() -> None:
+        assert await stage.engine.expire_suspension(held.execution_id) is Expiry.FAILED
+        assert await stage.play.outcomes() == ["failed"]
+
+    return call
+
+
+async def append_frame(stage: Stage, held: Claimed) -> Callable[[], Awaitable[None]]:
+    await stage.engine.append_frame(held.handle, b"one")
+
+    async def call() -> None:
+        appended = await stage.engine.append_frame(held.handle, b"two")
+        assert isinstance(appended, Appended)
+        assert appended.frame_count == 2
+        page = await stage.engine.read_stream(held.execution_id, 0)
+        assert [frame.fields["payload"] for frame in page.frames] == ["one", "two"]
+
+    return call
+
+
+async def send_message(stage: Stage, held: Claimed) -> Callable[[], Awaitable[None]]:
+    args = MailArgs(execution_id=held.execution_id, mailbox="m", message_id=stage.waits.id(), payload=b"hi")
+
+    async def call() -> None:
+        assert isinstance(await stage.engine.send_message(args), Accepted)
+        assert [row.message_id for row in await stage.rows("ff_mail")] == [args.message_id]
+
+    return call
+
+
+async def open_gate(stage: Stage, held: Claimed) -> Callable[[], Awaitable[None]]:
+    args = GateArgs(name="nap", kind=GateKind.TIMER, expires_in_ms=1000)
+
+    async def call() -> None:
+        assert isinstance(await stage.engine.open_gate(held.handle, args), OpenedGate)
+
+    return call
+
+
+async def park(stage: Stage, held: Claimed) -> Callable[[], Awaitable[None]]:
+    await (await open_gate(stage, held))()
+
+    async def call() -> None:
+        assert isinstance(await stage.engine.park(held.handle, ("nap",)), Parked)
+
+    return call
+
+
+async def record_step(stage: Stage, held: Claimed) -> Callable[[], Awaitable[None]]:
+    async def call() -> None:
+        memo = await stage.engine.record_step(held.handle, "pay", 0, b"receipt")
+        assert [row.result for row in await stage.rows("ff_step")] == [memo.result]
+
+    return call
+
+
+VERBS: list[Verb] = [
+    suspend,
+    create_waitpoint,
+    close_waitpoint,
+    deliver_signal,
+    resuming_signal,
+    resume_execution,
+    expire_suspension,
+    append_frame,
+    send_message,
+    open_gate,
+    park,
+    record_step,
+]
+
+
+@pytest.mark.parametrize("loss", Loss)
+@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.__name__)
+async def test_a_call_is_done_once_whatever_is_lost(stage: Stage, verb: Verb, loss: Loss) -> None:
+    call = await verb(stage, await stage.play.claimed())
+    stage.wire.lose("commit", loss)
+
+    await call()
+
+    assert len(stage.wire.lost) == 1
+    await check_invariants(stage.other)
+
+
+async def overtaken(stage: Stage, call: Callable[[], Awaitable[None]], meanwhile: Callable[[], Awaitable[Any]]) -> None:
+    """The call is written, somebody else writes over it, and only then its answer is lost."""
+    done = stage.wire.stop_after("commit")
+    stage.wire.lose("commit", Loss.REPLY)
+    running = asyncio.ensure_future(call())
+    await done.reached()
+    await meanwhile()
+    done.open()
+    await running
+    assert len(stage.wire.lost) == 1
+
+
+async def test_a_signal_that_others_followed_before_its_answer_was_lost_counts_once(stage: Stage) -> None:
+    held = await stage.play.claimed()
+    p = await stage.waits.suspend(held, OperatorOnly())
+
+    async def call() -> None:
+        assert isinstance(await stage.waits.send(held.execution_id, "mine", p), Accepted)
+
+    async def meanwhile() -> None:
+        other = stage.waits.signal(held.execution_id, "theirs", p.waitpoint_id, p.waitpoint_token)
+        await stage.other.deliver_signal(other)
+
+    await overtaken(stage, call, meanwhile)
+
+    assert [row.signal_name for row in await stage.rows("ff_signal")] == ["mine", "theirs"]
+    assert (await stage.waits.record(held.execution_id, p.waitpoint_id)).signal_count == 2
+
+
+async def test_the_resuming_signal_is_recognised_after_the_work_went_on(stage: Stage) -> None:
+    held = await stage.play.claimed()
+    p = await stage.waits.suspend(held)
+
+    async def call() -> None:
+        assert await stage.waits.effect(held.execution_id, "go", p) == SATISFIED
+
+    async def meanwhile() -> None:
+        claimed = await stage.other.claim("default", worker_id="wz", worker_instance_id="wz-1")
+        assert claimed is not None
+        await stage.other.complete(claimed.handle)
+
+    await overtaken(stage, call, meanwhile)
+
+
+async def test_a_message_that_was_received_before_its_answer_was_lost_is_not_sent_again(stage: Stage) -> None:
+    held = await stage.play.claimed()
+    receive = GateArgs(name="r0", kind=GateKind.MAILBOX, mailbox="m")
+
+    async def call() -> None:
+        args = MailArgs(execution_id=held.execution_id, mailbox="m", message_id=stage.waits.id(), payload=b"mine")
+        assert isinstance(await stage.engine.send_message(args), Accepted)
+
+    await overtaken(stage, call, lambda: stage.other.open_gate(held.handle, receive))
+
+    assert await stage.rows("ff_mail") == []
+    assert (await stage.other.read_waits(held.execution_id)).memos["r0"].payload == b"mine"
+
+
+async def test_a_signal_that_left_the_log_before_its_answer_was_lost_counts_once(stage: Stage) -> None:
+    held = await stage.play.claimed()
+    p = await stage.waits.suspend(held, OperatorOnly())
+
+    async def call() -> None:
+        assert isinstance(await stage.waits.send(held.execution_id, "mine", p), Accepted)
+
+    async def meanwhile() -> None:
+        other = stage.waits.signal(held.execution_id, "theirs", p.waitpoint_id, p.waitpoint_token, signal_maxlen=1)
+        await stage.other.deliver_signal(other)
+
+    await overtaken(stage, call, meanwhile)
+
+    assert [row.signal_name for row in await stage.rows("ff_signal")] == ["theirs"]
+    assert (await stage.waits.record(held.execution_id, p.waitpoint_id)).signal_count == 2
+
+
+async def test_frames_that_were_followed_before_their_answer_was_lost_stand_once(stage: Stage) -> None:
+    held = await stage.play.claimed()
+
+    async def call() -> None:
+        await stage.engine.append_frame(held.handle, b"mine")
+
+    await overtaken(stage, call, lambda: stage.other.append_frame(held.handle, b"theirs"))
+
+    page = await stage.other.read_stream(held.execution_id, 0)
+    assert [frame.fields["payload"] for frame in page.frames] == ["mine", "theirs"]
+
+
+async def test_a_stale_owner_s_frame_loses_against_a_reclaim_that_came_between(stage: Stage) -> None:
+    held = await stage.play.claimed()
+    await stage.engine.append_frame(held.handle, b"before")
+    stopped = stage.wire.stop_before("commit")
+    late = asyncio.create_task(stage.engine.append_frame(held.handle, b"late"))
+    await stopped.reached()
+    stage.play.clock.now = (await stage.play.core(held.execution_id))["lease_expires_at"]
+    taken = await stage.other.claim("default", worker_id="wz", worker_instance_id="wz-1")
+    assert taken is not None
+    stopped.open()
+
+    with pytest.raises(Exception, match="stale_owner_cannot_append"):
+        await late
+
+    page = await stage.other.read_stream(held.execution_id, 0)
+    assert [frame.fields["payload"] for frame in page.frames] == ["before"]
+    assert page.closed_reason == "lease_expired"
