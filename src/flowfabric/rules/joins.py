@@ -299,6 +299,8 @@ def waits(text: str) -> dict[str, Any]:
         "blocking_reason": BlockingReason.WAITING_FOR_CHILDREN,
         "blocking_text": text,
         "delay_until": None,
+        "blocked_on": None,
+        "blocked_at": None,
         "line": None,
     }
 
@@ -312,6 +314,7 @@ def skip(child: Execution) -> Change:
         attempt=AttemptRecordState.ENDED_CANCELLED,
         attempt_reason=IMPOSSIBLE_REASON,
         released=IMPOSSIBLE_REASON,
+        suspension=TerminalOutcome.CANCELLED.value,
         **fields,
     )
 
