@@ -229,7 +229,8 @@ def replay_member(
     waited_for = {one.upstream_execution_id for one in reset}
     guards = (seen_group(group, *key), *(seen(row) for name, row in upstreams.items() if name in waited_for))
     if fires and group.on_satisfied is OnSatisfied.CANCEL_REMAINING:
-        writes = (Patch(EdgeGroup, key, fields | joins.flagged([*upstreams.values()], satisfied=True)), *writes[1:])
+        going = [name for name, above in upstreams.items() if not _has_ended(above)]
+        writes = (Patch(EdgeGroup, key, fields | joins.flagged(going, satisfied=True)), *writes[1:])
         writes += (Put(PendingCancelGroup(*key, at(0))),)
     elif group.cancel_siblings_pending_flag:
         writes += (Delete(PendingCancelGroup, key),)

@@ -15,7 +15,7 @@ child and dependencies depends on what it finds: `Tally` tells, so that nothing 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -154,10 +154,18 @@ def arrival(one: Settlement) -> tuple[int, str]:
 class Surroundings(msgspec.Struct, frozen=True):
     """What a fold has to know besides group, child and dependencies, as far as its tally asks for it."""
 
-    upstreams: Sequence[Execution] = ()  # of all inbound edges, when siblings are flagged
+    siblings: Sequence[str] = ()  # the upstreams that have not ended, when they are flagged
     carried: tuple[Payload, Result] | None = None  # the child's input, and the result that replaces it
     flow: Flow | None = None  # when the child is skipped
     cancel_pending: bool = False  # the child is about to be cancelled with its flow
+
+
+def siblings(inbound: Sequence[Dependency], counts: Tally, again: Mapping[str, Execution]) -> list[str]:
+    """The upstreams that have not ended: no end was noted on their edges, or they live again since (`again`)."""
+    over = {one.dependency.upstream_execution_id for one in counts.counted}
+    going = {one.upstream_execution_id for one in inbound if one.outcome is None} - over
+    going |= {name for name, row in again.items() if row.lifecycle_phase is not LifecyclePhase.TERMINAL}
+    return sorted(going & {one.upstream_execution_id for one in inbound})
 
 
 class Folded(msgspec.Struct, frozen=True):
@@ -209,6 +217,19 @@ def fold(group: EdgeGroup, child: Execution | None, counts: Tally, around: Surro
     return Decision(Folded(counts.verdicts, len(counts.counted), skips), change)
 
 
+def advance(group: EdgeGroup, child: Execution, settlement: Settlement, around: Surroundings) -> Change | None:
+    """The fold of a child that waits for this edge alone, to be written with whatever settles the edge.
+
+    None when it waits for others by now, has counted an end already, or needs a closer look than this.
+    """
+    if group.n != 1 or group.succeeded or group.failed or group.skipped:
+        return None
+    counts = tally(group, [settlement])
+    if counts.flags_siblings(group) or counts.skips(child):
+        return None
+    return fold(group, child, counts, around).change
+
+
 def _fired(group: EdgeGroup, counts: Tally, around: Surroundings) -> dict[str, Any]:
     if counts.fired_by is None:
         return {}
@@ -219,16 +240,15 @@ def _fired(group: EdgeGroup, counts: Tally, around: Surroundings) -> dict[str, A
         "satisfied_at": NOW if satisfied else None,
     }
     if counts.flags_siblings(group):
-        fields.update(flagged(around.upstreams, satisfied=satisfied))
+        fields.update(flagged(around.siblings, satisfied=satisfied))
     return fields
 
 
-def flagged(upstreams: Sequence[Execution], *, satisfied: bool) -> dict[str, Any]:
+def flagged(siblings: Sequence[str], *, satisfied: bool) -> dict[str, Any]:
     """The fields of a fired group whose other upstreams are to be cancelled; the list may be empty."""
-    members = sorted({row.execution_id for row in upstreams if row.lifecycle_phase is not LifecyclePhase.TERMINAL})
     return {
         "cancel_siblings_pending_flag": True,
-        "cancel_siblings_pending_members": "|".join(members) or None,
+        "cancel_siblings_pending_members": "|".join(sorted(siblings)) or None,
         "cancel_siblings_reason": "sibling_quorum_satisfied" if satisfied else "sibling_quorum_impossible",
     }
 
@@ -279,6 +299,8 @@ def waits(text: str) -> dict[str, Any]:
         "blocking_reason": BlockingReason.WAITING_FOR_CHILDREN,
         "blocking_text": text,
         "delay_until": None,
+        "blocked_on": None,
+        "blocked_at": None,
         "line": None,
     }
 
@@ -292,6 +314,7 @@ def skip(child: Execution) -> Change:
         attempt=AttemptRecordState.ENDED_CANCELLED,
         attempt_reason=IMPOSSIBLE_REASON,
         released=IMPOSSIBLE_REASON,
+        suspension=TerminalOutcome.CANCELLED.value,
         **fields,
     )
 
