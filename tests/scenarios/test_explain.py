@@ -7,16 +7,19 @@ from typing import Any
 import pytest
 
 from flowfabric import errors
+from flowfabric.engine.asks import Fresh, Single, SuspendArgs
 from flowfabric.model import obstacles
 from flowfabric.model.obstacles import Obstacle
 from flowfabric.model.states import TerminalOutcome
+from tests.scenarios.flowing import Flowing
 from tests.scenarios.play import GRANT_MS, LEASE_MS, Play
 from tests.scenarios.test_ex_grants import MISSING, requires
-from tests.scenarios.test_reservations import reserve
+from tests.scenarios.test_reservations import R1, R2, reserve
 from tests.scenarios.test_s_budgets import B, budget, report
 from tests.scenarios.test_s_quotas import Q, check, policy
 from tests.scenarios.test_s_scheduling import pull
 from tests.scenarios.test_s_workers import register
+from tests.scenarios.test_sleeping import asleep
 
 RETRY = {"retry_policy": {"max_retries": 1, "backoff": {"type": "fixed", "delay_ms": 500}}}
 
@@ -157,11 +160,36 @@ async def test_it_waits_for_a_free_slot_behind_others(play: Play) -> None:
 
 
 async def test_it_waits_for_others_to_end(play: Play) -> None:
-    held = await play.claimed()
-    await play.engine.wait_children(held.handle)  # nothing to wait for: it goes on at once
-    await serving(play)
+    flow = await Flowing(play.engine, play.clock).begin("abc")
+    for upstream in "ab":
+        await flow.stage(upstream, "c")
+        await flow.apply(upstream, "c")
+    both = tuple(sorted(flow.names[name] for name in "ab"))
 
-    assert isinstance(await why(play, held.execution_id), obstacles.Queued)
+    assert await why(play, flow.names["c"]) == obstacles.Dependencies(both)
+
+
+async def test_it_is_suspended(play: Play) -> None:
+    held = await play.claimed()
+    await play.engine.suspend(
+        held.handle,
+        SuspendArgs(
+            suspension_id=R1,
+            waitpoints=(Fresh(R2, "ok"),),
+            resume_condition=Single("ok"),
+            reason_code="waiting_for_approval",
+            now=play.now,
+            timeout_at=play.now + 500,
+        ),
+    )
+
+    assert await why(play, held.execution_id) == obstacles.Suspended("waiting_for_approval", ("ok",), play.now + 500)
+
+
+async def test_it_sleeps_on_a_budget(play: Play) -> None:
+    held = await asleep(play, used=95, wanted=10)
+
+    assert await why(play, held.execution_id) == obstacles.BudgetExhausted(B, "tokens", 95, 0, 100, needed=10)
 
 
 async def test_there_is_no_such_execution(play: Play) -> None:

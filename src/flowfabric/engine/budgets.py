@@ -84,7 +84,7 @@ class Budgets(Waiting):
         """
         self.opened(handle)
         answer = await self._report(budget_id, custom.items(), dedup_key, by_name=True)
-        return await self._met_limit(answer, _budget_id(budget_id), handle)
+        return await self._met_limit(answer, _budget_id(budget_id), custom, handle)
 
     async def report_usage_admin(
         self, budget_id: str, *, dimensions: Sequence[str], deltas: Sequence[int], dedup_key: str | None = None
@@ -109,7 +109,7 @@ class Budgets(Waiting):
         if handle is not None and self.opened(handle).execution_id != execution:
             raise errors.InvalidInput("handle: of another execution")
         answer = await self._report(budget_id, deltas.items(), idempotency_key, by_name=True, execution_id=execution)
-        return await self._met_limit(answer, _budget_id(budget_id), handle)
+        return await self._met_limit(answer, _budget_id(budget_id), deltas, handle)
 
     async def _report(
         self,
@@ -162,7 +162,7 @@ class Budgets(Waiting):
         answer: verdicts.Reserved | verdicts.HardBreach | verdicts.AlreadyApplied = await self.budget_chains.ask(
             budget, lambda sheet, now: reserving.reserve(sheet, ask, now), (_settled(budget, ask.reservation_id),)
         )
-        return await self._met_limit(answer, budget, handle)
+        return await self._met_limit(answer, budget, amounts, handle)
 
     async def settle_budget(
         self, budget_id: str, execution_id: str, reservation_id: str, amounts: Mapping[str, int]
@@ -248,14 +248,15 @@ class Budgets(Waiting):
 
     # -- what a breach does ---------------------------------------------------------------------------------------
 
-    async def park_for_budget(self, handle: Handle, budget_id: str, breach: verdicts.HardBreach) -> bool:
-        """Put an execution to sleep until the budget has room; True when it was."""
-        return False
+    async def sleep_for_budget(self, handle: Handle, need: budgets.Need) -> bool:
+        """Put an execution to sleep until the budget has room for what it needs; True when it sleeps."""
+        raise NotImplementedError
 
-    async def _met_limit(self, answer: A, budget_id: str, handle: Handle | None) -> A:
+    async def _met_limit(self, answer: A, budget_id: str, amounts: Mapping[str, int], handle: Handle | None) -> A:
         if not isinstance(answer, verdicts.HardBreach) or answer.action != SUSPEND or handle is None:
             return answer
-        parked = await self.park_for_budget(handle, budget_id, answer)
+        need = budgets.Need(budget_id, answer.dimension, amounts[answer.dimension])
+        parked = await self.sleep_for_budget(handle, need)
         if parked:  # room that was made between the breach and the sleep must not be slept through
             await self.wake_budget(budget_id)
         return msgspec.structs.replace(answer, parked=parked)

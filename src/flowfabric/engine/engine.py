@@ -15,14 +15,13 @@ from flowfabric.engine.flow_cancels import FlowCancels
 from flowfabric.engine.flow_reads import FlowReads
 from flowfabric.engine.flow_sweeps import FlowSweeps
 from flowfabric.engine.folding import Folding
-from flowfabric.engine.gates import Gates
 from flowfabric.engine.pulling import Pulling
 from flowfabric.engine.reads import Reads
 from flowfabric.engine.retention import Retention
 from flowfabric.engine.signals import Signals
+from flowfabric.engine.sleeping import Sleeping
 from flowfabric.engine.streams import StreamOps, Streams
 from flowfabric.engine.subscriptions import Subscriptions
-from flowfabric.engine.suspensions import Suspensions
 from flowfabric.engine.sweeper import Pass, Sweeper
 from flowfabric.engine.together import Together
 from flowfabric.engine.unblocking import Unblocking
@@ -41,7 +40,7 @@ class Capabilities(msgspec.Struct, frozen=True):
     operations: tuple[str, ...]
 
 
-class Engine(FlowCancels, FlowReads, Suspensions, Signals, Streams, Gates, Pulling, Reads, Retention, Subscriptions):
+class Engine(FlowCancels, FlowReads, Sleeping, Signals, Streams, Pulling, Reads, Retention, Subscriptions):
     """A durable execution engine on one store. Use it as an async context manager, or call `close`."""
 
     def __init__(

@@ -11,9 +11,11 @@ from flowfabric.engine import intake
 from flowfabric.engine.scheduler import Scheduler
 from flowfabric.model import obstacles
 from flowfabric.model.execution import Execution
-from flowfabric.model.states import EligibilityState
+from flowfabric.model.flow import Dependency, DependencyState
+from flowfabric.model.states import EligibilityState, LifecyclePhase
+from flowfabric.model.suspension import Suspension
 from flowfabric.model.worker import Worker
-from flowfabric.rules import explaining, workers
+from flowfabric.rules import explaining, shelving, workers
 from flowfabric.rules.policy import decode_terms
 from flowfabric.stores.base import Scan, Want, Where
 
@@ -34,8 +36,10 @@ class Explaining(Scheduler):
     async def _obstacle(self, row: Execution, now: int) -> obstacles.Obstacle:
         if found := explaining.of_itself(row, now):
             return found
+        if row.lifecycle_phase is LifecyclePhase.SUSPENDED:
+            return await self._suspension(row)
         if row.eligibility_state is EligibilityState.BLOCKED_BY_DEPENDENCIES:
-            return obstacles.Dependencies(await self.unresolved_dependencies(row), row.blocking_text or "")
+            return await self._dependencies(row)
         live = await self.workers_of(row.namespace)
         return (
             explaining.of_workers(row, live)
@@ -44,9 +48,19 @@ class Explaining(Scheduler):
             or await self._queue(row, live)
         )
 
-    async def unresolved_dependencies(self, row: Execution) -> tuple[str, ...]:
-        """The executions that this one waits for."""
-        return ()
+    async def _suspension(self, row: Execution) -> obstacles.Obstacle:
+        loaded = await self.load((Want(Suspension, (row.execution_id,)),))
+        root = loaded.rows[0][0] if loaded.rows[0] else None
+        need = shelving.sleeps_on(root)
+        if need is None:
+            return explaining.of_suspension(row, root)
+        _, sheets = await self.budget_chains.look([need.budget_id])
+        return explaining.of_need(sheets[need.budget_id], need)
+
+    async def _dependencies(self, row: Execution) -> obstacles.Dependencies:
+        loaded = await self.load((Want(Dependency, (row.execution_id,)),))
+        open_ones = {one.upstream_execution_id for one in loaded.rows[0] if one.state is DependencyState.UNSATISFIED}
+        return obstacles.Dependencies(tuple(sorted(open_ones)))
 
     async def _budget_in_the_way(self, row: Execution) -> obstacles.Obstacle | None:
         names = decode_terms(row.terms).budget_ids

@@ -16,7 +16,7 @@ from flowfabric.engine.scheduler import Scheduler
 from flowfabric.engine.sweeper import Pass
 from flowfabric.engine.waiting import PAGE, Room
 from flowfabric.model.execution import Execution
-from flowfabric.model.states import BlockingReason
+from flowfabric.model.states import BlockingReason, LifecyclePhase
 from flowfabric.model.worker import Worker
 from flowfabric.rules import workers
 from flowfabric.rules.feeds import Filter
@@ -50,7 +50,7 @@ class Unblocking:
             where = (Where("blocked_on", "starts", BLOCKED_ON[reason]),)
             page: list[Execution] = await self._engine.scan(Scan(Execution, where, ORDER, place, PAGE))
             for on, group in groupby(page, key=lambda row: row.blocked_on):
-                rows = [row for row in group if row.blocking_reason is reason and chosen.accepts(row)]
+                rows = [row for row in group if _waits_for(row, reason) and chosen.accepts(row)]
                 try:
                     free = await self._free(rows, room, routes)
                 except errors.FabricError:
@@ -74,6 +74,11 @@ class Unblocking:
             if await routes.is_open(row):
                 freed += await self._engine.let_go(row.execution_id, row.blocking_reason)
         return freed
+
+
+def _waits_for(row: Execution, reason: BlockingReason) -> bool:
+    """Whether its own reason is that of its place in the list; one that a budget put to sleep waits too."""
+    return row.blocking_reason is reason or row.lifecycle_phase is LifecyclePhase.SUSPENDED
 
 
 class Routes:

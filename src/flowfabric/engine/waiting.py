@@ -26,6 +26,7 @@ logger = logging.getLogger("flowfabric.waiting")
 PAGE = 100
 MOST_PAGES = 20
 LATEST_LOOK_MS = 1000
+SLEEPS = LifecyclePhase.SUSPENDED
 
 
 class Room:
@@ -72,8 +73,8 @@ class Room:
         return True
 
     def _budgets(self, row: Execution) -> list[str]:
-        """The budgets that a row which waits for one depends on."""
-        if row.blocking_reason is BlockingReason.WAITING_FOR_QUOTA:
+        """The budgets that a row which waits for one depends on; a sleeper is asked for its own need later."""
+        if row.blocking_reason is not BlockingReason.WAITING_FOR_BUDGET or row.lifecycle_phase is SLEEPS:
             return []
         return [name for name in decode_terms(row.terms).budget_ids if self._only in (None, name)]
 
@@ -96,8 +97,8 @@ class Waiting(Books, Executions):
         return sum(await asyncio.gather(*(self._free(row) for row in rows if room.admits(row))))
 
     async def _free(self, row: Execution) -> bool:
-        if row.lifecycle_phase is LifecyclePhase.SUSPENDED:
-            return await self.resume_for_budget(row)
+        if row.lifecycle_phase is SLEEPS:
+            return await self.wake_sleeper(row)
         return await self.let_go(row.execution_id, row.blocking_reason)
 
     async def hold_up(self, row: Execution, reason: BlockingReason, detail: str, on: str = "") -> bool:
@@ -120,9 +121,9 @@ class Waiting(Books, Executions):
             return False
         return True
 
-    async def resume_for_budget(self, row: Execution) -> bool:
-        """Resume an execution that a budget put to sleep; True when it was."""
-        return False
+    async def wake_sleeper(self, row: Execution) -> bool:
+        """Let an execution that a budget put to sleep go on if there is room for what it needs; True when it does."""
+        raise NotImplementedError
 
     async def wake_budget(self, budget_id: str) -> bool:
         """There may be room in this budget: set free what waits for it; True when something still waits."""

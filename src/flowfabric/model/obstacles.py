@@ -60,19 +60,20 @@ class Dependencies(Obstacle, frozen=True):
     """It waits for these executions."""
 
     execution_ids: tuple[str, ...]
-    detail: str = ""
 
     def sentence(self) -> str:
-        named = ", ".join(self.execution_ids) or self.detail
-        return f"It waits for other executions: {named}."
+        return f"It waits for other executions: {', '.join(self.execution_ids)}."
 
 
 class Suspended(Obstacle, frozen=True):
     reason: str
-    detail: str = ""
+    waits_on: tuple[str, ...] = ()  # the keys of its waitpoints, or the names of its gates
+    until: int | None = None  # when it stops waiting
 
     def sentence(self) -> str:
-        return f"It is suspended: {self.reason}" + (f" ({self.detail})." if self.detail else ".")
+        named = f" on {', '.join(self.waits_on)}" if self.waits_on else ""
+        until = f" until {self.until}" if self.until else ""
+        return f"It is suspended{named}{until}: {self.reason}."
 
 
 class BudgetExhausted(Obstacle, frozen=True):
@@ -82,12 +83,14 @@ class BudgetExhausted(Obstacle, frozen=True):
     reserved: int
     hard_limit: int
     resets_at: int | None = None
+    needed: int = 0  # by an execution that sleeps until there is room for so much
 
     def sentence(self) -> str:
+        needs = f"; {self.needed} more are needed" if self.needed else ""
         resets = f"; it is reset at {self.resets_at}" if self.resets_at else ""
         return (
             f"Budget {self.budget_id} is exhausted: {self.dimension} {self.usage + self.reserved}/{self.hard_limit}"
-            f" ({self.reserved} of it reserved){resets}."
+            f" ({self.reserved} of it reserved){needs}{resets}."
         )
 
 

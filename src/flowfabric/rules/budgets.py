@@ -171,6 +171,37 @@ def applied(
     return soft or verdicts.Ok(), after
 
 
+class Need(msgspec.Struct, frozen=True):
+    """What an execution that a hard limit put to sleep waits for: room for so much in one dimension."""
+
+    budget_id: str
+    dimension: str
+    amount: int
+
+    @property
+    def key(self) -> str:
+        """The name of the waitpoint, or of the mailbox, that it sleeps on."""
+        return f"{NEED}{self.budget_id}:{self.amount}:{self.dimension}"
+
+
+NEED = "budget:"
+
+
+def read_need(key: str | None) -> Need | None:
+    """What a key says; None when it is about something else."""
+    if key is None or not key.startswith(NEED):
+        return None
+    budget_id, _, rest = key.removeprefix(NEED).partition(":")
+    amount, _, dimension = rest.partition(":")
+    return Need(budget_id, dimension, int(amount)) if amount.isdecimal() else None
+
+
+def meets(sheet: BudgetSheet, need: Need) -> bool:
+    """Whether there is room for it now."""
+    row = sheet.dimensions.get(need.dimension)
+    return row is None or not row.hard_limit or counted(row) + need.amount <= row.hard_limit
+
+
 def status(sheet: BudgetSheet) -> verdicts.BudgetStatus | errors.FabricError:
     """The budget for people."""
     root = sheet.root

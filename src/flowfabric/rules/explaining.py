@@ -7,22 +7,21 @@ from collections.abc import Sequence
 from flowfabric.model import obstacles, verdicts
 from flowfabric.model.execution import Execution
 from flowfabric.model.states import BlockingReason, EligibilityState, LifecyclePhase, OwnershipState
+from flowfabric.model.suspension import Suspension
 from flowfabric.model.worker import Worker
-from flowfabric.rules import admission, budgets, claim, workers
+from flowfabric.rules import admission, budgets, claim, gates, waits, workers
 from flowfabric.rules.admission import QuotaSheet
 from flowfabric.rules.budgets import BudgetSheet
 
 
 def of_itself(row: Execution, now: int) -> obstacles.Obstacle | None:
-    """What the execution's own row tells; None when it only waits for room or a worker."""
+    """What the execution's own row tells; None when it waits for something that other rows tell of."""
     match row.lifecycle_phase:
         case LifecyclePhase.TERMINAL:
             reason = row.failure_reason or row.cancellation_reason
             return obstacles.Ended(row.terminal_outcome, row.completed_at or 0, reason)
         case LifecyclePhase.ACTIVE:
             return _held(row, now)
-        case LifecyclePhase.SUSPENDED:
-            return obstacles.Suspended(row.blocking_reason.value, row.blocking_text or "")
         case _:
             pass
     match row.eligibility_state:
@@ -47,6 +46,28 @@ def _held(row: Execution, now: int) -> obstacles.Obstacle:
     if row.lease_expires_at is not None and row.lease_expires_at <= now:
         return obstacles.LeaseLost(instance, "expired", row.lease_expires_at)
     return obstacles.Running(row.worker_id or "", instance, row.lease_acquired_at or 0, row.lease_expires_at or 0)
+
+
+def of_suspension(row: Execution, root: Suspension | None) -> obstacles.Suspended:
+    """What a suspended execution waits for."""
+    if root is None:
+        return obstacles.Suspended(row.blocking_reason.value)
+    names = tuple(one.waitpoint_key for one in waits.bound(root)) or tuple(gates.waits_on(root))
+    return obstacles.Suspended(root.reason_code or row.blocking_reason.value, names, root.timeout_at)
+
+
+def of_need(sheet: BudgetSheet, need: budgets.Need) -> obstacles.BudgetExhausted:
+    """The budget that an execution sleeps on."""
+    row = sheet.dimension(need.dimension)
+    return obstacles.BudgetExhausted(
+        need.budget_id,
+        need.dimension,
+        row.usage or 0,
+        row.reserved,
+        row.hard_limit,
+        sheet.row().next_reset_at,
+        need.amount,
+    )
 
 
 def of_budgets(sheets: Sequence[BudgetSheet]) -> obstacles.BudgetExhausted | None:

@@ -191,6 +191,7 @@ def park(
         reason_code=reason_code,
         now=now,
         what=f"{len(names)} wait{'s' if len(names) > 1 else ''}",
+        keys=[found[name].mailbox for name in names],
     )
     change = Change(
         guards=guards,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from flowfabric.model.execution import Execution
 from flowfabric.model.keys import SigningKey
 from flowfabric.model.states import AttemptState, BlockingReason, EligibilityState, LifecyclePhase
 from flowfabric.model.suspension import Suspension, Waitpoint
-from flowfabric.rules import lease, step, tokens, waits
+from flowfabric.rules import budgets, lease, place, step, tokens, waits
 from flowfabric.rules.change import NOW, Patch, Write, at
 
 BLOCKING = {
@@ -26,9 +26,20 @@ BLOCKING = {
 
 
 def shelved(
-    row: Execution, *, suspension_id: str, waitpoint_id: str | None, reason_code: str, now: int, what: str | None = None
+    row: Execution,
+    *,
+    suspension_id: str,
+    waitpoint_id: str | None,
+    reason_code: str,
+    now: int,
+    what: str | None = None,
+    keys: Iterable[str | None] = (),
 ) -> Patch:
-    """The row without its lease, waiting; the deadline of the whole execution keeps running."""
+    """The row without its lease, waiting; the deadline of the whole execution keeps running.
+
+    `keys` are what it waits on: one that names a budget lets room in that budget find it.
+    """
+    need = next((need for key in keys if (need := budgets.read_need(key))), None)
     fields = {
         **lease.release(row),
         "lifecycle_phase": LifecyclePhase.SUSPENDED,
@@ -44,6 +55,9 @@ def shelved(
         "next_type": None,
         "next_timeout_ms": step.remaining_ms(row, now),
     }
+    if need is not None:
+        on = place.blocked_on(BlockingReason.WAITING_FOR_BUDGET, need.budget_id)
+        fields |= {"blocked_on": on, "blocked_at": NOW}
     return step.moved(row, fields)
 
 
@@ -76,3 +90,12 @@ def let_go(before: Suspension | None, made: Sequence[Waitpoint]) -> tuple[Write,
         for one in waits.bound(before)
         if one.waitpoint_id not in anew
     )
+
+
+def sleeps_on(root: Suspension | None) -> budgets.Need | None:
+    """What an open suspension waits for, if that is room in a budget."""
+    if root is None or not waits.is_open(root):
+        return None
+    keys = [one.waitpoint_key for one in waits.bound(root)]
+    keys += [gate.mailbox or "" for gate in waits.open_gates(root).values()]
+    return next((need for key in keys if (need := budgets.read_need(key))), None)

@@ -181,6 +181,7 @@ def _suspended(
                 waitpoint_id=waitpoints[0].waitpoint_id,
                 reason_code=args.reason_code,
                 now=now,
+                keys=[one.waitpoint_key for one in waitpoints],
             ),
             Put(root),
             *_made(scene, waitpoints),

@@ -1,0 +1,249 @@
+"""The sweeper: it goes on whatever fails, leaves alone what keeps failing, survives a crash and stops when told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from flowfabric import errors
+from flowfabric.clock import ManualClock
+from flowfabric.engine.engine import Engine
+from flowfabric.engine.forbearance import Forbearance
+from flowfabric.engine.sweeper import Pass, Sweep, Sweeper
+from flowfabric.ids import SeededMinter
+from flowfabric.model.states import PublicState
+from flowfabric.model.sweep import SweepLease
+from flowfabric.settings import Settings, Sweeps
+from flowfabric.stores.base import Scan
+from flowfabric.stores.memory import MemoryStore
+
+
+def only(name: str, interval_ms: int = 100) -> Sweeps:
+    """Settings that run one sweep."""
+    quiet: dict[str, Any] = {field: 0 for field in Sweeps.__struct_fields__ if field.endswith("_ms")}
+    return Sweeps(**{**quiet, f"{name}_ms": interval_ms})
+
+
+@pytest.fixture
+async def engine(clock: ManualClock) -> AsyncIterator[Engine]:
+    engine = Engine(MemoryStore(clock), minter=SeededMinter(1))
+    yield engine
+    await engine.close()
+
+
+async def delayed(engine: Engine, clock: ManualClock, count: int) -> list[str]:
+    """Executions whose time has come, one before the other."""
+    executions: list[str] = [engine.new_execution_id() for _ in range(count)]
+    for place, execution in enumerate(executions):
+        await engine.create_execution(execution_id=execution, delay_until=clock.now + 1 + place)
+    clock.pass_ms(1 + count)
+    return executions
+
+
+class Promoter:
+    """The promoter, with items that fail."""
+
+    def __init__(self, engine: Engine, fault: errors.FabricError, *failing: str) -> None:
+        self._engine = engine
+        self._fault = fault
+        self._failing = failing
+        self.tried: list[str] = []
+        self.sweep = Sweep("delayed_promoter", "delay_until", self._act)
+
+    async def _act(self, execution_id: str) -> bool:
+        self.tried.append(execution_id)
+        if execution_id in self._failing:
+            raise self._fault
+        await self._engine.promote_delayed(execution_id)
+        return True
+
+
+AWAY = errors.StoreUnavailable("a fault", backend="test", in_doubt=False)
+POISON = errors.Corruption("a fault")
+
+
+async def test_an_item_that_fails_three_times_in_a_row_is_left_alone_for_ten_cycles(
+    engine: Engine, clock: ManualClock
+) -> None:
+    [bad, good] = await delayed(engine, clock, 2)
+    promoter = Promoter(engine, POISON, bad)
+    sweeper = Sweeper(engine, Sweeps(), [promoter.sweep])
+
+    passes = [await sweeper.sweep_once("delayed_promoter") for _ in range(14)]
+
+    assert [done.errors for done in passes] == [1, 1, 1, *[0] * 10, 1]
+    assert (passes[0].processed, promoter.tried.count(good), promoter.tried.count(bad)) == (1, 1, 4)
+
+
+async def test_items_that_are_left_alone_do_not_hide_the_others(engine: Engine, clock: ManualClock) -> None:
+    *bad, good = await delayed(engine, clock, 8)
+    promoter = Promoter(engine, POISON, *bad)
+    sweeper = Sweeper(engine, Sweeps(), [promoter.sweep])
+    for _ in range(9):  # each pass has room for three: they are worn down one portion after the other
+        await sweeper.sweep_once("delayed_promoter", 3)
+
+    assert await engine.read_execution_state(good) is PublicState.WAITING
+
+
+def test_a_success_clears_the_count_and_the_book_stays_small() -> None:
+    forbearance = Forbearance()
+    for failed in (True, True, False, True, True):
+        forbearance.next_cycle()
+        forbearance.note("x", failed=failed)
+    assert not forbearance.spares("x")
+    for item in range(600):
+        forbearance.note(item, failed=True)
+    for _ in range(50):
+        forbearance.next_cycle()
+    forbearance.note(1, failed=True)
+    forbearance.note(1, failed=True)
+    assert not forbearance.spares(1), "its one failure was forgotten when too many were kept"
+
+
+async def test_a_pass_in_which_the_store_was_away_for_everything_is_an_error(
+    engine: Engine, clock: ManualClock
+) -> None:
+    executions = await delayed(engine, clock, 2)
+    sweeper = Sweeper(engine, Sweeps(), [Promoter(engine, AWAY, *executions).sweep])
+
+    with pytest.raises(errors.StoreUnavailable):
+        await sweeper.sweep_once("delayed_promoter")
+
+
+async def test_a_sweep_that_crashes_is_started_again(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flowfabric.engine.sweeper.RESTART_S", 0.01)
+    runs = 0
+    well = asyncio.Event()
+
+    async def run(batch: int) -> Pass:
+        nonlocal runs
+        runs += 1
+        if runs < 3:
+            raise RuntimeError("a bug")
+        well.set()
+        return Pass(0, 0)
+
+    sweeper = Sweeper(engine, only("unblock"), [Sweep("unblock", whole=run)])
+    sweeper.start()
+    await asyncio.wait_for(well.wait(), 10)
+
+    assert await sweeper.stop() == 0
+    assert sweeper.restarts == 2
+    assert engine.meters.counted("ff_scanner_restart", scanner="unblock") == 2
+
+
+async def test_a_sweep_that_meets_an_absent_store_comes_again(engine: Engine) -> None:
+    runs = 0
+    well = asyncio.Event()
+
+    async def run(batch: int) -> Pass:
+        nonlocal runs
+        runs += 1
+        if runs == 1:
+            raise AWAY
+        well.set()
+        return Pass(0, 0)
+
+    sweeper = Sweeper(engine, only("unblock"), [Sweep("unblock", whole=run)])
+    sweeper.start()
+    await asyncio.wait_for(well.wait(), 10)
+
+    assert await sweeper.stop() == 0
+    assert sweeper.restarts == 0
+
+
+async def test_stopping_waits_for_what_is_in_hand_and_cuts_off_what_takes_too_long(engine: Engine) -> None:
+    begun, finish = asyncio.Event(), asyncio.Event()
+
+    async def run(batch: int) -> Pass:
+        begun.set()
+        await finish.wait()
+        return Pass(1, 0)
+
+    sweeper = Sweeper(engine, only("unblock"), [Sweep("unblock", whole=run)])
+    sweeper.start()
+    await begun.wait()
+    stopping = asyncio.create_task(sweeper.stop())
+    await asyncio.sleep(0)
+    assert not stopping.done()
+    finish.set()
+    assert await stopping == 0
+    assert await sweeper.stop() == 0, "again is the same"
+
+    begun.clear()
+    finish.clear()
+    stubborn = Sweeper(engine, only("unblock"), [Sweep("unblock", whole=run)])
+    stubborn.start()
+    await begun.wait()
+    assert await stubborn.stop(grace_s=0.01) == 1
+    assert engine.meters.counted("ff_shutdown_timeout") == 1
+
+
+async def test_an_interval_of_zero_switches_a_sweep_off_and_the_first_pass_is_at_once(engine: Engine) -> None:
+    ran: list[str] = []
+    first = asyncio.Event()
+
+    def telling(name: str) -> Sweep:
+        async def run(batch: int) -> Pass:
+            ran.append(name)
+            first.set()
+            return Pass(0, 0)
+
+        return Sweep(name, whole=run)
+
+    settings = only("unblock", 3_600_000)
+    sweeper = Sweeper(engine, settings, [telling("unblock"), telling("quota_reconciler")])
+    sweeper.start()
+    await asyncio.wait_for(first.wait(), 10)
+    await sweeper.stop()
+
+    assert ran == ["unblock"]
+
+
+async def test_one_process_at_a_time_does_a_sweep(engine: Engine) -> None:
+    ran: list[int] = []
+    enough = asyncio.Event()
+
+    def numbered(number: int) -> Sweep:
+        async def run(batch: int) -> Pass:
+            ran.append(number)
+            if len(ran) == 4:
+                enough.set()
+            return Pass(0, 0)
+
+        return Sweep("unblock", whole=run)
+
+    settings = only("unblock")
+    sweepers = [Sweeper(engine, settings, [numbered(number)]) for number in range(3)]
+    for sweeper in sweepers:
+        sweeper.start()
+    await asyncio.wait_for(enough.wait(), 10)
+    for sweeper in sweepers:
+        await sweeper.stop()
+
+    assert len(set(ran)) == 1
+    [lease] = [row for row in await engine.store.scan(Scan(SweepLease)) if row.sweep == "unblock"]
+    assert lease.lease_until == 0, "given back for others"
+
+
+async def test_passes_are_counted_and_timed(engine: Engine) -> None:
+    before = engine.meters.counted("ff_scanner_cycle", scanner="budget_reset")
+    for _ in range(3):
+        await engine.sweep_once("budget_reset")
+
+    assert engine.meters.counted("ff_scanner_cycle", scanner="budget_reset") == before + 3
+    timing = engine.meters.timings["ff_scanner_cycle_duration", (("scanner", "budget_reset"),)]
+    assert (timing.count, sum(timing.buckets)) == (3, 3)
+
+
+async def test_a_sweep_takes_as_many_items_as_its_own_batch_says(clock: ManualClock) -> None:
+    settings = Settings(sweeps=Sweeps(batches={"delayed_promoter": 2}))
+    engine = Engine(MemoryStore(clock), minter=SeededMinter(1), settings=settings)
+    await delayed(engine, clock, 5)
+
+    passes = [(await engine.sweep_once("delayed_promoter")).processed for _ in range(3)]
+
+    assert passes == [2, 2, 1]
