@@ -183,7 +183,6 @@ async def test_siblings_are_cancelled_without_any_sweep(crew: Crew) -> None:
     assert (states.count("completed"), states.count("cancelled")) == (2, 18)
     group = await crew.group("j")
     assert (group.succeeded, group.failed, group.cancel_siblings_pending_flag) == (2, 18, False)
-    assert crew.engine.folding.siblings == {}
 
 
 # -- deaths in between ----------------------------------------------------------------------------------------------
@@ -387,3 +386,16 @@ async def test_a_purged_child_leaves_its_join_behind(crew: Crew, clock: ManualCl
     found = (await crew.engine.load((Want(Execution, (crew.names["b"],)),))).rows[0]
     assert found == []
     assert (await crew.group("b")).group_state == "pending"
+
+
+async def test_an_edge_that_was_staged_and_not_applied_is_not_taken_for_the_one_that_was(crew: Crew) -> None:
+    children = [f"c{number}" for number in range(FEW + 2)]
+    await crew.graph(["a", "x", *children], [("a", child) for child in children[1:]] + [("x", children[0])])
+    edge = crew.engine.minter.uuid()
+    await crew.engine.stage_dependency_edge(crew.flow, edge, crew.names["a"], crew.names[children[0]])
+    claimed = {one.execution_id: one for one in await crew.claim()}
+
+    await crew.engine.complete(claimed[crew.names["a"]].handle)
+    await crew.engine.dispatched()
+
+    assert await crew.states(*children) == " ".join(["waiting_children"] + ["waiting"] * (FEW + 1))

@@ -40,4 +40,6 @@ def waits(play: Play) -> Waits:
 @pytest.fixture
 async def flow(store: Store, clock: ManualClock) -> Flowing:
     """A flow on an engine whose dispatch is stopped: a scenario delivers what it wants to see delivered."""
-    return Flowing(Engine(Watched(store), minter=SeededMinter(1), settings=Settings(dispatch=False)), clock)
+    engine = Engine(Watched(store), minter=SeededMinter(1), settings=Settings(dispatch=False))
+    await engine.seed_waitpoint_hmac_secret("k1", "00112233445566778899aabbccddeeff" * 2)
+    return Flowing(engine, clock)

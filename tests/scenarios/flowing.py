@@ -12,13 +12,16 @@ from typing import Any
 from flowfabric.clock import ManualClock
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.folding import Child
+from flowfabric.engine.suspensions import Suspended
 from flowfabric.ids import FlowId, flow_partition, mint_for_flow
 from flowfabric.model import flow_answers
 from flowfabric.model.answers import Claimed
 from flowfabric.model.execution import Execution
 from flowfabric.model.flow import CancelBacklog, Dependency, EdgeGroup, PendingCancel, PendingCancelGroup
 from flowfabric.rules.change import Change, Guard, Write
+from flowfabric.rules.suspend_args import Fresh, SuspendArgs
 from flowfabric.stores.base import Want
+from tests.scenarios.waits import ANY
 
 ALL_OF = {"kind": "all_of"}
 ONE_LIFE = {"retry_policy": {"max_retries": 0}}
@@ -121,6 +124,18 @@ class Flowing:
         resumed = (await self.row(name)).attempt_state == "attempt_interrupted"
         claim = self.engine.claim_resumed_execution if resumed else self.engine.claim_execution
         return await claim(execution, worker_id="w", worker_instance_id="w-1", lease_ttl_ms=30_000)
+
+    async def suspend(self, name: str) -> None:
+        """A worker claims this member and puts it away until a signal comes."""
+        minter = self.engine.minter
+        args = SuspendArgs(
+            suspension_id=minter.uuid(),
+            waitpoints=(Fresh(minter.uuid(), "k"),),
+            resume_condition=ANY,
+            reason_code="waiting_for_signal",
+            now=self.clock.now,
+        )
+        assert isinstance(await self.engine.suspend((await self.run(name)).handle, args), Suspended)
 
     async def succeed(self, *names: str, result: bytes | None = None) -> None:
         for name in names:

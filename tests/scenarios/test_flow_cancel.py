@@ -13,14 +13,6 @@ from flowfabric.model import flow_answers
 from flowfabric.model.event import Topic
 from flowfabric.model.execution import Execution
 from flowfabric.model.flow import CancelBacklog, CancellationPolicy, Flow, FlowMember, PendingCancel
-from flowfabric.model.states import (
-    AttemptState,
-    BlockingReason,
-    EligibilityState,
-    LifecyclePhase,
-    OwnershipState,
-    PublicState,
-)
 from flowfabric.rules.change import Change, Delete, Insert, Patch
 from flowfabric.rules.feeds import Filter
 from flowfabric.stores.base import Unstorable
@@ -154,17 +146,7 @@ async def test_s_045_cancel_pending_spares_running_work(flow: Flowing) -> None:
     await flow.edge("r", "w")
     await flow.engine.block_execution_for_admission(flow.names["m"], reason="waiting_for_budget")
     running = await flow.run("r")
-    await flow.run("s")
-    suspended = {
-        "lifecycle_phase": LifecyclePhase.SUSPENDED,
-        "ownership_state": OwnershipState.UNOWNED,
-        "attempt_state": AttemptState.ATTEMPT_INTERRUPTED,
-        "lease_expires_at": None,
-        "blocking_reason": BlockingReason.WAITING_FOR_SIGNAL,
-        "public_state": PublicState.SUSPENDED,
-        "eligibility_state": EligibilityState.NOT_APPLICABLE,
-    }
-    await flow.write(Patch(Execution, (flow.names["s"],), suspended))
+    await flow.suspend("s")
 
     answer = await flow.engine.cancel_flow(flow.id, policy="cancel_pending", wait=WAIT)
 

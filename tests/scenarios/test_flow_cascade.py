@@ -107,12 +107,15 @@ async def test_s_033_staged_but_unapplied_edge_is_ignored(flow: Flowing) -> None
 async def test_s_034_skip_of_an_active_child_releases_its_lease(flow: Flowing) -> None:
     await flow.begin("ab")
     held = await flow.run("b")
+    await flow.engine.append_frame(held.handle, b"half of it")
     await flow.edge("a", "b")
     await flow.fail("a")
 
     await flow.cascade("a")
 
     row = await flow.row("b")
+    stream = await flow.engine.read_stream(flow.names["b"], 0)
+    assert (stream.closed_at, stream.closed_reason) == (flow.clock.now, "dependency_impossible")
     assert await flow.vector("b") == SKIPPED.replace("/none/skipped/none/", "/none/skipped/attempt_terminal/")
     assert (row.lease_expires_at, row.completed_at) == (None, flow.clock.now)
     [attempt] = await flow.engine.attempt_history(flow.names["b"])
@@ -121,6 +124,22 @@ async def test_s_034_skip_of_an_active_child_releases_its_lease(flow: Flowing) -
     assert (last.event, last.fields["reason"]) == ("released", "dependency_impossible")
     with pytest.raises(errors.ExecutionNotActive):
         await flow.engine.complete(held.handle)
+
+
+async def test_skip_of_a_suspended_child_closes_its_suspension(flow: Flowing) -> None:
+    await flow.begin("ab")
+    await flow.suspend("b")
+    await flow.edge("a", "b")
+    await flow.fail("a")
+
+    await flow.cascade("a")
+
+    assert await flow.vector("b") == SKIPPED.replace("/none/skipped/none/", "/none/skipped/attempt_terminal/")
+    suspension = await flow.engine.describe_suspension(flow.names["b"])
+    assert suspension is not None
+    assert (suspension.closed_at, suspension.close_reason) == (flow.clock.now, "cancelled")
+    [attempt] = await flow.engine.attempt_history(flow.names["b"])
+    assert (attempt.attempt_state, attempt.failure_reason) == ("ended_cancelled", "dependency_impossible")
 
 
 async def test_s_035_parking_with_nothing_to_wait_for(flow: Flowing) -> None:
@@ -230,25 +249,25 @@ async def test_eligibility_is_told_by_the_first_reason_that_applies(flow: Flowin
 async def test_s_089_an_expired_member_skips_its_dependents(flow: Flowing) -> None:
     deadline = flow.clock.now + 1000
     await flow.begin()
-    for name in "qwr":
+    for name in "qwrs":
         await flow.add(name, execution_deadline_at=deadline)
-    await flow.add("u")
-    for name in ("x", "y", "z"):
+    for name in "uxyzt":
         await flow.add(name)
     await flow.edge("u", "w")
-    for upstream, downstream in ("qx", "wy", "rz"):
+    for upstream, downstream in ("qx", "wy", "rz", "st"):
         await flow.edge(upstream, downstream)
     await flow.run("r")
+    await flow.suspend("s")
     flow.clock.pass_ms(1000)
 
     await flow.sweep("execution_deadline")
-    await flow.cascade("q", "w", "r")
+    await flow.cascade(*"qwrs")
 
-    assert await flow.state(*"qwr") == "expired expired expired"
-    assert {(await flow.row(name)).failure_reason for name in "qwr"} == {"execution_deadline"}
+    assert await flow.state(*"qwrs") == "expired expired expired expired"
+    assert {(await flow.row(name)).failure_reason for name in "qwrs"} == {"execution_deadline"}
     assert (await flow.row("r")).lease_expires_at is None
-    assert [await outcomes(flow, name) for name in "qwr"] == [["expired"]] * 3
-    assert await flow.state(*"xyz") == "skipped skipped skipped"
+    assert [await outcomes(flow, name) for name in "qwrs"] == [["expired"]] * 4
+    assert await flow.state(*"xyzt") == "skipped skipped skipped skipped"
 
 
 async def test_s_092_blocked_items_behind_a_full_batch_are_not_starved(flow: Flowing) -> None:

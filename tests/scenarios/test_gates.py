@@ -32,9 +32,20 @@ def all_of(*keys: str) -> Condition:
 class Function:
     """A durable function, as far as the engine sees it."""
 
-    def __init__(self, play: Play, waits: Waits, held: Claimed) -> None:
-        self.play, self.waits, self.held = play, waits, held
-        self.engine, self.e = play.engine, held.execution_id
+    def __init__(self, play: Play, waits: Waits, e: str, held: Claimed | None = None) -> None:
+        self.play, self.waits, self.e = play, waits, e
+        self.engine = play.engine
+        self._held = held
+
+    @property
+    def held(self) -> Claimed:
+        """What its worker holds."""
+        assert self._held is not None
+        return self._held
+
+    @held.setter
+    def held(self, held: Claimed) -> None:
+        self._held = held
 
     async def approval(self, name: str = "approve", *keys: str, **given: Any) -> OpenedGate | GateMemo:
         keys = keys or ("ana", "bo")
@@ -87,7 +98,8 @@ class Function:
 
 @pytest.fixture
 async def function(play: Play, waits: Waits) -> Function:
-    return Function(play, waits, await play.claimed())
+    held = await play.claimed()
+    return Function(play, waits, held.execution_id, held)
 
 
 def opened(gate: OpenedGate | GateMemo) -> OpenedGate:
@@ -261,8 +273,7 @@ async def test_cancelling_a_parked_function_ends_its_waits(function: Function, p
 
 async def test_messages_are_kept_before_between_and_after_receives(play: Play, waits: Waits) -> None:
     e = await play.create()
-    early = Claimed(e, "", 0, 0, "", None, 0, None)  # type: ignore[arg-type]
-    function = Function(play, waits, early)
+    function = Function(play, waits, e)
     assert (await function.send(b"0")) != await function.send(b"1")  # before the first claim
     await play.grant(e)
     function.held = await play.claim(e)
@@ -421,7 +432,8 @@ async def test_many_children_are_taken_in_together(store: Any, clock: Any) -> No
     from flowfabric.engine.engine import Engine
 
     play = Play(Engine(store), clock)
-    function = Function(play, Waits(play), await play.claimed())
+    held = await play.claimed()
+    function = Function(play, Waits(play), held.execution_id, held)
     children = [await function.child() for _ in range(60)]
     await function.children("all", *(child.execution_id for child in children))
     await function.park("all")

@@ -7,7 +7,7 @@ import gc
 import os
 import platform
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from itertools import pairwise
 from statistics import median, quantiles
 from time import perf_counter
@@ -24,7 +24,6 @@ from flowfabric.engine.flows import GraphEdge
 from flowfabric.ids import FlowId, mint_for_flow
 
 IN_FLIGHT = 16
-CLAIM_LOOPS = 2
 SILENCE_MS = 10_000
 
 
@@ -226,25 +225,23 @@ async def _worker(engine: Engine, lane: str, claim: int = IN_FLIGHT) -> AsyncIte
         await engine.complete(handle, result=RESULT)  # type: ignore[arg-type]
         ends.told(execution_id)
 
-    async def loop(instance: str) -> None:
+    async def work() -> None:
         while True:
             claimed = await engine.claim_many(
                 lane,
                 claim,
                 worker_id=WORKER,
-                worker_instance_id=instance,
+                worker_instance_id=WORKER,
                 lease_ttl_ms=LEASE_MS,
                 max_wait_ms=SILENCE_MS,
             )
             await asyncio.gather(*(finish(one.handle, one.execution_id) for one in claimed))
 
-    loops = [asyncio.create_task(loop(f"{WORKER}-{number}")) for number in range(CLAIM_LOOPS)]
+    working = asyncio.create_task(work())
     try:
         yield ends
     finally:
-        for each in loops:
-            each.cancel()
-        for ended in await asyncio.gather(*loops, return_exceptions=True):
-            if isinstance(ended, Exception):
-                raise ended
+        working.cancel()
+        with suppress(asyncio.CancelledError):
+            await working
         await engine.dispatched()

@@ -19,6 +19,7 @@ from flowfabric.engine.suspensions import Suspended
 from flowfabric.model.condition import Single
 
 LANE = "bench-suspend"
+LEASE_MS = 600_000
 WARM_UP = 20
 FRAME = b'{"token":"word"}'
 WRITERS = 256  # tasks that write frames at the same time, each waiting for its own
@@ -38,6 +39,8 @@ class Report(msgspec.Struct, frozen=True):
     suspend_p50_ms: float
     signal_p50_ms: float
     claim_p50_ms: float
+    commit_p50_ms: float  # the ground in the same run: one small guarded commit
+    resume_in_commits: float  # the whole way in units of it
     frames: int
     frames_per_s: float
     tails: int
@@ -60,7 +63,7 @@ async def suspend(
         engine = await stack.enter_async_context(await connect(place.url))
         await engine.ensure_signing_key(secrets.token_hex(32))
         tell("suspend, signal, claim", 0, 3)
-        times = [await _round_trip(engine) for _ in range(WARM_UP + rounds)][WARM_UP:]
+        times, ground_times = await _round_trips(engine, rounds)
         tell("frames", 1, 3)
         rate = await _frames(engine, frames)
         tell("tail", 2, 3)
@@ -79,6 +82,8 @@ async def suspend(
             suspend_p50_ms=_ms(median(parts[0] for parts in times)),
             signal_p50_ms=_ms(median(parts[1] for parts in times)),
             claim_p50_ms=_ms(median(parts[2] for parts in times)),
+            commit_p50_ms=_ms(median(ground_times)),
+            resume_in_commits=round(median(whole) / median(ground_times), 2),
             frames=frames,
             frames_per_s=round(rate),
             tails=tails,
@@ -94,9 +99,24 @@ async def _claimed(engine: Engine) -> tuple[str, Handle]:
 
 
 async def _claim(engine: Engine) -> Handle:
-    claimed = await engine.claim(LANE, worker_id="bench", worker_instance_id="bench-1", max_wait_ms=10_000)
+    claimed = await engine.claim(
+        LANE, worker_id="bench", worker_instance_id="bench-1", lease_ttl_ms=LEASE_MS, max_wait_ms=10_000
+    )
     assert claimed is not None
     return claimed.handle
+
+
+async def _round_trips(engine: Engine, rounds: int) -> tuple[list[tuple[float, float, float]], list[float]]:
+    """Ways there and back, and between them the ground that they are measured on."""
+    _, held = await _claimed(engine)
+    ways, commits = [], []
+    for _ in range(WARM_UP + rounds):
+        ways.append(await _round_trip(engine))
+        begun = perf_counter()
+        await engine.progress(held, pct=1)
+        commits.append(perf_counter() - begun)
+    await engine.complete(held)
+    return ways[WARM_UP:], commits[WARM_UP:]
 
 
 async def _round_trip(engine: Engine) -> tuple[float, float, float]:

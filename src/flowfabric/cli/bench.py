@@ -14,6 +14,7 @@ from flowfabric.cli.telling import JsonOption, console, document, table, telling
 if TYPE_CHECKING:
     from flowfabric.bench.capability import CapabilityReport, Routing
     from flowfabric.bench.flow import FlowReport
+    from flowfabric.bench.suspend import Report as WaitReport
     from flowfabric.bench.throughput import Progress, Report
 
 
@@ -22,6 +23,7 @@ def add_to(app: typer.Typer) -> None:
     bench = typer.Typer(help="Measure a store through the engine, beside a bare table.", no_args_is_help=True)
     bench.callback()(_bench)
     bench.command()(throughput)
+    bench.command()(suspend)
     bench.command()(flow)
     bench.command()(capability)
     app.add_typer(bench, name="bench")
@@ -55,6 +57,42 @@ def throughput(
         document(report)
     else:
         _print(report)
+
+
+def suspend(
+    rounds: Annotated[int, typer.Option(min=1, help="Suspends, each followed by its signal and claim.")] = 300,
+    frames: Annotated[int, typer.Option(min=256, help="Frames written to one execution.")] = 50_000,
+    tails: Annotated[int, typer.Option(min=1, help="Frames that a waiting tail is timed with.")] = 300,
+    store: StoreOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Suspend → signal → running again, frames per second, and how soon a tail has a frame."""
+    import asyncio
+
+    from flowfabric.bench.suspend import suspend as measured
+
+    with telling_errors(), _progress(quiet=json) as progress:
+        url = chosen_store(store)
+        report = asyncio.run(measured(url, rounds=rounds, frames=frames, tails=tails, progress=progress))
+    if json:
+        document(report)
+    else:
+        _print_waits(report)
+
+
+def _print_waits(report: WaitReport) -> None:
+    rows: list[tuple[object, ...]] = [
+        ("suspend → signal → running again", f"{report.resume_p50_ms} ms", f"{report.resume_p99_ms} ms"),
+        ("  of which suspend", f"{report.suspend_p50_ms} ms", ""),
+        ("  of which signal", f"{report.signal_p50_ms} ms", ""),
+        ("  of which claim", f"{report.claim_p50_ms} ms", ""),
+        ("one small guarded commit", f"{report.commit_p50_ms} ms", ""),
+        ("append → a waiting tail has it", f"{report.tail_p50_ms} ms", f"{report.tail_p99_ms} ms"),
+    ]
+    table("", ("", "p50", "p99"), rows)
+    typer.echo(f"frames to one execution: {report.frames_per_s:,}/s ({report.frames:,} frames)")
+    typer.echo(f"{report.rounds} rounds, {report.tails} tails, {report.cores} cores")
+    typer.echo(f"durability: {report.durability}")
 
 
 def flow(

@@ -7,13 +7,13 @@ acknowledged afterwards. A cancel may be repeated at will, so a crash in between
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
 from flowfabric import errors
 from flowfabric.engine.core import Core, first
-from flowfabric.engine.folding import Child, Folding
+from flowfabric.engine.folding import Child
 from flowfabric.model.execution import Execution
 from flowfabric.model.flow import CancelBacklog, EdgeGroup, PendingCancel, PendingCancelGroup
 from flowfabric.model.flow_answers import Disposition, SiblingDrain
@@ -22,7 +22,7 @@ from flowfabric.rules.change import Change
 from flowfabric.rules.lease import Fence
 from flowfabric.stores.base import Want
 
-BATCH = 500
+BATCH = 250  # of one commit; while one is on its way, the next one is decided
 
 Dispositions = dict[str, Disposition | errors.FabricError]
 
@@ -30,38 +30,29 @@ Dispositions = dict[str, Disposition | errors.FabricError]
 class Cancelling:
     """Ends executions that nobody needs any more."""
 
-    def __init__(self, core: Core, folding: Folding) -> None:
+    def __init__(self, core: Core) -> None:
         self._core = core
-        self._folding = folding
 
-    async def cancel_many(
-        self, names: Sequence[str], reason: str, known: Mapping[str, Execution] | None = None
-    ) -> Dispositions:
-        """Cancel these; what became of each. A failure is told, not raised. `known` are sheets to try first."""
+    async def cancel_many(self, names: Sequence[str], reason: str) -> Dispositions:
+        """Cancel these; what became of each. A failure is told, not raised."""
         parts = [names[start : start + BATCH] for start in range(0, len(names), BATCH)]
         done: Dispositions = {}
-        for part in await asyncio.gather(*(self._cancel_part(part, reason, known or {}) for part in parts)):
+        for part in await asyncio.gather(*(self._cancel_part(part, reason) for part in parts)):
             done |= part
         return done
 
-    async def _cancel_part(self, names: Sequence[str], reason: str, known: Mapping[str, Execution]) -> Dispositions:
+    async def _cancel_part(self, names: Sequence[str], reason: str) -> Dispositions:
         done: Dispositions = {}
         left = list(names)
         while left:
-            rows: dict[str, Execution | None]
-            if all(name in known for name in left):
-                rows = {name: known[name] for name in left}
-                known = {}
-            else:
-                try:
-                    found = (await self._core.store.load([Want(Execution, (name,)) for name in left])).rows
-                except errors.StoreUnavailable as away:
-                    return done | dict.fromkeys(left, away)
-                rows = {name: each[0] if each else None for name, each in zip(left, found, strict=True)}
+            try:
+                found = (await self._core.store.load([Want(Execution, (name,)) for name in left])).rows
+            except errors.StoreUnavailable as away:
+                return done | dict.fromkeys(left, away)
             changes: list[Change] = []
             asked: list[str] = []
-            for name, row in rows.items():
-                decision = cancel.cancel(row, Fence(), lease.OPERATOR_OVERRIDE, reason)
+            for name, rows in zip(left, found, strict=True):
+                decision = cancel.cancel(first(rows), Fence(), lease.OPERATOR_OVERRIDE, reason)
                 if decision.change is None:
                     done[name] = _disposition(decision.answer)
                 else:
@@ -101,12 +92,11 @@ class Cancelling:
 
     async def cancel_siblings(self, child: Child) -> Dispositions:
         """Cancel the remaining upstreams of a fired group and drain it; a group with a failure keeps everything."""
-        known = {row.execution_id: row for row in self._folding.siblings.pop(child, [])}
         found = (await self._core.load((Want(EdgeGroup, child),))).rows[0]
         done: Dispositions = {}
         if found and found[0].cancel_siblings_pending_flag:
             group: EdgeGroup = found[0]
-            done = await self.cancel_many(flow_cancel.siblings(group), group.cancel_siblings_reason or "", known)
+            done = await self.cancel_many(flow_cancel.siblings(group), group.cancel_siblings_reason or "")
             if not all(isinstance(one, Disposition) for one in done.values()):
                 return done
         await self.drain(child)

@@ -142,7 +142,7 @@ class Core:
                     return decision.unwrap(committed)
                 misses += fresh
                 if misses > 2:  # a hot root: let the others pass
-                    await asyncio.sleep(random.random() * min(0.1, 0.002 * 2**misses))
+                    await asyncio.sleep(random.random() * min(0.1, 0.002 * 2 ** min(misses, 10)))
             rows = None
 
     def settle_execution(

@@ -23,10 +23,10 @@ from flowfabric import errors
 from flowfabric.engine.core import Core, Rows
 from flowfabric.engine.folding import Child, Folding, Settled
 from flowfabric.model.execution import Execution, Payload, Result
-from flowfabric.model.flow import Dependency, Dispatch, Edge, EdgeGroup, PendingCancelGroup
+from flowfabric.model.flow import Dependency, DependencyKind, Dispatch, Edge, EdgeGroup, PendingCancelGroup
 from flowfabric.model.states import LifecyclePhase, TerminalOutcome
 from flowfabric.rules import joins, successors
-from flowfabric.rules.change import Change, Decision, Delete, Guard, Patch, Put
+from flowfabric.rules.change import Change, Decision, Delete, Guard, Patch, Put, Write
 from flowfabric.rules.joins import Settlement, Surroundings
 from flowfabric.rules.successors import Successor
 from flowfabric.stores.base import Scan, Want, Where
@@ -52,6 +52,7 @@ class Dispatcher:
         self._enabled = enabled
         self._settled: dict[Child, set[str]] = {}
         self._folded_now: set[Child] = set()
+        self._cancelled_now: set[Child] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._rounds = 0
 
@@ -70,7 +71,7 @@ class Dispatcher:
             elif type(write) is Put and type(row) is Dispatch:
                 self._start(partial(self.deliver, row.execution_id))
             elif type(write) is Put and type(row) is PendingCancelGroup:
-                self._start(partial(self._cancel_siblings, Child(row.flow_id, row.downstream_execution_id)))
+                self._start(partial(self._end_siblings, Child(row.flow_id, row.downstream_execution_id)))
         self._start_round()
 
     async def idle(self) -> None:
@@ -102,8 +103,17 @@ class Dispatcher:
         except Exception:
             logger.exception("left to the sweeps")
 
+    async def _end_siblings(self, child: Child) -> None:
+        """Cancel them first; counting how they ended is not urgent, and costs least when done for all together."""
+        self._cancelled_now.add(child)
+        try:
+            await self._cancel_siblings(child)
+        finally:
+            self._cancelled_now.discard(child)
+            self._start_round()
+
     def _start_round(self) -> None:
-        if self._rounds < ROUNDS and self._settled.keys() - self._folded_now:
+        if self._rounds < ROUNDS and self._settled.keys() - self._folded_now - self._cancelled_now:
             self._rounds += 1
             self._start(self._run_rounds)
 
@@ -123,7 +133,7 @@ class Dispatcher:
     def _next_round(self) -> list[Settled]:
         batch: list[Settled] = []
         for child in [*self._settled]:
-            if child in self._folded_now:
+            if child in self._folded_now or child in self._cancelled_now:
                 continue  # its group is being written: these wait for the next round
             if batch and len(batch) + len(self._settled[child]) > ROUND_EDGES:
                 break
@@ -136,20 +146,35 @@ class Dispatcher:
         """Settle and fold the edges of an end that left a dispatch row, some at a time; how many were settled."""
         delivered = 0
         while True:
-            step = await self._core.settle((Want(Dispatch, (execution_id,)),), _step, further=self._edges_after)
-            if not step:
+            tries = 0
+
+            def decide(rows: Rows, now: int) -> Decision[_Step]:
+                nonlocal tries
+                tries += 1
+                return _step(rows, carry=tries < 3)
+
+            step = await self._core.settle((Want(Dispatch, (execution_id,)),), decide, further=self._edges_after)
+            delivered += step.settled
+            await self._folding.fold(step.unfolded)
+            if step.is_last:
                 return delivered
-            delivered += len(step)
-            await self._folding.fold(step)
 
     async def _edges_after(self, rows: Rows) -> Rows:
+        """The next edges of a dispatch row, and for each of them the group and the child at its end."""
         if not rows[0]:
-            return [[]]
+            return []
         owed: Dispatch = rows[0][0]
         where = (Where("upstream_execution_id", "=", owed.execution_id),)
         place = (owed.execution_id, owed.after_edge)
         order = ("upstream_execution_id", "edge_id")
-        return [await self._core.scan(Scan(Edge, where, order, place, STEP_EDGES + 1))]
+        edges: list[Edge] = await self._core.scan(Scan(Edge, where, order, place, STEP_EDGES + 1))
+        wants: list[Want] = []
+        for edge in edges[:STEP_EDGES]:
+            wants += (
+                Want(EdgeGroup, (edge.flow_id, edge.downstream_execution_id)),
+                Want(Execution, (edge.downstream_execution_id,)),
+            )
+        return [edges, *(await self._core.load(wants)).rows]
 
     # -- one edge: written with the end itself ------------------------------------------------------------------------
 
@@ -160,25 +185,21 @@ class Dispatcher:
         row = rows[0][0] if rows[0] and isinstance(rows[0][0], Execution) else None
         if row is None or row.successors is None or row.execution_id != change.events[0].execution_id:
             return change
-        alone = [one for one in successors.named(row) if not one.joins]
+        alone = [one for one in successors.named(row) if one.alone]
         if not alone:
             return change
         flow_id = row.flow_id or ""
         wants: list[Want] = []
         for one in alone:
-            wants += (
-                Want(EdgeGroup, (flow_id, one.execution_id)),
-                Want(Execution, (one.execution_id,)),
-                Want(Dependency, (one.execution_id, one.edge_id)),
-            )
+            wants += (Want(EdgeGroup, (flow_id, one.execution_id)), Want(Execution, (one.execution_id,)))
             if one.passes:
                 wants.append(Want(Payload, (one.execution_id,)))
         found = iter((await self._core.load(wants)).rows)
         for one in alone:
-            group, child, dependency = next(found), next(found), next(found)
+            group, child = next(found), next(found)
             payload = next(found) if one.passes else []
-            if group and child and dependency:
-                change = _carried(change, one, group[0], child[0], dependency[0], payload)
+            if group and child:
+                change = _carried(change, row, one, group[0], child[0], payload)
         return change
 
     # -- cascades by request --------------------------------------------------------------------------------------
@@ -230,43 +251,79 @@ async def edges_by(core: Core, end: str, names: Sequence[str]) -> list[Edge]:
     return found
 
 
-def _step(rows: Rows, now: int) -> Decision[list[Settled]]:
-    """The next edges of a dispatch row, noted as settled; the row goes with the last of them."""
+class _Step(msgspec.Struct, frozen=True):
+    """What one step of a large dispatch did."""
+
+    settled: int = 0
+    unfolded: tuple[Settled, ...] = ()  # those whose fold was not part of it
+    is_last: bool = True
+
+
+def _step(rows: Rows, *, carry: bool) -> Decision[_Step]:
+    """The next edges of a dispatch row, noted as settled; the row goes with the last of them.
+
+    Children that wait for one of these edges alone are advanced in the same change (`carry`), if all of them can be.
+    """
     if not rows[0]:
-        return Decision([])
+        return Decision(_Step())
     owed: Dispatch = rows[0][0]
-    step = rows[1][:STEP_EDGES]
-    key = (owed.execution_id,)
+    edges: list[Edge] = rows[1][:STEP_EDGES]
     is_last = len(rows[1]) <= STEP_EDGES
-    writes: tuple[Delete | Patch, ...] = (
-        Delete(Dispatch, key) if is_last else Patch(Dispatch, key, {"after_edge": step[-1].edge_id}),
+    key = (owed.execution_id,)
+    guards = [Guard(Dispatch, key, owed.revision)]
+    writes: list[Write] = [
+        Delete(Dispatch, key) if is_last else Patch(Dispatch, key, {"after_edge": edges[-1].edge_id})
+    ]
+    unfolded: list[Settled] = []
+    for place, edge in enumerate(edges):
+        child, known = edge.downstream_execution_id, None
+        groups, children = rows[2 + 2 * place], rows[3 + 2 * place]
+        # The only edge that was staged, and one was applied: so it was this one.
+        if carry and groups and groups[0].staged == 1 and children and not edge.data_passing_ref:
+            settlement = Settlement(_dependency(edge), owed.outcome)
+            known = joins.advance(groups[0], children[0], settlement, Surroundings())
+        if known is not None:
+            guards += known.guards
+            writes += known.writes
+        else:
+            writes.append(successors.settle(child, edge.edge_id, owed.outcome))
+            unfolded.append(Settled(Child(owed.flow_id, child), edge.edge_id))
+    change = Change(guards=tuple(guards), writes=tuple(writes))
+    return Decision(_Step(len(edges), tuple(unfolded), is_last), change)
+
+
+def _dependency(edge: Edge) -> Dependency:
+    """An applied edge whose end was not counted, as its child knows it."""
+    return Dependency(
+        edge.downstream_execution_id, edge.edge_id, edge.flow_id, edge.upstream_execution_id, edge.dependency_kind
     )
-    writes += tuple(successors.settle(edge.downstream_execution_id, edge.edge_id, owed.outcome) for edge in step)
-    change = Change(guards=(Guard(Dispatch, key, owed.revision),), writes=writes)
-    return Decision([Settled(Child(owed.flow_id, edge.downstream_execution_id), edge.edge_id) for edge in step], change)
 
 
 def _carried(
-    change: Change, one: Successor, group: EdgeGroup, child: Execution, dependency: Dependency, payload: list[Payload]
+    change: Change, row: Execution, one: Successor, group: EdgeGroup, child: Execution, payload: list[Payload]
 ) -> Change:
-    if group.n != 1 or dependency.outcome is not None:
-        return change  # it waits for others by now, or this end is not the first one: the fold decides
-    tally = joins.tally(group, [Settlement(dependency, TerminalOutcome.SUCCESS)])
-    if tally.flags_siblings(group) or tally.skips(child):
-        return change
+    # The only edge of a group that has counted nothing: what its dependency says is known without looking.
+    ref = "…" if one.passes else None
+    dependency = Dependency(
+        child.execution_id,
+        one.edge_id,
+        group.flow_id,
+        row.execution_id,
+        DependencyKind.SUCCESS_ONLY,
+        data_passing_ref=ref,
+    )
     around = Surroundings()
-    if payload and tally.carriers(group, child):
-        results = [write.row for write in change.writes if isinstance(write, Put) and isinstance(write.row, Result)]
+    if payload:
+        results = [write.row for write in change.writes if type(write) is Put and type(write.row) is Result]
         if results:
             around = Surroundings(carried=(payload[0], results[0]))
-    decision = joins.fold(group, child, tally, around)
-    if decision.change is None:
+    known = joins.advance(group, child, Settlement(dependency, TerminalOutcome.SUCCESS), around)
+    if known is None:
         return change
     noted = (one.execution_id, one.edge_id)
-    rest = tuple(
+    rest = [
         write
         for write in change.writes
-        if not (isinstance(write, Patch) and write.row is Dependency and write.key == noted)
-    )
-    both = joins.joined(msgspec.structs.replace(change, writes=rest), decision.change)
-    return msgspec.structs.replace(change, guards=both.guards, writes=both.writes, events=both.events)
+        if not (type(write) is Patch and write.row is Dependency and write.key == noted)
+    ]
+    return msgspec.structs.replace(change, guards=change.guards + known.guards, writes=(*rest, *known.writes))

@@ -63,8 +63,8 @@ class Engine(FlowCancels, FlowReads, Sleeping, Signals, Streams, Pulling, Reads,
         self._turns = {}
         self._background = set()
         dispatch = self.settings.dispatch
-        self.folding = Folding(self, keeps_siblings=dispatch)
-        self.cancelling = Cancelling(self, self.folding)
+        self.folding = Folding(self)
+        self.cancelling = Cancelling(self)
         self.dispatcher = Dispatcher(self, self.folding, self.cancelling.cancel_siblings, enabled=dispatch)
         self.before_commit = self.dispatcher.carry
         self.after_commit.append(self.dispatcher.follow)

@@ -65,11 +65,8 @@ class _Case(msgspec.Struct):
 class Folding:
     """Counts what has been settled."""
 
-    def __init__(self, core: Core, *, keeps_siblings: bool) -> None:
-        """`keeps_siblings` is for a process that cancels them itself, at once."""
+    def __init__(self, core: Core) -> None:
         self._core = core
-        self._keeps_siblings = keeps_siblings
-        self.siblings: dict[Child, list[Execution]] = {}  # of groups that have just fired, as they were seen
 
     async def fold(self, settled: Iterable[Settled]) -> list[Fold]:
         """Count these edges; answers when everything is written."""
@@ -121,8 +118,6 @@ class Folding:
             if committed_at is None:
                 continue
             for case, answer in zip(members, answers, strict=True):
-                if case.around.upstreams and self._keeps_siblings:
-                    self.siblings[case.child] = [*case.around.upstreams]
                 folds.append(_told(case, answer))
             self._core.note(change, [], committed_at)
         return folds
@@ -178,11 +173,15 @@ class Folding:
         await self._look_for_results(cases)
 
     async def _look_at_siblings(self, flagging: Sequence[_Case], inbound: list[list[Any]]) -> None:
-        names = [sorted({one.upstream_execution_id for one in edges}) for edges in inbound]
-        found = iter((await self._core.load([Want(Execution, (name,)) for each in names for name in each])).rows)
-        for case, each in zip(flagging, names, strict=True):
-            rows = [row for _ in each if (row := first(next(found))) is not None]
-            case.around = msgspec.structs.replace(case.around, upstreams=rows)
+        """Who has not ended is seen from the edges; only whose end was noted may live again, and is looked at."""
+        ended = sorted({one.upstream_execution_id for edges in inbound for one in edges if one.outcome is not None})
+        again: dict[str, Execution] = {}
+        if ended:
+            found = (await self._core.load([Want(Execution, (name,)) for name in ended])).rows
+            again = {each[0].execution_id: each[0] for each in found if each}
+        for case, edges in zip(flagging, inbound, strict=True):
+            going = joins.siblings(edges, case.tally, again)
+            case.around = msgspec.structs.replace(case.around, siblings=going)
 
     async def _look_for_results(self, cases: Sequence[_Case]) -> None:
         """The result of the last carrier that has one; usually the last one has."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ from flowfabric.rules import limits, tokens
 from flowfabric.rules.change import Change, Decision, Delete, Guard, Put
 from flowfabric.stores.base import Want
 
+KEYS_TRUSTED_S = 0.5
 KEYSTORE = (Want(Keystore, (0,)), Want(SigningKey, (0,)))
 
 
@@ -29,6 +31,8 @@ class Keys(Core):
     """What can be done to signing keys."""
 
     vault: Vault
+    _keys_heard: tuple[float, list[SigningKey]] | None = None
+    _clock = staticmethod(time.monotonic)
     together: Together
 
     async def seed_waitpoint_hmac_secret(self, kid: str, secret_hex: str) -> tokens.Seeded | tokens.AlreadySeeded:
@@ -79,14 +83,29 @@ class Keys(Core):
             raise signer
         return signer
 
+    def recent_keys(self) -> list[SigningKey] | None:
+        """The keystore's rows if they were looked at a moment ago: good enough to sign with, never to verify.
+
+        A key that retired within that moment still verifies for its grace; what it signed might as well have been
+        signed that much earlier.
+        """
+        heard = self._keys_heard
+        return heard[1] if heard is not None and self._clock() - heard[0] < KEYS_TRUSTED_S else None
+
     def keys_in(self, rows: list[Any]) -> tuple[SigningKey, ...]:
-        """Keys as they were loaded, with their secrets opened."""
+        """Keys as they were just loaded, with their secrets opened."""
+        self._keys_heard = (self._clock(), rows)
+        return self.opened_keys(rows)
+
+    def opened_keys(self, rows: list[Any]) -> tuple[SigningKey, ...]:
+        """Keys with their secrets opened."""
         opened = (self.vault.open(key.secret_hex, key.kid) for key in rows)
         return tuple(msgspec.structs.replace(key, secret_hex=secret) for key, secret in zip(rows, opened, strict=True))
 
     def _decided(self, rows: list[list[Any]], decision: tokens.KeyDecision) -> Decision[Any]:
         if not decision.put and not decision.drop:
             return Decision(decision.answer)
+        self._keys_heard = None
         root = rows[0][0] if rows[0] else None
         current = next((key.kid for key in decision.put if key.current), root.current_kid if root else "")
         sealed = (msgspec.structs.replace(key, secret_hex=self._sealed(key, rows[1])) for key in decision.put)

@@ -69,7 +69,7 @@ class CancellationPolicy(StrEnum):
     FLOW_ONLY = "flow_only"
 
 
-class Flow(msgspec.Struct, frozen=True):
+class Flow(msgspec.Struct, frozen=True, gc=False):
     """The flow's own record. Its revision fences membership and graph."""
 
     flow_id: str
@@ -90,14 +90,14 @@ class Flow(msgspec.Struct, frozen=True):
     revision: int = 0
 
 
-class FlowMember(msgspec.Struct, frozen=True):
+class FlowMember(msgspec.Struct, frozen=True, gc=False):
     """An execution belongs to a flow; it stays a member when retention has removed it."""
 
     flow_id: str
     execution_id: str
 
 
-class Edge(msgspec.Struct, frozen=True):
+class Edge(msgspec.Struct, frozen=True, gc=False):
     """A staged edge. It never changes: how it was resolved stands in the dependency of its downstream."""
 
     flow_id: str
@@ -109,7 +109,7 @@ class Edge(msgspec.Struct, frozen=True):
     data_passing_ref: str | None = None
 
 
-class EdgeGroup(msgspec.Struct, frozen=True):
+class EdgeGroup(msgspec.Struct, frozen=True, gc=False):
     """The join of one downstream execution over all its inbound edges."""
 
     flow_id: str
@@ -132,7 +132,7 @@ class EdgeGroup(msgspec.Struct, frozen=True):
     revision: int = 0
 
 
-class Dependency(msgspec.Struct, frozen=True):
+class Dependency(msgspec.Struct, frozen=True, gc=False):
     """One applied edge as its downstream knows it.
 
     The end of the upstream sets `outcome` and `unfolded_at`, once; the fold of the group sets `state` and unsets
@@ -152,7 +152,7 @@ class Dependency(msgspec.Struct, frozen=True):
     revision: int = 0
 
 
-class Dispatch(msgspec.Struct, frozen=True):
+class Dispatch(msgspec.Struct, frozen=True, gc=False):
     """The end of an execution with many edges, which have not all been settled yet; `after_edge` tells how far."""
 
     execution_id: str
@@ -163,7 +163,7 @@ class Dispatch(msgspec.Struct, frozen=True):
     revision: int = 0
 
 
-class PendingCancelGroup(msgspec.Struct, frozen=True):
+class PendingCancelGroup(msgspec.Struct, frozen=True, gc=False):
     """A fired group whose remaining upstreams have to be cancelled."""
 
     flow_id: str
@@ -172,7 +172,7 @@ class PendingCancelGroup(msgspec.Struct, frozen=True):
     revision: int = 0
 
 
-class CancelBacklog(msgspec.Struct, frozen=True):
+class CancelBacklog(msgspec.Struct, frozen=True, gc=False):
     """A cancelled flow with members that are still to be cancelled; a reconciler looks after it from `due_at` on."""
 
     flow_id: str
@@ -181,14 +181,14 @@ class CancelBacklog(msgspec.Struct, frozen=True):
     revision: int = 0
 
 
-class PendingCancel(msgspec.Struct, frozen=True):
+class PendingCancel(msgspec.Struct, frozen=True, gc=False):
     """A member that the cancel of its flow selected and that nobody has acknowledged yet."""
 
     flow_id: str
     execution_id: str
 
 
-class FlowSummary(msgspec.Struct, frozen=True):
+class FlowSummary(msgspec.Struct, frozen=True, gc=False):
     """What the projector last counted: members by public state, and the state of the flow that follows from them."""
 
     flow_id: str

@@ -30,10 +30,10 @@ from flowfabric.model.states import (
     TerminalOutcome,
 )
 from flowfabric.rules import delay, joins, replay, step
-from flowfabric.rules.change import NOW, Change, Decision, Delete, Insert, Patch, Put, Write, at, refuse, seen
+from flowfabric.rules.change import NOW, Change, Decision, Delete, Guard, Insert, Patch, Put, Write, at, refuse, seen
 from flowfabric.rules.flows import Policy, new_group, seen_group
 from flowfabric.rules.lease import Fence
-from flowfabric.rules.successors import Successor, with_successors
+from flowfabric.rules.successors import successor, with_successors
 
 
 class ApplyDependency(msgspec.Struct, frozen=True):
@@ -90,7 +90,9 @@ def apply(
         outcome=upstream.terminal_outcome if _has_ended(upstream) else None,
         unfolded_at=at(0) if _has_ended(upstream) else None,
     )
-    follows = Successor(ask.edge_id, ask.downstream, joined.n > 1, bool(dependency.data_passing_ref))
+    follows = successor(
+        ask.edge_id, ask.downstream, edge.dependency_kind, inbound=joined.n, ref=dependency.data_passing_ref
+    )
     fields = {"successors": with_successors(upstream, [follows]), "last_mutation_at": NOW}
     unresolved = joined.n - joined.succeeded - joined.failed - joined.skipped
     writes: tuple[Write, ...] = (
@@ -163,9 +165,10 @@ def promote_blocked(row: Execution | None, group: EdgeGroup | None) -> Decision[
         return refuse(errors.Terminal(execution_id=row.execution_id))
     if group is not None and group.n > 0 and group.group_state is not GroupState.SATISFIED:
         return refuse(errors.DepsNotSatisfied(execution_id=row.execution_id))
-    change = joins.released(row)
+    guards: tuple[Guard, ...] = (seen(row),)
     if row.flow_id is not None:
-        change = joins.joined(change, Change(guards=(seen_group(group, row.flow_id, row.execution_id),)))
+        guards += (seen_group(group, row.flow_id, row.execution_id),)
+    change = Change(guards=guards, writes=(joins.released(row),))
     return Decision(Moved(row.execution_id, PublicState.WAITING), change)
 
 
@@ -226,7 +229,8 @@ def replay_member(
     waited_for = {one.upstream_execution_id for one in reset}
     guards = (seen_group(group, *key), *(seen(row) for name, row in upstreams.items() if name in waited_for))
     if fires and group.on_satisfied is OnSatisfied.CANCEL_REMAINING:
-        writes = (Patch(EdgeGroup, key, fields | joins.flagged([*upstreams.values()], satisfied=True)), *writes[1:])
+        going = [name for name, above in upstreams.items() if not _has_ended(above)]
+        writes = (Patch(EdgeGroup, key, fields | joins.flagged(going, satisfied=True)), *writes[1:])
         writes += (Put(PendingCancelGroup(*key, at(0))),)
     elif group.cancel_siblings_pending_flag:
         writes += (Delete(PendingCancelGroup, key),)

@@ -154,7 +154,7 @@ def add_member(
     return Decision(answer, Change(guards=(seen_flow(flow), seen(row)), writes=writes))
 
 
-class StageEdge(msgspec.Struct, frozen=True):
+class StageEdge(msgspec.Struct, frozen=True, gc=False):
     """An edge that a caller asks for; `expected_graph_revision=None` does not ask for any."""
 
     flow_id: str

@@ -16,7 +16,7 @@ from flowfabric.rules import joins
 from flowfabric.rules.change import Change, Decision, Guard, Insert, Write, absent, at, refuse
 from flowfabric.rules.create import CreateExecution, create
 from flowfabric.rules.flows import Policy, StageEdge, edge_row, new_group
-from flowfabric.rules.successors import Successor, listed
+from flowfabric.rules.successors import listed, successor
 
 MAX_NODES = 10_000
 MAX_EDGES = 100_000
@@ -174,7 +174,13 @@ def _member(
     fields: dict[str, object] = {"flow_id": flow_id}
     if outbound:
         follow = [
-            Successor(edge.edge_id, edge.downstream, len(inbound[edge.downstream]) > 1, bool(edge.data_passing_ref))
+            successor(
+                edge.edge_id,
+                edge.downstream,
+                edge.kind,
+                inbound=len(inbound[edge.downstream]),
+                ref=edge.data_passing_ref,
+            )
             for edge in outbound
         ]
         fields["successors"] = listed(follow)

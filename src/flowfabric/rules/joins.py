@@ -15,13 +15,14 @@ child and dependencies depends on what it finds: `Tally` tells, so that nothing 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
 import msgspec
 
 from flowfabric import errors
+from flowfabric.model.event import Event
 from flowfabric.model.execution import Execution, Payload, Result
 from flowfabric.model.flow import (
     Dependency,
@@ -60,7 +61,7 @@ class Verdict(StrEnum):
     ALREADY_RESOLVED = "already_resolved"
 
 
-class Settlement(msgspec.Struct, frozen=True):
+class Settlement(msgspec.Struct, frozen=True, gc=False):
     """An edge and how its upstream ended."""
 
     dependency: Dependency
@@ -124,7 +125,7 @@ def tally(group: EdgeGroup, settlements: Sequence[Settlement]) -> Tally:
     succeeded, failed, skipped = group.succeeded, group.failed, group.skipped
     state, fired_by = group.group_state, None
     counted, verdicts = [], []
-    for one in sorted(settlements, key=arrival):
+    for one in sorted(settlements, key=arrival) if len(settlements) > 1 else settlements:
         if one.dependency.state is not DependencyState.UNSATISFIED:
             verdicts.append(Verdict.ALREADY_RESOLVED)
             continue
@@ -153,10 +154,18 @@ def arrival(one: Settlement) -> tuple[int, str]:
 class Surroundings(msgspec.Struct, frozen=True):
     """What a fold has to know besides group, child and dependencies, as far as its tally asks for it."""
 
-    upstreams: Sequence[Execution] = ()  # of all inbound edges, when siblings are flagged
+    siblings: Sequence[str] = ()  # the upstreams that have not ended, when they are flagged
     carried: tuple[Payload, Result] | None = None  # the child's input, and the result that replaces it
     flow: Flow | None = None  # when the child is skipped
     cancel_pending: bool = False  # the child is about to be cancelled with its flow
+
+
+def siblings(inbound: Sequence[Dependency], counts: Tally, again: Mapping[str, Execution]) -> list[str]:
+    """The upstreams that have not ended: no end was noted on their edges, or they live again since (`again`)."""
+    over = {one.dependency.upstream_execution_id for one in counts.counted}
+    going = {one.upstream_execution_id for one in inbound if one.outcome is None} - over
+    going |= {name for name, row in again.items() if row.lifecycle_phase is not LifecyclePhase.TERMINAL}
+    return sorted(going & {one.upstream_execution_id for one in inbound})
 
 
 class Folded(msgspec.Struct, frozen=True):
@@ -178,30 +187,47 @@ def fold(group: EdgeGroup, child: Execution | None, counts: Tally, around: Surro
     if total > group.n:
         return Decision(errors.BugError(f"invariant_violation: {total} ends of {group.n} edges"))
     key = (group.flow_id, group.downstream_execution_id)
-    guards: tuple[Guard, ...] = (seen_group(group, *key),)
+    guards: list[Guard] = [seen_group(group, *key)]
     fields: dict[str, Any] = {
         "succeeded": counts.succeeded,
         "failed": counts.failed,
         "skipped": counts.skipped,
         **_fired(group, counts, around),
     }
-    writes: tuple[Write, ...] = (Patch(EdgeGroup, key, fields), *(_resolved(one) for one in counts.counted))
+    writes: list[Write] = [Patch(EdgeGroup, key, fields), *map(_resolved, counts.counted)]
+    events: tuple[Event, ...] = ()
     if counts.flags_siblings(group):
-        writes += (Put(PendingCancelGroup(*key, at(0))),)
-    if counts.fired_by is not None and child is not None:
+        writes.append(Put(PendingCancelGroup(*key, at(0))))
+    if child is not None and (counts.fired_by is not None or around.carried is not None):
         # Also when the child is left as it is: its worker may be about to park it until this group fires.
-        guards += (seen(child),)
-    change = Change(guards=guards, writes=writes)
-    if around.carried is not None and child is not None:
-        change = joined(change, _carry(child, *around.carried))
+        guards.append(seen(child))
+    if around.carried is not None:
+        writes.append(_carry(*around.carried))
     skips = counts.skips(child) and not around.cancel_pending
     if skips and child is not None:
-        # Decided on the flow as well: its cancel, when it comes first, wants the child for itself.
-        flow = () if around.flow is None else (seen_flow(around.flow),)
-        change = joined(change, skip(child), Change(guards=flow))
+        ended = skip(child)
+        writes += ended.writes
+        events = ended.events
+        if around.flow is not None:
+            # Decided on the flow as well: its cancel, when it comes first, wants the child for itself.
+            guards.append(seen_flow(around.flow))
     elif counts.fired_by is not None and counts.state is GroupState.SATISFIED and is_waiting(child):
-        change = joined(change, released(child))
+        writes.append(released(child))
+    change = Change(guards=tuple(guards), writes=tuple(writes), events=events)
     return Decision(Folded(counts.verdicts, len(counts.counted), skips), change)
+
+
+def advance(group: EdgeGroup, child: Execution, settlement: Settlement, around: Surroundings) -> Change | None:
+    """The fold of a child that waits for this edge alone, to be written with whatever settles the edge.
+
+    None when it waits for others by now, has counted an end already, or needs a closer look than this.
+    """
+    if group.n != 1 or group.succeeded or group.failed or group.skipped:
+        return None
+    counts = tally(group, [settlement])
+    if counts.flags_siblings(group) or counts.skips(child):
+        return None
+    return fold(group, child, counts, around).change
 
 
 def _fired(group: EdgeGroup, counts: Tally, around: Surroundings) -> dict[str, Any]:
@@ -214,16 +240,15 @@ def _fired(group: EdgeGroup, counts: Tally, around: Surroundings) -> dict[str, A
         "satisfied_at": NOW if satisfied else None,
     }
     if counts.flags_siblings(group):
-        fields.update(flagged(around.upstreams, satisfied=satisfied))
+        fields.update(flagged(around.siblings, satisfied=satisfied))
     return fields
 
 
-def flagged(upstreams: Sequence[Execution], *, satisfied: bool) -> dict[str, Any]:
+def flagged(siblings: Sequence[str], *, satisfied: bool) -> dict[str, Any]:
     """The fields of a fired group whose other upstreams are to be cancelled; the list may be empty."""
-    members = sorted({row.execution_id for row in upstreams if row.lifecycle_phase is not LifecyclePhase.TERMINAL})
     return {
         "cancel_siblings_pending_flag": True,
-        "cancel_siblings_pending_members": "|".join(members) or None,
+        "cancel_siblings_pending_members": "|".join(sorted(siblings)) or None,
         "cancel_siblings_reason": "sibling_quorum_satisfied" if satisfied else "sibling_quorum_impossible",
     }
 
@@ -239,12 +264,10 @@ def _resolved(one: Settlement) -> Patch:
     return Patch(Dependency, (one.dependency.downstream_execution_id, one.dependency.edge_id), fields)
 
 
-def _carry(child: Execution, payload: Payload, result: Result) -> Change:
+def _carry(payload: Payload, result: Result) -> Put:
     """The upstream's result in place of the child's input, bytes and encoding."""
-    new = msgspec.structs.replace(
-        payload, input_payload=result.payload or None, payload_encoding=result.encoding or payload.payload_encoding
-    )
-    return Change(guards=(seen(child),), writes=(Put(new),))
+    encoding = result.encoding or payload.payload_encoding
+    return Put(msgspec.structs.replace(payload, input_payload=result.payload or None, payload_encoding=encoding))
 
 
 def is_waiting(child: Execution | None) -> bool:
@@ -258,7 +281,7 @@ def is_waiting(child: Execution | None) -> bool:
     )
 
 
-def released(child: Execution | None) -> Change:
+def released(child: Execution | None) -> Patch:
     """A child whose dependencies are met stands in line for a worker."""
     assert child is not None
     fields: dict[str, Any] = {}
@@ -266,7 +289,7 @@ def released(child: Execution | None) -> Change:
     if state is AttemptState.NONE:
         fields["attempt_state"] = state = AttemptState.PENDING_FIRST_ATTEMPT
     fields.update(place.entrance(child, state))
-    return Change(guards=(seen(child),), writes=(step.moved(child, fields),))
+    return step.moved(child, fields)
 
 
 def waits(text: str) -> dict[str, Any]:
@@ -276,6 +299,8 @@ def waits(text: str) -> dict[str, Any]:
         "blocking_reason": BlockingReason.WAITING_FOR_CHILDREN,
         "blocking_text": text,
         "delay_until": None,
+        "blocked_on": None,
+        "blocked_at": None,
         "line": None,
     }
 
@@ -289,6 +314,7 @@ def skip(child: Execution) -> Change:
         attempt=AttemptRecordState.ENDED_CANCELLED,
         attempt_reason=IMPOSSIBLE_REASON,
         released=IMPOSSIBLE_REASON,
+        suspension=TerminalOutcome.CANCELLED.value,
         **fields,
     )
 

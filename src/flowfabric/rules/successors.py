@@ -11,7 +11,7 @@ from __future__ import annotations
 import msgspec
 
 from flowfabric.model.execution import Execution
-from flowfabric.model.flow import Dependency, Dispatch
+from flowfabric.model.flow import Dependency, DependencyKind, Dispatch
 from flowfabric.model.states import TerminalOutcome
 from flowfabric.rules.change import NOW, Patch, Put, Write, at
 
@@ -19,17 +19,23 @@ FEW = 8  # edges that are named on the sheet
 MANY = "many"
 
 
-class Successor(msgspec.Struct, frozen=True, array_like=True):
+class Successor(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One applied outgoing edge."""
 
     edge_id: str
     execution_id: str
-    joins: bool = False  # it waited for others too when the edge was applied: its group is folded, not advanced
+    alone: bool = False  # when the edge was applied it waited for this success only
     passes: bool = False  # the result becomes its input
 
 
 _read = msgspec.json.Decoder(list[Successor]).decode
 _write = msgspec.json.Encoder().encode
+
+
+def successor(edge_id: str, execution_id: str, kind: DependencyKind, *, inbound: int, ref: str | None) -> Successor:
+    """An applied edge as its upstream names it; `inbound` counts the edges that lead to the downstream."""
+    alone = inbound == 1 and kind is not DependencyKind.FAILURE_ONLY
+    return Successor(edge_id, execution_id, alone, bool(ref))
 
 
 def named(row: Execution) -> list[Successor]:

@@ -80,7 +80,8 @@ def close_reason_of(waitpoint: Waitpoint, root: Suspension | None, now: int) -> 
         return None
     if waitpoint.suspension_id is None and waitpoint.gate is None:
         return NEVER_COMMITTED
-    return root.close_reason if root is not None and root.suspension_id == waitpoint.suspension_id else RESUMED
+    own = root is not None and waitpoint.suspension_id is not None and root.suspension_id == waitpoint.suspension_id
+    return (root.close_reason if root is not None and own else None) or RESUMED
 
 
 def bound(root: Suspension | None) -> list[Bound]:

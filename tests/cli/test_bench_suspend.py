@@ -1,0 +1,53 @@
+"""`ff bench suspend` measures what it says on every kind of store, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from flowfabric.bench.suspend import Report, suspend
+from tests.cli.terminal import Terminal
+
+
+def assert_sensible(report: Report) -> None:
+    parts = (report.suspend_p50_ms, report.signal_p50_ms, report.claim_p50_ms, report.commit_p50_ms)
+    assert all(part > 0 for part in parts)
+    assert max(parts) <= report.resume_p99_ms
+    assert report.resume_p50_ms <= report.resume_p99_ms
+    assert report.frames_per_s > 0
+    assert 0 < report.tail_p50_ms <= report.tail_p99_ms
+
+
+async def test_waits_and_streams_are_measured_in_memory() -> None:
+    report = await suspend("memory://", rounds=5, frames=256, tails=3)
+
+    assert_sensible(report)
+    assert (report.rounds, report.frames, report.tails) == (5, 256, 3)
+
+
+def test_waits_and_streams_are_measured_beside_a_file(tmp_path: Path) -> None:
+    report = asyncio.run(suspend(f"sqlite:///{tmp_path}/app.db", rounds=5, frames=256, tails=3))
+
+    assert_sensible(report)
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_waits_and_streams_are_measured_on_a_server(database: str) -> None:
+    report = await suspend(database, rounds=5, frames=256, tails=3)
+
+    assert_sensible(report)
+
+
+@pytest.mark.slow
+def test_the_command_tells_people_and_machines(tmp_path: Path) -> None:
+    ff = Terminal(f"sqlite:///{tmp_path}/named.db")
+    arguments = ("bench", "suspend", "--rounds", "3", "--frames", "256", "--tails", "2")
+
+    told = ff.document(*arguments)
+    table = ff.says(*arguments)
+
+    assert (told["frames"], told["store"]) == (256, "sqlite")
+    assert "suspend → signal → running again" in table
+    assert "durability: WAL, synchronous=FULL" in table
