@@ -24,6 +24,7 @@ from flowfabric.engine.flows import GraphEdge
 from flowfabric.ids import FlowId, mint_for_flow
 
 IN_FLIGHT = 16
+CLAIM_LOOPS = 1
 SILENCE_MS = 10_000
 
 
@@ -118,7 +119,7 @@ async def _chains(engine: Engine, lane: str, chains: int, steps: int) -> float:
             await engine.create_flow_graph(flow_id, _nodes(lane, names), edges, namespace="bench")
             await ended(names[-1])
 
-    async with _worker(engine, lane) as ended:
+    async with _worker(engine, lane, claim=IN_FLIGHT // CLAIM_LOOPS, loops=CLAIM_LOOPS) as ended:
         began = perf_counter()
         await asyncio.gather(*(one_after_another() for _ in range(IN_FLIGHT)))
         return chains / (perf_counter() - began)
@@ -129,7 +130,7 @@ async def _fan(engine: Engine, lane: str, fan: int) -> float:
     flow_id, names = _names(engine, fan + 2)
     first, *middle, last = names
     edges = [GraphEdge(first, name) for name in middle] + [GraphEdge(name, last) for name in middle]
-    async with _worker(engine, lane, claim=fan) as ended:
+    async with _worker(engine, lane, claim=fan, loops=1) as ended:
         began = perf_counter()
         await engine.create_flow_graph(flow_id, _nodes(lane, names), edges, namespace="bench")
         await ended(last)
@@ -217,7 +218,7 @@ class _Ends:
 
 
 @asynccontextmanager
-async def _worker(engine: Engine, lane: str, claim: int = IN_FLIGHT) -> AsyncIterator[_Ends]:
+async def _worker(engine: Engine, lane: str, *, claim: int, loops: int) -> AsyncIterator[_Ends]:
     """A worker that does nothing with what it claims but to complete it, until the block is left."""
     ends = _Ends()
 
@@ -225,23 +226,25 @@ async def _worker(engine: Engine, lane: str, claim: int = IN_FLIGHT) -> AsyncIte
         await engine.complete(handle, result=RESULT)  # type: ignore[arg-type]
         ends.told(execution_id)
 
-    async def work() -> None:
+    async def work(instance: str) -> None:
         while True:
             claimed = await engine.claim_many(
                 lane,
                 claim,
                 worker_id=WORKER,
-                worker_instance_id=WORKER,
+                worker_instance_id=instance,
                 lease_ttl_ms=LEASE_MS,
                 max_wait_ms=SILENCE_MS,
             )
             await asyncio.gather(*(finish(one.handle, one.execution_id) for one in claimed))
 
-    working = asyncio.create_task(work())
+    working = [asyncio.create_task(work(f"{WORKER}-{number}")) for number in range(loops)]
     try:
         yield ends
     finally:
-        working.cancel()
-        with suppress(asyncio.CancelledError):
-            await working
+        for each in working:
+            each.cancel()
+        for each in working:
+            with suppress(asyncio.CancelledError):
+                await each
         await engine.dispatched()

@@ -59,6 +59,14 @@ def refused_guards(row: type[msgspec.Struct], *, lease: bool) -> Rows:
 
 
 @cache
+def keyed(row: type[msgspec.Struct]) -> Rows:
+    """Whole rows by their keys: rows of (number, key…). Not for rows with bytes, which JSON cannot tell."""
+    table = TABLE[row]
+    columns = ", ".join(f"r.{name}" for name in table.column_names)
+    return _filled("keyed", len(table.key) + 1, columns=columns, table=table.name, same_key=_same_key(table, 2))
+
+
+@cache
 def insert(row: type[msgspec.Struct], *, replace: bool) -> Rows:
     """Write whole rows, columns in the order of the catalogue."""
     table = TABLE[row]

@@ -106,6 +106,12 @@ SELECT DISTINCT lane_id FROM ff_line WHERE ?1 IS NULL OR lane_id > ?1 ORDER BY l
 -- name: rows
 SELECT {columns} FROM {table}{where}{order}{limit};
 
+-- name: keyed
+-- The rows of some keys as one JSON array, each with its number in front, among rows of (number, key…).
+SELECT json_group_array(json_array(g.column1, {columns}))
+  FROM (VALUES {rows}) AS g
+ CROSS JOIN {table} AS r ON {same_key};
+
 -- name: next_instant
 SELECT min({column}) FROM {table}{where};
 

@@ -66,10 +66,10 @@ def renew(db: apsw.Connection, leases: Sequence[Held], now: int) -> list[int | N
         (number, held.execution_id, held.attempt_index, held.attempt_id, held.lease_id, held.lease_epoch)
         for number, held in enumerate(leases)
     ]
-    refused = {number for (number,) in _many(db, sql.REFUSED_RENEWALS, asked, now)}
+    refused = {number for (number,) in many(db, sql.REFUSED_RENEWALS, asked, now)}
     kept = [held for number, held in enumerate(leases) if number not in refused]
-    _many(db, sql.TELL_RENEWALS, [(now, held.execution_id) for held in kept])
-    _many(db, sql.RENEW, [(now, now + held.lease_ttl_ms, held.execution_id) for held in kept])
+    many(db, sql.TELL_RENEWALS, [(now, held.execution_id) for held in kept])
+    many(db, sql.RENEW, [(now, now + held.lease_ttl_ms, held.execution_id) for held in kept])
     return [None if number in refused else now + held.lease_ttl_ms for number, held in enumerate(leases)]
 
 
@@ -103,9 +103,9 @@ def _refused(db: apsw.Connection, changes: Sequence[Change], now: int) -> set[in
                     (number, *guard.key, guard.revision, live, lease.lease_id, lease.lease_epoch)
                 )
     for row, asked in roots.items():
-        refused.update(number for (number,) in _many(db, sql.refused_guards(row, lease=False), asked))
+        refused.update(number for (number,) in many(db, sql.refused_guards(row, lease=False), asked))
     for row, asked in leases.items():
-        refused.update(number for (number,) in _many(db, sql.refused_guards(row, lease=True), asked, now))
+        refused.update(number for (number,) in many(db, sql.refused_guards(row, lease=True), asked, now))
     return refused
 
 
@@ -177,7 +177,7 @@ def _write(db: apsw.Connection, lines: LinesOfWriter, gathered: Gathered, now: i
             if codec.revision_place is not None:
                 columns[codec.revision_place] = ids
             statement = sql.insert(row, replace=kind is Put)
-        _many(db, statement, _encoded(db, lines, columns, now))
+        many(db, statement, _encoded(db, lines, columns, now))
 
 
 def _encoded(db: apsw.Connection, lines: LinesOfWriter, columns: Iterable[Row], now: int) -> list[Row]:
@@ -190,7 +190,7 @@ def _encoded(db: apsw.Connection, lines: LinesOfWriter, columns: Iterable[Row], 
 def _tell(db: apsw.Connection, lines: LinesOfWriter, events: Sequence[Event], now: int) -> None:
     if events:
         columns = [[now] * len(events), *zip(*map(astuple, events), strict=True)]
-        _many(db, sql.TELL, _encoded(db, lines, columns, now))
+        many(db, sql.TELL, _encoded(db, lines, columns, now))
 
 
 def _heads(db: apsw.Connection, lines: LinesOfWriter, take: Take, now: int) -> list[tuple[Execution, Payload]]:
@@ -217,7 +217,7 @@ def _rank(found: tuple[Execution, Payload]) -> tuple[int, str]:
     return found[0].rank, found[0].execution_id
 
 
-def _many(db: apsw.Connection, statement: sql.Rows, rows: Sequence[Row], *rest: Any) -> list[Row]:
+def many(db: apsw.Connection, statement: sql.Rows, rows: Sequence[Row], *rest: Any) -> list[Row]:
     """Run a statement over rows, many at a time; what it answers."""
     answers: list[Row] = []
     begin, left = 0, len(rows)
