@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Sequence, Set
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -26,7 +26,7 @@ from flowfabric.model.execution import Execution, LineKey
 from flowfabric.model.states import LifecyclePhase, OwnershipState
 from flowfabric.model.stream import Frame
 from flowfabric.model.suspension import Waitpoint
-from flowfabric.rules.change import Change, Decision, FromNow, Insert, Patch, Put
+from flowfabric.rules.change import Change, Decision, FromNow, Insert, Patch, Put, spelled_out
 from flowfabric.settings import Settings
 from flowfabric.stores.base import Loaded, Scan, Store, Want
 from flowfabric.stores.rows import TABLE
@@ -127,7 +127,7 @@ class Core:
                     return decision.unwrap(now)
             else:
                 change = msgspec.structs.replace(decision.change, id=self.minter.change_id())
-                if self.before_commit is not None and not misses:
+                if self.before_commit is not None and change.form is None and not misses:
                     change = await self.before_commit(change, rows)
                 try:
                     committed = await self.commits.add(change)
@@ -159,9 +159,10 @@ class Core:
     async def _overtaken(self, doubtful: dict[int, Doubt]) -> tuple[Doubt, int | None] | None:
         """The doubtful change that others have written over since: what it told, or a row of its own, is there."""
         for doubt in doubtful.values():
-            if doubt.change.events and (told := await self._told(doubt.change.events[0])) is not None:
+            change = doubt.change if doubt.change.form is None else spelled_out(doubt.change, doubt.rows[0][0])
+            if change.events and (told := await self._told(change.events[0])) is not None:
                 return doubt, told.at
-            inserts = [write.row for write in doubt.change.writes if isinstance(write, Insert)]
+            inserts = [write.row for write in change.writes if isinstance(write, Insert)]
             inserts = [row for row in inserts if isinstance(row, MINTED)]
             wants = [Want(type(row), tuple(getattr(row, name) for name in TABLE[type(row)].key)) for row in inserts]
             if not wants:
@@ -180,6 +181,9 @@ class Core:
     def note(self, change: Change, rows: Rows, committed_at: int) -> None:
         """Remember and tell what a written change means to this process and to others."""
         self.estimate.hear(committed_at)
+        if change.form is not None:
+            self._note_form(change, committed_at)
+            return
         topics: set[str] = set()
         if self.planned:
             self._note_due(change, committed_at)
@@ -199,12 +203,23 @@ class Core:
         for follow in self.after_commit:
             follow(change)
 
-    def tell(self, topics: Set[str]) -> None:
+    def _note_form(self, change: Change, committed_at: int) -> None:
+        """The same for a change whose form says it all: the end of ordinary work."""
+        assert change.form is not None
+        (execution_id,) = change.guards[0].key
+        self._seen.pop(execution_id, None)
+        if self.planned:
+            for (row, column), planned_at in self.planned.items():
+                if row is Execution and isinstance(instant := change.form.fields.get(column), FromNow):
+                    self._note_instant(row, column, committed_at + instant.offset, planned_at)
+        self.tell((FEED, end_topic(execution_id)))
+
+    def tell(self, topics: Collection[str]) -> None:
         """Wake whoever waits for these, here and in other processes."""
         self.wakes.fire(topics)
         if not self._untold:
             asyncio.get_running_loop().call_soon(self._tell_others)
-        self._untold |= topics
+        self._untold.update(topics)
 
     def _tell_others(self) -> None:
         """One hint for everything that a turn of the loop brought about."""
