@@ -26,12 +26,13 @@ from flowfabric.model.execution import Execution, LineKey
 from flowfabric.model.states import LifecyclePhase, OwnershipState
 from flowfabric.model.stream import Frame
 from flowfabric.model.suspension import Waitpoint
-from flowfabric.rules.change import Change, Decision, FromNow, Insert, Patch, Put, spelled_out
+from flowfabric.rules.change import Change, Decision, Delete, FromNow, Insert, Patch, Put, spelled_out
 from flowfabric.settings import Settings
 from flowfabric.stores.base import Loaded, Scan, Store, Want
 from flowfabric.stores.rows import TABLE
 
 A = TypeVar("A")
+Row = type[msgspec.Struct]
 Rows = list[list[Any]]
 
 SEEN_LIMIT = 20_000
@@ -71,7 +72,12 @@ class Core:
         self._takeovers: set[str] = set()  # those where some of it is up for takeover
         self._looked_at: dict[str, int] = {}  # when this process last looked around in a lane
         self.before_commit: Callable[[Change, Rows], Awaitable[Change]] | None = None  # may make a change carry more
-        self.after_commit: list[Callable[[Change], None]] = []  # what this process does about a written change
+        self.followers: dict[Row, list[Callable[[Change], None]]] = {}  # what to do when such a row was written
+
+    def follow(self, act: Callable[[Change], None], *rows: Row) -> None:
+        """Have something done about every change of this process that writes one of these rows."""
+        for row in rows:
+            self.followers.setdefault(row, []).append(act)
 
     async def patiently(self, ask: Callable[[], Awaitable[A]]) -> A:
         """Ask what may be asked again at will; a store that is away for a moment is asked again."""
@@ -187,20 +193,26 @@ class Core:
         topics: set[str] = set()
         if self.planned:
             self._note_due(change, committed_at)
+        followed: dict[Callable[[Change], None], None] = {}
         for write in change.writes:  # compared by type: this runs for every change
+            row: Any = write.row
             if type(write) is Patch:
-                if write.row is Execution:
+                if row is Execution:
                     self._note_line(write.fields.get("line"), topics)
                     self._note_sheet(write.key[0], write.fields, change.id, rows, committed_at)
-            elif type(write) is Insert and type(write.row) is Execution:
-                self._note_line(write.row.line, topics)
+            elif type(write) is not Delete:
+                if type(row) is Execution:
+                    self._note_line(row.line, topics)
+                row = type(row)
+            if row in self.followers:
+                followed.update(dict.fromkeys(self.followers[row]))
         for event in change.events:
             topics.add(FEED)
             if event.outcome is not None:
                 topics.add(end_topic(event.execution_id))
         if topics:
             self.tell(topics)
-        for follow in self.after_commit:
+        for follow in followed:
             follow(change)
 
     def _note_form(self, change: Change, committed_at: int) -> None:
