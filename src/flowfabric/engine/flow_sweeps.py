@@ -29,7 +29,7 @@ from flowfabric.model.flow import (
 )
 from flowfabric.model.flow_answers import Disposition, SiblingReconcile
 from flowfabric.model.states import LifecyclePhase
-from flowfabric.rules import flow_cancel, notes
+from flowfabric.rules import flow_cancel
 from flowfabric.rules.feeds import Filter
 from flowfabric.stores.base import Scan, Want, Where
 
@@ -238,12 +238,7 @@ def _noted(one: Dependency) -> Settled:
 
 def accepts(chosen: Filter, row: Execution | None) -> bool:
     """Whether a filtered sweep may act on this execution; one that cannot be read is passed over."""
-    if row is None or (chosen.namespace is not None and row.namespace != chosen.namespace):
-        return chosen == Filter()
-    if chosen.instance_tag is None:
-        return True
-    key, value = chosen.instance_tag
-    return notes.read_tags(row.tags).get(key) == value
+    return chosen == Filter() if row is None else chosen.accepts(row)
 
 
 def _is_uuid(text: str) -> bool:
