@@ -13,13 +13,12 @@ from typing import Any
 
 from flowfabric import errors
 from flowfabric.engine.scheduler import Scheduler
-from flowfabric.engine.sweeper import Pass
+from flowfabric.engine.sweeper import Choice, Pass
 from flowfabric.engine.waiting import PAGE, Room
 from flowfabric.model.execution import Execution
 from flowfabric.model.states import BlockingReason, LifecyclePhase
 from flowfabric.model.worker import Worker
 from flowfabric.rules import workers
-from flowfabric.rules.feeds import Filter
 from flowfabric.rules.place import ASLEEP_ON, BLOCKED_ON
 from flowfabric.stores.base import Scan, Where
 
@@ -34,15 +33,15 @@ class Unblocking:
         self._engine = engine
         self._places: dict[str, tuple[Any, ...] | None] = {}
 
-    async def run(self, batch: int, chosen: Filter) -> Pass:
+    async def run(self, batch: int, choice: Choice) -> Pass:
         """One pass over each kind of block."""
         freed = failed = 0
         for start in (*BLOCKED_ON.values(), ASLEEP_ON):
-            done = await self._pass_over(start, batch, chosen)
+            done = await self._pass_over(start, batch, choice)
             freed, failed = freed + done.processed, failed + done.errors
         return Pass(freed, failed)
 
-    async def _pass_over(self, start: str, batch: int, chosen: Filter) -> Pass:
+    async def _pass_over(self, start: str, batch: int, choice: Choice) -> Pass:
         room, routes = Room(self._engine), Routes(self._engine)
         place = self._places.get(start)
         seen = freed = failed = 0
@@ -50,7 +49,7 @@ class Unblocking:
             where = (Where("blocked_on", "starts", start),)
             page: list[Execution] = await self._engine.scan(Scan(Execution, where, ORDER, place, PAGE))
             for on, group in groupby(page, key=lambda row: row.blocked_on or ""):
-                rows = [row for row in group if _waits(row, start) and chosen.accepts(row)]
+                rows = [row for row in group if _waits(row, start) and choice.accepts(row)]
                 try:
                     freed += await self._free(start, rows, room, routes)
                 except errors.FabricError:
