@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import msgspec
 
 from flowfabric.engine.asks import Count, CountKind, GateArgs
-from flowfabric.engine.pulling import CreateExecution
 from flowfabric.errors import FabricError, InvalidInput
 from flowfabric.ids import ExecutionId, partition_of
 from flowfabric.model.gate import GateEnd, GateKind, Vote
@@ -133,29 +132,16 @@ class Waiting(ABC):
     async def _spawn(self, calls: Sequence[Call[Any]]) -> list[Run[Any]]:
         asks = []
         for call in calls:
-            task, options = call.task, call.task.own
-            place = self.durable.gate_name(f"child:{task.name}")
-            asks.append(
-                CreateExecution(
-                    execution_id=self._child_id(place),
-                    partition=0,
-                    namespace=self.app.namespace,
-                    lane_id=options.lane,
-                    execution_kind=task.name,
-                    input_payload=task.signature.dump(call.args, call.kwargs),
-                    payload_encoding="json",
-                    priority=options.priority,
-                    creator_identity=self.run_id,
-                    tags=options.tags,
-                    policy=options.policy(),
-                    parent_id=self.run_id,
-                )
+            place = self.durable.gate_name(f"child:{call.task.name}")
+            ask = await call.task.ask(
+                self.engine, call.args, call.kwargs, options=call.options, execution_id=self._child_id(place)
             )
+            asks.append(msgspec.structs.replace(ask, creator_identity=self.run_id, parent_id=self.run_id))
         for answer in await self.engine.create_executions(asks):
             if isinstance(answer, FabricError):
                 raise answer
         return [
-            Run(ask.execution_id, call.task.name, call.task.signature.result, self.app.engine)
+            Run(ask.execution_id, call.task.name, call.task.signature.result, self.app)
             for ask, call in zip(asks, calls, strict=True)
         ]
 

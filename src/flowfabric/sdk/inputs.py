@@ -1,0 +1,53 @@
+"""Inputs: what a run was given, with the results of others where it refers to them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from flowfabric.errors import InvalidInput
+from flowfabric.sdk.codec import json_bytes
+
+if TYPE_CHECKING:
+    from flowfabric.engine.engine import Engine
+    from flowfabric.model.execution import Payload
+
+PLAIN = "json"
+REFERRING = "json+results"
+NAMED_BUDGETS = "sdk_budgets"  # in the stored policy: the ids of a run's budgets by name
+
+
+class Referring(msgspec.Struct, frozen=True):
+    """An input some of whose parameters are the results of other runs."""
+
+    input: dict[str, Any]
+    results: dict[str, str]  # parameter -> run
+
+    def dumped(self) -> bytes:
+        """On its way into the store."""
+        return json_bytes(self)
+
+
+async def read_input(engine: Engine, payload: Payload | None) -> bytes:
+    """The parameters as a JSON object; a run without a result counts as null."""
+    if payload is None:
+        return b""
+    given = payload.input_payload or b""
+    if payload.payload_encoding != REFERRING:
+        return given
+    try:
+        referring = msgspec.json.decode(given, type=Referring)
+    except msgspec.DecodeError as fault:
+        raise InvalidInput(f"input: {fault}") from fault
+    found = await engine.read_results(tuple(dict.fromkeys(referring.results.values())))
+    results = {name: msgspec.Raw(found[run_id] or b"null") for name, run_id in referring.results.items()}
+    return json_bytes({**referring.input, **results})
+
+
+def named_budgets(payload: Payload | None) -> dict[str, str]:
+    """The ids of the budgets that were found for a run when it was submitted, by name."""
+    if payload is None or payload.policy is None:
+        return {}
+    named: dict[str, str] = msgspec.json.decode(payload.policy).get(NAMED_BUDGETS, {})
+    return named
