@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from flowfabric.rules.lease import Fence as Fence
     from flowfabric.sdk.context import Context as Context
     from flowfabric.sdk.context import current as current
+    from flowfabric.sdk.durable import NonDeterministic as NonDeterministic
     from flowfabric.sdk.fabric import Fabric as Fabric
+    from flowfabric.sdk.failing import BudgetExceeded as BudgetExceeded
     from flowfabric.sdk.failing import Fatal as Fatal
     from flowfabric.sdk.failing import Retry as Retry
     from flowfabric.sdk.failing import RetryAfter as RetryAfter
@@ -31,6 +33,9 @@ if TYPE_CHECKING:
     from flowfabric.sdk.joins import AllOf as AllOf
     from flowfabric.sdk.joins import AnyOf as AnyOf
     from flowfabric.sdk.joins import Quorum as Quorum
+    from flowfabric.sdk.limits import Budget as Budget
+    from flowfabric.sdk.limits import Limit as Limit
+    from flowfabric.sdk.run import Reset as Reset
     from flowfabric.sdk.run import Run as Run
     from flowfabric.sdk.task import Task as Task
     from flowfabric.settings import Settings as Settings
@@ -40,6 +45,8 @@ __version__ = "0.1.0"
 _PAGES = {
     "AllOf": "flowfabric.sdk.joins",
     "AnyOf": "flowfabric.sdk.joins",
+    "Budget": "flowfabric.sdk.limits",
+    "BudgetExceeded": "flowfabric.sdk.failing",
     "Context": "flowfabric.sdk.context",
     "CreateExecution": "flowfabric.rules.create",
     "Engine": "flowfabric.engine.engine",
@@ -49,7 +56,10 @@ _PAGES = {
     "Fence": "flowfabric.rules.lease",
     "Handle": "flowfabric.handles",
     "HandleKind": "flowfabric.handles",
+    "Limit": "flowfabric.sdk.limits",
+    "NonDeterministic": "flowfabric.sdk.durable",
     "Quorum": "flowfabric.sdk.joins",
+    "Reset": "flowfabric.sdk.run",
     "Retry": "flowfabric.sdk.failing",
     "RetryAfter": "flowfabric.sdk.failing",
     "Run": "flowfabric.sdk.run",

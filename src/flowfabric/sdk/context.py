@@ -186,8 +186,11 @@ class Context(Waiting, Saying, Spending):
         name, occurrence = self.durable.place(label)
         memo = await self.durable.step_memo(name, occurrence, None)
         if memo is None:
+            await self.at(label, "before_effect")
             answer = await ask(self.key(f"{name}#{occurrence}"))
+            await self.at(label, "after_effect")
             memo = await self.engine.record_step(self.handle, name, occurrence, json_bytes(answer), encoding="json")
+            await self.at(label, "after_commit")
         return from_json(memo.result)
 
 
