@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from flowfabric.sdk.failing import RunExpired as RunExpired
     from flowfabric.sdk.failing import RunFailed as RunFailed
     from flowfabric.sdk.failing import RunSkipped as RunSkipped
+    from flowfabric.sdk.flows import Flow as Flow
+    from flowfabric.sdk.flows import FlowRun as FlowRun
     from flowfabric.sdk.joins import AllOf as AllOf
     from flowfabric.sdk.joins import AnyOf as AnyOf
     from flowfabric.sdk.joins import Quorum as Quorum
@@ -54,6 +56,8 @@ _PAGES = {
     "FabricError": "flowfabric.errors",
     "Fatal": "flowfabric.sdk.failing",
     "Fence": "flowfabric.rules.lease",
+    "Flow": "flowfabric.sdk.flows",
+    "FlowRun": "flowfabric.sdk.flows",
     "Handle": "flowfabric.handles",
     "HandleKind": "flowfabric.handles",
     "Limit": "flowfabric.sdk.limits",

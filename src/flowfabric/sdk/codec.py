@@ -70,10 +70,6 @@ class Signature:
         if self.result.annotation is type(None):
             self.result = Shape(Any)
 
-    def dump(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-        """The input of a run as JSON; wrong input is refused here, with the parameter named."""
-        return json_bytes(self.plain(self.bound(args, kwargs)))
-
     def bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments by the names of the parameters."""
         try:

@@ -25,6 +25,7 @@ from flowfabric.sdk.codec import Shape
 from flowfabric.sdk.context import Context
 from flowfabric.sdk.durations import Duration, to_ms
 from flowfabric.sdk.failing import Retry
+from flowfabric.sdk.flows import Flow
 from flowfabric.sdk.limits import Bound, Budget, Limit, Scope
 from flowfabric.sdk.run import Run
 from flowfabric.sdk.task import Decorator, Options, Task
@@ -219,6 +220,10 @@ class Fabric:
         budget_id = budget.id(self.namespace)
         await self.declare_bound(engine, Bound({budget.name: (budget, budget_id, "")}))
         return budget_id
+
+    def flow(self, name: str) -> Flow:
+        """A flow whose shape is known beforehand, still without nodes."""
+        return Flow(self, name)
 
     def find(self, run_id: str) -> Run[Any]:
         """A run by its id, of whichever task; its result is what JSON says."""

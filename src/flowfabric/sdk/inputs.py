@@ -22,7 +22,7 @@ class Referring(msgspec.Struct, frozen=True):
     """An input some of whose parameters are the results of other runs."""
 
     input: dict[str, Any]
-    results: dict[str, str]  # parameter -> run
+    results: dict[str, str | list[str]]  # parameter -> run, or runs
 
     def dumped(self) -> bytes:
         """On its way into the store."""
@@ -40,8 +40,16 @@ async def read_input(engine: Engine, payload: Payload | None) -> bytes:
         referring = msgspec.json.decode(given, type=Referring)
     except msgspec.DecodeError as fault:
         raise InvalidInput(f"input: {fault}") from fault
-    found = await engine.read_results(tuple(dict.fromkeys(referring.results.values())))
-    results = {name: msgspec.Raw(found[run_id] or b"null") for name, run_id in referring.results.items()}
+    named = [run for runs in referring.results.values() for run in ([runs] if isinstance(runs, str) else runs)]
+    found = await engine.read_results(tuple(dict.fromkeys(named)))
+
+    def result(run: str) -> msgspec.Raw:
+        return msgspec.Raw(found[run] or b"null")
+
+    results = {
+        name: result(runs) if isinstance(runs, str) else [result(run) for run in runs]
+        for name, runs in referring.results.items()
+    }
     return json_bytes({**referring.input, **results})
 
 

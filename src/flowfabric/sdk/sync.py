@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from flowfabric.model.states import PublicState
     from flowfabric.sdk.context import Context
     from flowfabric.sdk.fabric import Fabric
+    from flowfabric.sdk.flows import Flow, FlowRun, Graph, Node
     from flowfabric.sdk.output import Output
     from flowfabric.sdk.run import Frame, Reset, Run
     from flowfabric.sdk.task import Call, Submitter
@@ -301,6 +302,51 @@ class SyncContext:
     def stream(self, name: str) -> SyncOutput:
         """The attempt's output of this name."""
         return SyncOutput(self._context.stream(name), self._portal)
+
+
+class SyncFlow:
+    """A flow's submit, for code that cannot await."""
+
+    def __init__(self, flow: Flow) -> None:
+        self._flow = flow
+
+    def submit(self, *, key: str | None = None) -> SyncFlowRun:
+        """Hand the whole flow over."""
+        portal = self._flow.app.portal()
+        return SyncFlowRun(portal.call(self._flow.submit(key=key)), portal)
+
+
+class SyncFlowRun:
+    """A flow that was handed over, for code that cannot await."""
+
+    def __init__(self, run: FlowRun, portal: Portal) -> None:
+        self._run = run
+        self._portal = portal
+
+    @property
+    def id(self) -> str:
+        """Its id."""
+        return self._run.id
+
+    def __getitem__(self, node: Node[R]) -> SyncRun[R]:
+        """The run of one node."""
+        return SyncRun(self._run[node], self._portal)
+
+    def result(self, timeout: float | None = None) -> dict[str, Any]:
+        """What the last nodes returned, by name."""
+        return self._portal.call(self._run.result(timeout))
+
+    def states(self) -> dict[str, PublicState]:
+        """What each node is doing."""
+        return self._portal.call(self._run.states())
+
+    def cancel(self, reason: str = "") -> None:
+        """End everything in it that has not ended."""
+        self._portal.call(self._run.cancel(reason))
+
+    def graph(self) -> Graph:
+        """Its shape."""
+        return self._run.graph()
 
 
 class SyncFabric:

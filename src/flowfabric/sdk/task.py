@@ -12,11 +12,11 @@ import msgspec
 from flowfabric.engine.pulling import CreateExecution
 from flowfabric.errors import FabricError, InvalidInput
 from flowfabric.model.answers import Duplicate
-from flowfabric.sdk.codec import Signature
+from flowfabric.sdk.codec import Signature, json_bytes
 from flowfabric.sdk.context import Context
 from flowfabric.sdk.durations import Duration, to_ms
 from flowfabric.sdk.failing import Retry
-from flowfabric.sdk.inputs import NAMED_BUDGETS, PLAIN
+from flowfabric.sdk.inputs import NAMED_BUDGETS, PLAIN, REFERRING, Referring
 from flowfabric.sdk.limits import Bound, Budget, Limit, Scope, scope_of
 from flowfabric.sdk.run import Run
 
@@ -162,17 +162,20 @@ class Task(Generic[P, R]):
     async def ask(
         self,
         engine: Engine,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        arguments: dict[str, Any],
         *,
         options: Options,
         execution_id: str | None = None,
+        results: dict[str, str | list[str]] | None = None,
     ) -> CreateExecution:
-        """What to ask the engine for, for this call; wrong input is refused here."""
-        payload = self.signature.dump(args, kwargs)
+        """What to ask the engine for, for a call with these arguments; wrong input is refused here.
+
+        `results` are the runs whose results will be the other arguments.
+        """
+        plain = self.signature.plain(arguments)
         bound = UNBOUND
         if options.is_bound:
-            bound = self.bound(options, self.signature.bound(args, kwargs))
+            bound = self.bound(options, arguments)
             await self.app.declare_bound(engine, bound)
         return CreateExecution(
             execution_id=execution_id or engine.new_execution_id(options.lane),
@@ -180,8 +183,8 @@ class Task(Generic[P, R]):
             namespace=self.app.namespace,
             lane_id=options.lane,
             execution_kind=self.name,
-            input_payload=payload,
-            payload_encoding=PLAIN,
+            input_payload=Referring(plain, results).dumped() if results else json_bytes(plain),
+            payload_encoding=REFERRING if results else PLAIN,
             priority=options.priority,
             creator_identity=self.app.identity,
             idempotency_key=options.key,
@@ -240,7 +243,9 @@ class Submitter(Generic[P, R]):
     async def _submit(self, calls: list[Call[Any]]) -> list[Run[R]]:
         task = self.task
         engine = await task.app.engine()
-        asks = [await task.ask(engine, call.args, call.kwargs, options=call.options) for call in calls]
+        asks = [
+            await task.ask(engine, task.signature.bound(call.args, call.kwargs), options=call.options) for call in calls
+        ]
         made = [await engine.create(asks[0])] if len(asks) == 1 else await engine.create_executions(asks)
         runs = []
         for answer in made:
