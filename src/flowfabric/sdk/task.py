@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
@@ -130,21 +130,29 @@ class Task(Generic[P, R]):
         retry: Retry | None = None,
         fair: Scope | None = None,
         weight: int | None = None,
+        using: object | None = None,
     ) -> Submitter[P, R]:
-        """The task with other ways for the next submits; `key` makes a submit idempotent."""
+        """The task with other ways for the next submits; `key` makes a submit idempotent.
+
+        `using` is a connection to the store's own Postgres database: the run then exists when its transaction commits.
+        """
         changed: dict[str, Any] = {"delay_ms": None if delay is None else to_ms(delay, "delay"), "key": key}
         given: dict[str, Any] = {"tags": None if tags is None else dict(tags), "priority": priority, "lane": lane}
         given |= {"deadline": deadline, "retry": retry, "fair": fair, "weight": weight}
         changed |= {name: value for name, value in given.items() if value is not None}
-        return Submitter(self, msgspec.structs.replace(self.own, **changed))
+        return Submitter(self, msgspec.structs.replace(self.own, **changed), using)
 
     @property
     def sync(self) -> SyncSubmitter[P, R]:
         """The same for code that cannot await."""
         return Submitter(self, self.own).sync
 
-    async def submit(self, *args: P.args, **kwargs: P.kwargs) -> Run[R]:
-        """Hand a call over; it is kept when this returns."""
+    @overload
+    async def submit(self, *args: P.args, **kwargs: P.kwargs) -> Run[R]: ...
+    @overload
+    async def submit(self, *args: Any, using: object, **kwargs: Any) -> Run[R]: ...
+    async def submit(self, *args: Any, **kwargs: Any) -> Run[R]:
+        """Hand a call over; it is kept when this returns, or with `using` when that transaction commits."""
         return await Submitter(self, self.own).submit(*args, **kwargs)
 
     async def submit_many(self, inputs: Iterable[Any]) -> list[Run[R]]:
@@ -215,9 +223,10 @@ class Task(Generic[P, R]):
 class Submitter(Generic[P, R]):
     """A task and the options of the submits made through it."""
 
-    def __init__(self, task: Task[P, R], options: Options) -> None:
+    def __init__(self, task: Task[P, R], options: Options, using: object | None = None) -> None:
         self.task = task
         self._options = options
+        self._using = using
 
     @property
     def sync(self) -> SyncSubmitter[P, R]:
@@ -230,23 +239,34 @@ class Submitter(Generic[P, R]):
         """A call to be submitted later."""
         return Call(self.task, args, kwargs, self._options)
 
-    async def submit(self, *args: P.args, **kwargs: P.kwargs) -> Run[R]:
-        """Hand a call over; it is kept when this returns."""
-        [run] = await self._submit([Call(self.task, args, kwargs, self._options)])
+    @overload
+    async def submit(self, *args: P.args, **kwargs: P.kwargs) -> Run[R]: ...
+    @overload
+    async def submit(self, *args: Any, using: object, **kwargs: Any) -> Run[R]: ...
+    async def submit(self, *args: Any, **kwargs: Any) -> Run[R]:
+        """Hand a call over; it is kept when this returns, or with `using` when that transaction commits."""
+        using = self._using
+        if "using" in kwargs and "using" not in self.task.signature.shapes:
+            using = kwargs.pop("using")
+        [run] = await self._submit([Call(self.task, args, kwargs, self._options)], using)
         return run
 
     async def submit_many(self, inputs: Iterable[Any]) -> list[Run[R]]:
         """Hand many calls over in one round trip."""
         calls = [given if isinstance(given, Call) else Call(self.task, (given,), {}, self._options) for given in inputs]
-        return await self._submit(calls)
+        return await self._submit(calls, self._using)
 
-    async def _submit(self, calls: list[Call[Any]]) -> list[Run[R]]:
+    async def _submit(self, calls: list[Call[Any]], using: object | None) -> list[Run[R]]:
         task = self.task
         engine = await task.app.engine()
         asks = [
             await task.ask(engine, task.signature.bound(call.args, call.kwargs), options=call.options) for call in calls
         ]
-        made = [await engine.create(asks[0])] if len(asks) == 1 else await engine.create_executions(asks)
+        made: Sequence[Any]
+        if using is not None:
+            made = await engine.create_within(using, asks)
+        else:
+            made = [await engine.create(asks[0])] if len(asks) == 1 else await engine.create_executions(asks)
         runs = []
         for answer in made:
             if isinstance(answer, FabricError):
