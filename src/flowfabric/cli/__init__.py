@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import typer
 
-from flowfabric.cli import bench, demo, executions, upkeep
+from flowfabric.cli import bench, demo, executions, serve, upkeep
 
 app = typer.Typer(
     name="ff",
@@ -22,6 +22,7 @@ app = typer.Typer(
 upkeep.add_to(app)
 executions.add_to(app)
 demo.add_to(app)
+serve.add_to(app)
 bench.add_to(app)
 
 
