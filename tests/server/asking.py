@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 from urllib.parse import quote
 
 import httpx2
+import msgspec
 
 from flowfabric.engine.engine import Engine
 from flowfabric.ids import FlowId, PartitionCounts, flow_partition
 from flowfabric.model.answers import Claimed
 from flowfabric.server import App, ServerSettings, create_app
+from flowfabric.server.serving import Server
 
 SECRET = "00112233445566778899aabbccddeeff" * 2
 NOW = int(time.time() * 1000)
@@ -28,6 +31,13 @@ def fresh(partition: int = 7) -> str:
 def path(execution_id: str, *rest: object) -> str:
     """The path of an execution, its braces encoded as clients do."""
     return "/".join(("/v1/executions", quote(execution_id, safe=":"), *map(str, rest)))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for something that happens in this process."""
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 - there is nothing to be told by
+            await asyncio.sleep(0.001)
 
 
 class Asking:
@@ -179,12 +189,6 @@ class Asking:
 @asynccontextmanager
 async def serving(app: App) -> AsyncIterator[str]:
     """A real server on a free port; its address."""
-    import asyncio
-
-    import msgspec
-
-    from flowfabric.server.serving import Server
-
     app.settings = msgspec.structs.replace(app.settings, port=0)
     server = Server(app)
     running = asyncio.create_task(server.serve())
