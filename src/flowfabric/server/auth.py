@@ -10,12 +10,13 @@ from collections import OrderedDict
 import msgspec
 
 from flowfabric.engine.engine import Engine
+from flowfabric.model.api_token import Scope
 from flowfabric.server.problems import Refused
 from flowfabric.server.settings import ServerSettings
-from flowfabric.server.table import Scope
 
 UNAUTHENTICATED = "missing or invalid Authorization header"
 BUCKETS = 10_000
+TRUSTED_S = 2.0
 ALL_SCOPES = frozenset(Scope)
 
 
@@ -40,23 +41,44 @@ ROOT = Principal("root")
 
 
 class Guard:
-    """Lets in who shows a token."""
+    """Lets in who shows a token: the one of the settings, which is good for everything, or one of the store's.
+
+    A good token of the store is trusted for a moment without another look; revoking one takes that long elsewhere.
+    """
 
     def __init__(self, settings: ServerSettings, engine: Engine) -> None:
         given = (settings.api_token, settings.previous_api_token if settings.api_token else None)
         self._digests = tuple(_digest(secret.reveal().encode()) for secret in given if secret is not None)
+        self._engine = engine
+        self._known: OrderedDict[bytes, tuple[float, Principal]] = OrderedDict()
 
     async def admit(self, authorization: bytes | None) -> Principal:
         """Who asks; 401 when that cannot be told."""
         if not self._digests:
             return ANYBODY
-        if authorization is not None and authorization.startswith(b"Bearer "):
-            shown = _digest(authorization[7:])
-            # All are compared, so that the time tells nothing.
-            matches = [hmac.compare_digest(shown, kept) for kept in self._digests]
-            if any(matches):
-                return ROOT
-        raise Refused(401, UNAUTHENTICATED)
+        if authorization is None or not authorization.startswith(b"Bearer "):
+            raise Refused(401, UNAUTHENTICATED)
+        shown = _digest(authorization[7:])
+        # All are compared, so that the time tells nothing.
+        matches = [hmac.compare_digest(shown, kept) for kept in self._digests]
+        if any(matches):
+            return ROOT
+        now = asyncio.get_running_loop().time()
+        trusted = self._known.get(shown)
+        if trusted is not None and now - trusted[0] < TRUSTED_S:
+            return trusted[1]
+        holder = await self._engine.holder_of(authorization[7:].decode("ascii", "replace"))
+        if holder is None:
+            raise Refused(401, UNAUTHENTICATED)
+        principal = Principal(f"{holder.name} ({holder.token_id})", holder.scopes, holder.namespaces)
+        self._known[shown] = (now, principal)
+        if len(self._known) > BUCKETS:
+            self._known.popitem(last=False)
+        return principal
+
+    def forget(self) -> None:
+        """Look again at every token."""
+        self._known.clear()
 
 
 def _digest(token: bytes) -> bytes:

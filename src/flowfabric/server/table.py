@@ -9,6 +9,8 @@ from urllib.parse import unquote_to_bytes
 
 import msgspec
 
+from flowfabric.model.api_token import Scope
+
 if TYPE_CHECKING:
     from flowfabric.server.ask import Ask
 
@@ -21,16 +23,6 @@ BULK_LIMIT = 16 * 1_048_576
 OCTETS = "application/octet-stream"
 EVENTS = "text/event-stream"
 HTML = "text/html; charset=utf-8"
-
-
-class Scope(StrEnum):
-    """What a token may be good for."""
-
-    READ = "read"
-    SUBMIT = "submit"
-    WORK = "work"
-    OPERATE = "operate"
-    ADMIN = "admin"
 
 
 class Subject(StrEnum):

@@ -8,8 +8,9 @@ import msgspec
 
 from flowfabric import ids
 from flowfabric.model import verdicts
+from flowfabric.model.api_token import Scope
 from flowfabric.server.ask import Ask, found, json, tagged, uuid_in
-from flowfabric.server.table import Reply, Routes, Scope
+from flowfabric.server.table import Reply, Routes
 from flowfabric.server.wire import CURSOR, LIMIT, Body, Natural, Whole, checked, variants
 
 routes = Routes("budgets")

@@ -8,9 +8,10 @@ import msgspec
 
 from flowfabric import errors, ids
 from flowfabric.model import answers
+from flowfabric.model.api_token import Scope
 from flowfabric.server.ask import Ask, json
 from flowfabric.server.problems import bad_request
-from flowfabric.server.table import Reply, Routes, Scope, Subject
+from flowfabric.server.table import Reply, Routes, Subject
 from flowfabric.server.wire import Body, Whole
 
 routes = Routes("claims")

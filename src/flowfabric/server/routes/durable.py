@@ -9,11 +9,12 @@ from msgspec import Meta
 
 from flowfabric.engine.asks import GateArgs
 from flowfabric.engine.gates import Parked
+from flowfabric.model.api_token import Scope
 from flowfabric.model.gate import Gate, GateKind, GateMemo, StepMemo
 from flowfabric.server.ask import Ask, found, json, tagged
 from flowfabric.server.problems import bad_request
 from flowfabric.server.routes.work import ObservedSignal, observed
-from flowfabric.server.table import WORK_LIMIT, Reply, Routes, Scope, Subject
+from flowfabric.server.table import WORK_LIMIT, Reply, Routes, Subject
 from flowfabric.server.wire import Held, Natural, Octets, octets, variants, write_handle
 
 routes = Routes("durable functions")

@@ -12,10 +12,11 @@ from flowfabric import errors, ids
 from flowfabric.engine.asks import CreateExecution, Fence
 from flowfabric.engine.reads import ExecutionPage
 from flowfabric.model import answers
+from flowfabric.model.api_token import Scope
 from flowfabric.model.states import PublicState
 from flowfabric.server.ask import Ask, encode, found, json, same, tagged, variant
 from flowfabric.server.problems import bad_request, problem_of
-from flowfabric.server.table import BULK_LIMIT, CREATE_LIMIT, OCTETS, Param, Reply, Routes, Scope, Subject
+from flowfabric.server.table import BULK_LIMIT, CREATE_LIMIT, OCTETS, Param, Reply, Routes, Subject
 from flowfabric.server.wire import CURSOR, LIMIT, Body, Octets, Whole, checked, octets, variants
 
 routes = Routes("executions")

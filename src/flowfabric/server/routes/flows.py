@@ -13,11 +13,12 @@ from flowfabric.engine.flow_cancels import NoWait, WaitIndefinite
 from flowfabric.engine.flow_reads import FlowPage
 from flowfabric.engine.flows import GraphEdge
 from flowfabric.model import flow_answers
+from flowfabric.model.api_token import Scope
 from flowfabric.model.flow import FlowSummary
 from flowfabric.server.ask import Ask, execution_in, found, json, same, tagged, uuid_in
 from flowfabric.server.problems import bad_request
 from flowfabric.server.routes.executions import CreateBody, creation
-from flowfabric.server.table import BULK_LIMIT, Param, Reply, Routes, Scope, Subject
+from flowfabric.server.table import BULK_LIMIT, Param, Reply, Routes, Subject
 from flowfabric.server.wire import CURSOR, LIMIT, Body, Natural, Whole, checked, variants
 
 routes = Routes("flows")

@@ -7,10 +7,11 @@ from msgspec import UNSET, UnsetType
 
 from flowfabric import ids
 from flowfabric.engine.asks import Accepted, Duplicate, MailArgs, SignalArgs
+from flowfabric.model.api_token import Scope
 from flowfabric.model.suspension import WaitpointState
 from flowfabric.server.ask import Ask, json, same, tagged, uuid_in
 from flowfabric.server.problems import Problem
-from flowfabric.server.table import SIGNAL_LIMIT, Param, Reply, Routes, Scope, Subject
+from flowfabric.server.table import SIGNAL_LIMIT, Param, Reply, Routes, Subject
 from flowfabric.server.wire import LIMIT, Body, Natural, Octets, Whole, checked, octets, partition_of, variants
 
 routes = Routes("signals")

@@ -14,9 +14,10 @@ from flowfabric.engine.asks import BestEffort, Fresh, ResumePolicy, SuspendArgs,
 from flowfabric.engine.suspensions import SuspendDetails, Suspended
 from flowfabric.handles import Handle
 from flowfabric.model import answers, verdicts
+from flowfabric.model.api_token import Scope
 from flowfabric.server.ask import Ask, json, tagged, variant
 from flowfabric.server.problems import bad_request, told
-from flowfabric.server.table import BULK_LIMIT, WORK_LIMIT, H, Reply, Routes, Scope, Subject
+from flowfabric.server.table import BULK_LIMIT, WORK_LIMIT, H, Reply, Routes, Subject
 from flowfabric.server.wire import Body, Held, Natural, Octets, checked, octets, read_handle, variants, write_handle
 
 routes = Routes("work")

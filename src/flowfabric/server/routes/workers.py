@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from flowfabric import ids
 from flowfabric.model import answers
+from flowfabric.model.api_token import Scope
 from flowfabric.model.worker import (
     MarkedDead,
     NotRegistered,
@@ -19,7 +20,7 @@ from flowfabric.model.worker import (
 from flowfabric.server.ask import Ask, json, tagged
 from flowfabric.server.problems import bad_request
 from flowfabric.server.routes.claims import check_names
-from flowfabric.server.table import Param, Reply, Routes, Scope, Subject
+from flowfabric.server.table import Param, Reply, Routes, Subject
 from flowfabric.server.wire import CURSOR, LIMIT, Body, Natural, checked, variants, write_handle
 
 routes = Routes("workers")
