@@ -38,6 +38,7 @@ _MALFORMED = "invalid JSON: Bad Request"
 _UNPROCESSABLE = "invalid JSON: Unprocessable Entity"
 _TIMED_OUT = "timeout: request"
 LONGEST_HEADER = 4096
+MOST_HEADER_BYTES = 32 * 1024
 
 
 def create_app(engine: Engine, settings: ServerSettings | None = None) -> App:
@@ -113,6 +114,8 @@ class App:
     ) -> Reply | Live:
         """The handler's answer, or the refusal that came before or instead of it."""
         try:
+            if sum(map(len, ask.headers.values())) > MOST_HEADER_BYTES:
+                raise Refused(431, "headers too large")
             if operation is None or operation.scope is not None:
                 ask.principal = await self.guard.admit(ask.headers.get(b"authorization"))
                 self._rate.take(ask.principal.name)

@@ -26,6 +26,7 @@ REASONS = {
     413: "Too large",
     415: "Not JSON",
     422: "The JSON has another shape",
+    431: "Too many or too long headers",
     429: "Too much at once",
     500: "The store failed",
     503: "Not now",
@@ -128,7 +129,7 @@ def _operation(page: Routes, operation: Operation, schemas: _Schemas) -> dict[st
 
 def refusals(operation: Operation) -> frozenset[int]:
     """Which refusals an operation may answer with."""
-    found = {500, 503, 504, *operation.refusals}
+    found = {431, 500, 503, 504, *operation.refusals}
     if operation.scope is not None:
         found |= {401, 403, 429}
     if operation.query:

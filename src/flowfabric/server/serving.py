@@ -17,7 +17,7 @@ from flowfabric.server import logs
 from flowfabric.server.app import App, create_app
 from flowfabric.server.settings import ServerSettings
 
-MOST_HEADER_BYTES = 64 * 1024
+UNFINISHED_HEADER_BYTES = 64 * 1024
 KEEP_ALIVE_S = 75
 
 
@@ -37,7 +37,7 @@ class Server(uvicorn.Server):
                 lifespan="off",
                 server_header=False,
                 date_header=True,
-                h11_max_incomplete_event_size=MOST_HEADER_BYTES,
+                h11_max_incomplete_event_size=UNFINISHED_HEADER_BYTES,
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=grace_s,
                 limit_concurrency=settings.max_connections or None,
