@@ -199,7 +199,7 @@ async def test_it_is_parked_on_gates(play: Play) -> None:
     assert await why(play, held.execution_id) == waits
 
 
-async def test_every_obstacle_there_is_has_a_test() -> None:
+def test_every_obstacle_there_is_has_a_test() -> None:
     text = Path(__file__).read_text()
 
     kinds = {kind.__name__ for kind in obstacles.Obstacle.__subclasses__()}
