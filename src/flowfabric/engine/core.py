@@ -176,6 +176,17 @@ class Core:
             for row, kept in zip(inserts, (await self.load(wants)).rows, strict=True):
                 if kept and is_as_meant(kept[0], row):
                     return doubt, None
+        return await self._removed(doubtful)
+
+    async def _removed(self, doubtful: dict[int, Doubt]) -> tuple[Doubt, int | None] | None:
+        """The doubtful change that was to remove a root which is gone."""
+        for doubt in doubtful.values():
+            roots = {(guard.row, guard.key) for guard in doubt.change.guards}
+            gone = [
+                write for write in doubt.change.writes if isinstance(write, Delete) and (write.row, write.key) in roots
+            ]
+            if gone and not any((await self.load([Want(write.row, write.key) for write in gone])).rows):
+                return doubt, None
         return None
 
     async def _told(self, event: Event) -> FeedEvent | None:
