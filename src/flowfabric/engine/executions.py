@@ -500,5 +500,10 @@ class Executions(Core):
         return await self.settle_execution(execution, decide)
 
 
+def fence_of(handle: Handle) -> Fence:
+    """What a handle shows to prove that it holds the lease."""
+    return _fence(handle.fields)
+
+
 def _fence(fields: HandleFields) -> Fence:
     return Fence(fields.lease_id, fields.lease_epoch, fields.attempt_id)

@@ -21,11 +21,12 @@ class Timing(msgspec.Struct):
 
 
 class Meters:
-    """Counters and timings of one engine."""
+    """Counters, timings and levels of one engine."""
 
     def __init__(self) -> None:
         self.counts: Counter[tuple[str, Labels]] = Counter()
         self.timings: dict[tuple[str, Labels], Timing] = {}
+        self.levels: dict[tuple[str, Labels], float] = {}
 
     def count(self, name: str, amount: int = 1, **labels: str) -> None:
         """Something happened."""
@@ -33,7 +34,13 @@ class Meters:
 
     def took(self, name: str, seconds: float, **labels: str) -> None:
         """Something took this long."""
-        timing = self.timings.setdefault((name, tuple(sorted(labels.items()))), Timing())
+        self.took_by(name, tuple(sorted(labels.items())), seconds)
+
+    def took_by(self, name: str, labels: Labels, seconds: float) -> None:
+        """The same for labels that stand ready, in order."""
+        timing = self.timings.get((name, labels))
+        if timing is None:
+            timing = self.timings[name, labels] = Timing()
         timing.buckets[bisect_left(BUCKETS_S, seconds)] += 1
         timing.count += 1
         timing.total_s += seconds
@@ -41,3 +48,7 @@ class Meters:
     def counted(self, name: str, **labels: str) -> int:
         """How often something happened."""
         return self.counts[name, tuple(sorted(labels.items()))]
+
+    def stands_at(self, name: str, level: float, **labels: str) -> None:
+        """Something stands at this level now."""
+        self.levels[name, tuple(sorted(labels.items()))] = level

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Self, Ty
 
 import msgspec
 
+from flowfabric import loops
 from flowfabric.clock import Clock
 from flowfabric.connecting import connect
 from flowfabric.engine.engine import Engine
@@ -297,7 +298,7 @@ class Fabric:
             grace=grace,
             worker_id=worker_id,
         )
-        asyncio.run(worker.run_until_told())
+        loops.run(worker.run_until_told())
 
     def __repr__(self) -> str:
         return f"<Fabric of {len(self.tasks)} tasks, namespace {self.namespace!r}>"
