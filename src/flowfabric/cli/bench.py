@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flowfabric import loops
 from flowfabric.cli.stores import StoreOption, chosen_store
 from flowfabric.cli.telling import JsonOption, console, document, table, telling_errors
 
@@ -46,13 +47,12 @@ def throughput(
     json: JsonOption = False,
 ) -> None:
     """Submit, drain and latency, in a scratch store made beside the named one and removed afterwards."""
-    import asyncio
 
     from flowfabric.bench.throughput import throughput as measured
 
     with telling_errors(), _progress(quiet=json) as progress:
         url = chosen_store(store)
-        report = asyncio.run(
+        report = loops.run(
             measured(url, jobs=jobs, payload_bytes=payload, rounds=rounds, depth=depth, progress=progress)
         )
     if json:
@@ -69,13 +69,12 @@ def suspend(
     json: JsonOption = False,
 ) -> None:
     """Suspend → signal → running again, frames per second, and how soon a tail has a frame."""
-    import asyncio
 
     from flowfabric.bench.suspend import suspend as measured
 
     with telling_errors(), _progress(quiet=json) as progress:
         url = chosen_store(store)
-        report = asyncio.run(measured(url, rounds=rounds, frames=frames, tails=tails, progress=progress))
+        report = loops.run(measured(url, rounds=rounds, frames=frames, tails=tails, progress=progress))
     if json:
         document(report)
     else:
@@ -105,13 +104,12 @@ def flow(
     json: JsonOption = False,
 ) -> None:
     """Chains, a fan-out with its join and the cancel of a quorum's rest, in a scratch store beside the named one."""
-    import asyncio
 
     from flowfabric.bench.flow import flow as measured
 
     with telling_errors(), _progress(quiet=json) as progress:
         url = chosen_store(store)
-        report = asyncio.run(measured(url, chains=chains, samples=samples, rounds=rounds, progress=progress))
+        report = loops.run(measured(url, chains=chains, samples=samples, rounds=rounds, progress=progress))
     if json:
         document(report)
     else:
@@ -125,13 +123,12 @@ def capability(
     json: JsonOption = False,
 ) -> None:
     """What ten sets of capabilities cost a drain, and how work finds capable workers, in a scratch store."""
-    import asyncio
 
     from flowfabric.bench.capability import capability as measured
 
     with telling_errors(), _progress(quiet=json) as progress:
         url = chosen_store(store)
-        report = asyncio.run(measured(url, jobs=jobs, rounds=rounds, progress=progress))
+        report = loops.run(measured(url, jobs=jobs, rounds=rounds, progress=progress))
     if json:
         document(report)
     else:

@@ -23,6 +23,7 @@ import msgspec
 from msgspec.structs import astuple
 
 from flowfabric.model.event import Event
+from flowfabric.model.execution import LineKey
 from flowfabric.rules.change import Change, Delete, Form, Guard, LeaseCheck, Patch, Put, Write
 from flowfabric.stores.base import Unstorable
 from flowfabric.stores.codec import CODEC, row_of, target
@@ -240,3 +241,15 @@ def _told(changes: Sequence[Change], habits: Habits) -> tuple[Told, Values] | No
     columns = zip(*map(astuple, told), strict=True)
     counted, habit, values = habits.learn(Event, tuple(EVENT_TYPES.values()), numbers, columns)
     return Told(counted, habit), values
+
+
+def lines_of(changes: Sequence[Change]) -> set[LineKey]:
+    """The lines that the changes write to."""
+    found: set[LineKey] = set()
+    for change in changes:
+        for write in change.writes:
+            if isinstance(write, Delete):
+                continue
+            values = write.fields.values() if isinstance(write, Patch) else astuple(write.row)
+            found |= {value for value in values if type(value) is LineKey}
+    return found
