@@ -15,7 +15,7 @@ from flowfabric import Context, Fabric, Quorum
 
 app = Fabric(store())
 
-MODELS = {"swift": 0.01, "steady": 0.02, "careful": 0.3, "slow": 0.5, "asleep": 30.0}  # seconds per token
+MODELS = {"swift": 0.01, "steady": 0.02, "careful": 5.0, "slow": 10.0, "asleep": 30.0}  # seconds per token
 
 
 async def fake_model(name: str, question: str) -> AsyncIterator[str]:

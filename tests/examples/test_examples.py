@@ -51,6 +51,14 @@ STORIES = {
         "swift says: .* / steady says: ",
         "2 models answered, 3 were stopped",
     ],
+    "media_pipeline": [
+        "11 nodes, 17 edges",
+        "probe holiday.mov",
+        "published: published 3 renditions with 5 captions",
+        "announced: on east:480p and west:480p",
+        "alerted: told the operators",
+        "10 completed, 1 failed",
+    ],
     "recurring_job": ["exists already", r"report for …\d+, \d+ ms after its time", "3 runs for 3 times"],
     "retry_and_cancel": [
         "charge order-7: attempt 3",
@@ -59,6 +67,14 @@ STORIES = {
         "refund failed at once: Fatal: order-8 was never paid",
         "export was cancelled: nobody needs it any more",
         "tidies up",
+    ],
+    "token_budget": [
+        "acme: answered for 700 tokens",
+        "two attempts, paid for once: 700 of 1000 tokens",
+        "acme has spent its day: BudgetExceeded",
+        "zeta: answered for 700 tokens",
+        "the second digest sleeps: Budget .* is exhausted: tokens 800/1000",
+        "after the reset: a digest of 5 pages",
     ],
 }
 
