@@ -208,7 +208,7 @@ def test_help_lists_the_commands_and_loads_neither_engine_nor_tables() -> None:
 
     assert said.splitlines()[-1] == "set()"
     commands = re.findall(r"^  (\w+)  ", said.partition("Commands:")[2], re.MULTILINE)
-    assert commands == ["version", "migrate", "doctor", "ls", "show", "submit", "cancel", "replay", "demo", "bench"]
+    assert commands == ["version", "migrate", "doctor", "ls", "show", "submit", "cancel", "replay", "demo", "serve", "bench"]
 
 
 def test_states_are_completed_by_the_shell() -> None:
