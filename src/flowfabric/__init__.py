@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from flowfabric.rules.lease import Fence as Fence
     from flowfabric.sdk.context import Context as Context
     from flowfabric.sdk.context import current as current
+    from flowfabric.sdk.durable import NonDeterministic as NonDeterministic
     from flowfabric.sdk.fabric import Fabric as Fabric
+    from flowfabric.sdk.failing import BudgetExceeded as BudgetExceeded
     from flowfabric.sdk.failing import Fatal as Fatal
     from flowfabric.sdk.failing import Retry as Retry
     from flowfabric.sdk.failing import RetryAfter as RetryAfter
@@ -28,9 +30,14 @@ if TYPE_CHECKING:
     from flowfabric.sdk.failing import RunExpired as RunExpired
     from flowfabric.sdk.failing import RunFailed as RunFailed
     from flowfabric.sdk.failing import RunSkipped as RunSkipped
+    from flowfabric.sdk.flows import Flow as Flow
+    from flowfabric.sdk.flows import FlowRun as FlowRun
     from flowfabric.sdk.joins import AllOf as AllOf
     from flowfabric.sdk.joins import AnyOf as AnyOf
     from flowfabric.sdk.joins import Quorum as Quorum
+    from flowfabric.sdk.limits import Budget as Budget
+    from flowfabric.sdk.limits import Limit as Limit
+    from flowfabric.sdk.run import Reset as Reset
     from flowfabric.sdk.run import Run as Run
     from flowfabric.sdk.task import Task as Task
     from flowfabric.settings import Settings as Settings
@@ -40,6 +47,8 @@ __version__ = "0.1.0"
 _PAGES = {
     "AllOf": "flowfabric.sdk.joins",
     "AnyOf": "flowfabric.sdk.joins",
+    "Budget": "flowfabric.sdk.limits",
+    "BudgetExceeded": "flowfabric.sdk.failing",
     "Context": "flowfabric.sdk.context",
     "CreateExecution": "flowfabric.rules.create",
     "Engine": "flowfabric.engine.engine",
@@ -47,9 +56,14 @@ _PAGES = {
     "FabricError": "flowfabric.errors",
     "Fatal": "flowfabric.sdk.failing",
     "Fence": "flowfabric.rules.lease",
+    "Flow": "flowfabric.sdk.flows",
+    "FlowRun": "flowfabric.sdk.flows",
     "Handle": "flowfabric.handles",
     "HandleKind": "flowfabric.handles",
+    "Limit": "flowfabric.sdk.limits",
+    "NonDeterministic": "flowfabric.sdk.durable",
     "Quorum": "flowfabric.sdk.joins",
+    "Reset": "flowfabric.sdk.run",
     "Retry": "flowfabric.sdk.failing",
     "RetryAfter": "flowfabric.sdk.failing",
     "Run": "flowfabric.sdk.run",

@@ -4,6 +4,7 @@
     python -m tests.chaos.worker toil URL                    works for ever
     python -m tests.chaos.worker hold URL                    stops in the middle of its first batch, and never goes on
     python -m tests.chaos.worker sweep URL                   runs the background sweeps
+    python -m tests.chaos.worker spend URL                   works on what quotas admit, and spends from budgets
 
 It says what it does, a line each: `submitted ID`, `claimed ID EPOCH`, `completed ID EPOCH`, `holding`, `sweeping`, and
 `refused KIND` when a lease turned out to be somebody else's by then.
@@ -26,9 +27,13 @@ LANE = "default"
 QUICK = Settings(
     sweeps=Sweeps(
         lease_expiry_ms=100, delayed_promoter_ms=100, attempt_timeout_ms=100, execution_deadline_ms=100, batch=5
-    )
+    ),
+    poll_ms=200,
 )
 UNFINISHED = ("waiting", "active", "delayed")
+LEDGER = "0b000000-0000-4000-8000-00000000000a"  # the budget that spenders reserve in and settle
+SCARCE = "0b000000-0000-4000-8000-00000000000b"  # the one that is soon exhausted
+PROMISED, SPENT, SCARCE_EACH = 5, 2, 3
 
 
 def say(*words: object) -> None:
@@ -100,6 +105,20 @@ async def hold(engine: Engine, ttl: int) -> None:
     await asyncio.Event().wait()
 
 
+async def spend(engine: Engine, ttl: int) -> None:
+    """Each execution reserves, spends, settles and reports once, however often it is begun."""
+    while True:
+        claimed = await engine.claim_admitted(LANE, 2, **me(), lease_ttl_ms=ttl, max_wait_ms=200)
+        for one in claimed:
+            say("claimed", one.execution_id, one.lease_epoch)
+            e, promise = one.execution_id, one.execution_id.partition(":")[2].partition(":")[2]
+            await engine.reserve_budget(LEDGER, e, {"tokens": PROMISED}, ttl_ms=ttl, reservation_id=promise)
+            await engine.record_spend(LEDGER, e, {"calls": 1}, idempotency_key=e)
+            await engine.report_usage(one.handle, SCARCE, {"tokens": SCARCE_EACH}, dedup_key=e)
+            await engine.settle_budget(LEDGER, e, promise, {"tokens": SPENT})
+            await finish(engine, one)
+
+
 async def sweep(engine: Engine) -> None:
     engine.start_sweeps()
     say("sweeping")
@@ -108,7 +127,7 @@ async def sweep(engine: Engine) -> None:
 
 async def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("role", choices=("drain", "toil", "hold", "sweep"))
+    parser.add_argument("role", choices=("drain", "toil", "hold", "sweep", "spend"))
     parser.add_argument("url")
     parser.add_argument("--submit", type=int, default=0)
     parser.add_argument("--ttl", type=int, default=15_000)
@@ -120,6 +139,8 @@ async def main() -> None:
                 await work(engine, asked.ttl, ends=asked.role == "drain")
             case "hold":
                 await hold(engine, asked.ttl)
+            case "spend":
+                await spend(engine, asked.ttl)
             case _:
                 await sweep(engine)
     say("done")

@@ -16,6 +16,8 @@ from flowfabric.cli.stores import chosen_store, shown
 from flowfabric.errors import InvalidInput
 from tests.cli.terminal import Terminal
 
+WATCHING = ("explain", "tail", "signal", "approvals", "workers", "budgets")
+
 
 def test_migrate_tells_from_where_to_where(tmp_path: Path) -> None:
     ff = Terminal(f"sqlite:///{tmp_path}/new.db")
@@ -208,7 +210,21 @@ def test_help_lists_the_commands_and_loads_neither_engine_nor_tables() -> None:
 
     assert said.splitlines()[-1] == "set()"
     commands = re.findall(r"^  (\w+)  ", said.partition("Commands:")[2], re.MULTILINE)
-    assert commands == ["version", "migrate", "doctor", "ls", "show", "submit", "cancel", "replay", "demo", "serve", "bench"]
+    assert commands == [
+        "version",
+        "migrate",
+        "doctor",
+        "ls",
+        "show",
+        "submit",
+        "cancel",
+        "replay",
+        *WATCHING,
+        "worker",
+        "demo",
+        "serve",
+        "bench",
+    ]
 
 
 def test_states_are_completed_by_the_shell() -> None:

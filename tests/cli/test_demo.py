@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import flowfabric
+from flowfabric.demo import release
 from flowfabric.demo.orders import LANE, ORDERS, receipt
 from flowfabric.demo.scene import submit
 from flowfabric.demo.screen import Screen
@@ -21,6 +22,9 @@ HELD = [
     r"order-4 was taken over from worker-[ab]: worker-[ab] began \d\.\d s after the kill",
     "the dead worker's lease could write nothing any more: refused with ",
     "epochs only rose",
+    "the flow went on without the branch that failed: enrich failed, so alert ran and archive was skipped, each once",
+    "publish ran when two of three were done: clean and rank were enough",
+    "publish waited for a yes without a worker: suspended, signalled, and gone on with in the same attempt",
 ]
 
 
@@ -35,35 +39,38 @@ def test_the_demo_kills_a_worker_and_proves_that_nothing_was_lost(tmp_path: Path
     for claim in HELD:
         assert re.search(f"^✓ {claim}", done.stdout, re.MULTILINE), claim
     assert "gets SIGKILL at" in done.stdout
+    assert re.search(r"publish +suspended +attempt 1$", done.stdout, re.MULTILINE)
     assert re.search(r"order-2 +delayed +attempt 1", done.stdout)
     assert list(tmp_path.iterdir()) == []
 
 
 async def test_a_demo_without_retry_and_takeover_proves_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     async with await flowfabric.connect("memory://") as engine:
-        play = Play(await submit(engine))
+        play = Play(await submit(engine), {})
         for _ in ORDERS:
             claimed = await engine.claim(LANE, worker_id="w", worker_instance_id="w-1")
             assert claimed is not None
             name = next(name for name, execution_id in play.ids.items() if execution_id == claimed.execution_id)
             await engine.complete(claimed.handle, result=receipt(name))
 
+        play.flow = await release.submit(engine)
         assert not await judged(engine, play, Screen())
 
     said = capsys.readouterr().out
     assert "✓ each order completed exactly once" in said
-    assert said.count("✗") == 4
+    assert said.count("✗") == 7
     assert "something did not hold" in said
 
 
 async def test_a_lost_order_is_noticed(capsys: pytest.CaptureFixture[str]) -> None:
     async with await flowfabric.connect("memory://") as engine:
-        play = Play(await submit(engine))
+        play = Play(await submit(engine), {})
         for _ in ORDERS:
             claimed = await engine.claim(LANE, worker_id="w", worker_instance_id="w-1")
             assert claimed is not None
             await engine.complete(claimed.handle, result=b"something else")
 
+        play.flow = await release.submit(engine)
         assert not await judged(engine, play, Screen())
 
     assert "✗ each order completed exactly once" in capsys.readouterr().out

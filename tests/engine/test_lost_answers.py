@@ -100,6 +100,11 @@ async def complete(scene: Scene) -> Act:
     return lambda: scene.engine.complete(held.handle, result=b"R")
 
 
+async def complete_many(scene: Scene) -> Act:
+    held = [await scene.held() for _ in range(3)]
+    return lambda: scene.engine.complete_many([(one.handle, b"R") for one in held])
+
+
 async def complete_as_operator(scene: Scene) -> Act:
     held = await scene.held()
     return lambda: scene.engine.complete(execution_id=held.execution_id, source="operator_override", result=b"R")
@@ -285,7 +290,8 @@ async def rotate_keys(scene: Scene) -> Act:
 
 
 CASES: tuple[Case, ...] = (
-    *(create, create_with_a_key, create_many, complete, complete_as_operator, fail_for_good, fail_with_a_retry),
+    *(create, create_with_a_key, create_many, complete, complete_many, complete_as_operator),
+    *(fail_for_good, fail_with_a_retry),
     *(delay, delay_timed, wait_children, cancel, cancel_as_operator, expire, replay, progress, renew, renew_many),
     *(revoke, mark_expired, promote, change_priority, block, unblock, set_tag, set_tags, grant, scheduler_grant),
     *(scheduler_reclaim_grant, claim_by_grant, resume_by_grant, claim_as_operator, pull, pull_many, take_over),

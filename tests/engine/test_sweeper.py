@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from itertools import pairwise
 from typing import Any
 
+import msgspec
 import pytest
 
 from flowfabric import errors
@@ -19,6 +21,7 @@ from flowfabric.model.sweep import SweepLease
 from flowfabric.settings import Settings, Sweeps
 from flowfabric.stores.base import Scan
 from flowfabric.stores.memory import MemoryStore
+from flowfabric.testing.virtual import VirtualTime
 
 
 def only(name: str, interval_ms: int = 100) -> Sweeps:
@@ -247,3 +250,102 @@ async def test_a_sweep_takes_as_many_items_as_its_own_batch_says(clock: ManualCl
     passes = [(await engine.sweep_once("delayed_promoter")).processed for _ in range(3)]
 
     assert passes == [2, 2, 1]
+
+
+# -- pauses, in virtual time ---------------------------------------------------------------------------------------
+
+
+async def passes_of(
+    run: Callable[[int], Awaitable[Pass]], seconds: float, *, interval_ms: int, seed: int = 1
+) -> list[float]:
+    """When a sweep that runs for so long makes its passes."""
+    at: list[float] = []
+    time = VirtualTime(asyncio.get_running_loop())
+    time.start()
+    began = time.now()
+
+    async def noted(batch: int) -> Pass:
+        at.append(time.now() - began)
+        return await run(len(at))
+
+    try:
+        engine = Engine(MemoryStore(ManualClock()), minter=SeededMinter(seed))
+        sweeper = Sweeper(engine, only("unblock", interval_ms), [Sweep("unblock", whole=noted)])
+        sweeper.start()
+        await asyncio.sleep(seconds)
+        assert await sweeper.stop() == 0
+    finally:
+        time.stop()
+    return at
+
+
+async def quiet(number: int) -> Pass:
+    return Pass(0, 0)
+
+
+async def test_pauses_are_longer_by_a_share_that_differs_from_process_to_process() -> None:
+    found = {seed: await passes_of(quiet, 25, interval_ms=10_000, seed=seed) for seed in range(1, 6)}
+
+    pauses = {seed: round(at[1] - at[0], 3) for seed, at in found.items()}
+    assert all(10.0 <= pause <= 11.0 for pause in pauses.values())
+    assert len(set(pauses.values())) == len(pauses), "no two march in step"
+    for at in found.values():
+        assert at[0] == pytest.approx(0, abs=0.01), "the first pass is at once"
+        assert at[2] - at[1] == pytest.approx(at[1] - at[0], abs=0.002), "and each keeps its own pace"
+
+
+async def test_each_failure_doubles_the_pause_up_to_half_a_minute_and_a_success_ends_that() -> None:
+    async def away_for_six(number: int) -> Pass:
+        if number <= 6:
+            raise AWAY
+        return Pass(0, 0)
+
+    at = await passes_of(away_for_six, 110, interval_ms=1000)
+
+    pause = at[8] - at[7]
+    assert 1.0 <= pause <= 1.1
+    gaps = [later - earlier for earlier, later in pairwise(at[:8])]
+    assert gaps == pytest.approx([2 * pause, 4 * pause, 8 * pause, 16 * pause, 30, 30, pause], abs=0.01)
+
+
+async def test_a_full_batch_is_followed_by_the_next_one_at_once() -> None:
+    async def busy(number: int) -> Pass:
+        return Pass(200 if number < 4 else 0, 0)
+
+    at = await passes_of(busy, 5, interval_ms=10_000)
+
+    assert len(at) == 4
+    assert at[3] < 0.1
+
+
+async def test_a_crash_is_followed_by_a_rest_of_five_seconds() -> None:
+    async def crashing(number: int) -> Pass:
+        if number == 2:
+            raise RuntimeError("a bug")
+        return Pass(0, 0)
+
+    at = await passes_of(crashing, 7.5, interval_ms=1000)
+
+    assert at[2] - at[1] == pytest.approx(5, abs=0.01)
+
+
+async def test_stopping_is_noticed_after_the_item_in_hand(engine: Engine, clock: ManualClock) -> None:
+    first, *others = await delayed(engine, clock, 3)
+    begun, proceed = asyncio.Event(), asyncio.Event()
+
+    async def act(execution_id: str) -> bool:
+        begun.set()
+        await proceed.wait()
+        return await engine.promote_delayed(execution_id) is not None
+
+    settings = msgspec.structs.replace(only("delayed_promoter"), batch=1)
+    sweeper = Sweeper(engine, settings, [Sweep("delayed_promoter", "delay_until", act)])
+    sweeper.start()
+    await asyncio.wait_for(begun.wait(), 10)
+    stopping = asyncio.create_task(sweeper.stop())
+    await asyncio.sleep(0)
+    proceed.set()
+
+    assert await asyncio.wait_for(stopping, 10) == 0
+    assert await engine.read_execution_state(first) is PublicState.WAITING, "what was begun is finished"
+    assert {await engine.read_execution_state(one) for one in others} == {PublicState.DELAYED}

@@ -25,7 +25,7 @@ from flowfabric.model.states import (
     public_state,
 )
 from flowfabric.rules import cancel, claim, delay, expiry, finish, notes, operate, reclaim, replay, retention
-from flowfabric.rules.change import Decision, FromNow, Patch
+from flowfabric.rules.change import Decision, FromNow, Patch, spelled_out
 from flowfabric.rules.claim import GrantOrder
 from flowfabric.rules.lease import Fence, Holder
 
@@ -164,7 +164,7 @@ def _assert_ended(after: Execution) -> None:
 
 def _after(row: Execution, decision: Decision[Any]) -> Execution | None:
     assert decision.change is not None
-    for write in decision.change.writes:
+    for write in spelled_out(decision.change, row).writes:
         if isinstance(write, Patch) and write.row is Execution:
             fields = {
                 name: NOW + value.offset if isinstance(value, FromNow) else value

@@ -19,7 +19,7 @@ from tests.scenarios.test_s_budgets import B, budget, report
 from tests.scenarios.test_s_quotas import Q, check, policy
 from tests.scenarios.test_s_scheduling import pull
 from tests.scenarios.test_s_workers import register
-from tests.scenarios.test_sleeping import asleep
+from tests.scenarios.test_sleeping import RESET_MS, asleep
 
 RETRY = {"retry_policy": {"max_retries": 1, "backoff": {"type": "fixed", "delay_ms": 500}}}
 
@@ -189,7 +189,8 @@ async def test_it_is_suspended(play: Play) -> None:
 async def test_it_sleeps_on_a_budget(play: Play) -> None:
     held = await asleep(play, used=95, wanted=10)
 
-    assert await why(play, held.execution_id) == obstacles.BudgetExhausted(B, "tokens", 95, 0, 100, needed=10)
+    resets_at = play.now + RESET_MS
+    assert await why(play, held.execution_id) == obstacles.BudgetExhausted(B, "tokens", 90, 5, 100, resets_at, 10)
 
 
 async def test_there_is_no_such_execution(play: Play) -> None:

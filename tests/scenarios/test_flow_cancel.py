@@ -285,6 +285,10 @@ async def test_s_051_filtered_reconciler_leaves_foreign_members(flow: Flowing) -
     assert await flow.state(*"ab") == "cancelled waiting"
     backlog, pending = await flow.backlog()
     assert (pending, backlog is not None) == (["b"], True)
+    assert flow.engine.meters.levels["ff_cancel_backlog_depth", ()] == 1
+    await flow.sweep("cancel_reconciler")
+    assert await flow.state(*"ab") == "cancelled cancelled"
+    assert flow.engine.meters.levels["ff_cancel_backlog_depth", ()] == 0
 
 
 async def test_ex_085_flow_member_of_a_cancelled_flow(flow: Flowing) -> None:

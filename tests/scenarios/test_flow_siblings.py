@@ -12,6 +12,8 @@ from flowfabric.model.flow_answers import SiblingDrain, SiblingReconcile
 from flowfabric.rules.change import Change, Delete, Patch, Put
 from tests.scenarios.flowing import WAITING, Flowing, any_of, quorum
 
+DISPOSITIONS = ("cancelled", "already_terminal", "not_found")
+
 
 async def fired(flow: Flowing, upstreams: str = "123", policy: object = None) -> None:
     """A join with siblings to cancel: the first upstream has ended well, the second runs, the others wait."""
@@ -99,7 +101,7 @@ async def test_s_025_reconciler_completes_an_interrupted_drain(flow: Flowing) ->
 
 async def test_s_026_reconciler_leaves_running_members_to_the_dispatcher(flow: Flowing) -> None:
     await fired(flow)
-    await flow.cancel("3")
+    await flow.succeed("3")
     before = await flow.group("b"), await flow.entry("b")
 
     assert await flow.sweep("edge_cancel_reconciler", 10) == [0] * 10
@@ -152,3 +154,19 @@ async def test_two_dispatchers_cancel_everybody_once(flow: Flowing) -> None:
     for name in "23":
         history = await flow.engine.store.history(flow.names[name], Topic.COMPLETION, 10)
         assert [one.event.outcome for one in history] == ["cancelled"]
+
+
+async def test_what_becomes_of_siblings_is_counted(flow: Flowing) -> None:
+    await fired(flow, "1234")
+    await flow.write(Delete(Execution, (flow.names["4"],)))
+    await flow.succeed("3")
+    meters = flow.engine.meters
+
+    await flow.sweep("edge_cancel_reconciler")
+    await flow.sweep("edge_cancel_dispatcher")
+
+    assert meters.counted("ff_edge_group_policy", policy="any_of") == 1
+    assert meters.counted("ff_sibling_cancel_dispatched", reason="sibling_quorum_satisfied") == 3
+    found = {name: meters.counted("ff_sibling_cancel_disposition", disposition=name) for name in DISPOSITIONS}
+    assert found == {"cancelled": 1, "already_terminal": 1, "not_found": 1}
+    assert meters.counted("ff_sibling_cancel_reconcile", action="no_op") == 1

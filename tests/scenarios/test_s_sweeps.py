@@ -24,6 +24,7 @@ from tests.scenarios.test_ex_grants import requires
 from tests.scenarios.test_s_budgets import B, budget, report
 from tests.scenarios.test_s_scheduling import BUDGET_BLOCKED, pull
 from tests.scenarios.test_s_workers import ROUTE_BLOCKED
+from tests.scenarios.waits import Waits
 
 RETRY = {"retry_policy": {"max_retries": 1, "backoff": {"type": "fixed", "delay_ms": 500}}}
 DAY_MS = 24 * 3_600_000
@@ -61,17 +62,19 @@ async def test_s_089_the_deadline_fires_in_every_phase(play: Play) -> None:
     blocked = await play.create(execution_deadline_at=deadline, policy={"budget_ids": [B]})
     await play.engine.block_execution_for_admission(blocked, reason="waiting_for_budget")
     delayed = await play.create(execution_deadline_at=deadline, delay_until=deadline + 1)
+    asleep = await play.claimed(execution_deadline_at=deadline)
+    await Waits(play).suspend(asleep)
 
     play.clock.pass_ms(999)
     assert (await play.engine.sweep_once("execution_deadline")).processed == 0
     play.clock.pass_ms(1)
-    assert (await play.engine.sweep_once("execution_deadline")).processed == 4
+    assert (await play.engine.sweep_once("execution_deadline")).processed == 5
 
-    for e in (queued, held.execution_id, blocked, delayed):
+    for e in (queued, held.execution_id, blocked, delayed, asleep.execution_id):
         row = await play.sheet(e)
         assert (row.public_state, row.failure_reason, row.lease_expires_at) == ("expired", "execution_deadline", None)
         assert (row.blocked_on, row.blocked_at) == (None, None)
-    assert await play.outcomes() == ["expired"] * 4
+    assert await play.outcomes() == ["expired"] * 5
 
 
 async def test_s_090_lease_expiry_marks_and_does_not_requeue(play: Play) -> None:
@@ -136,6 +139,31 @@ async def test_s_091_the_settings_filter_too_and_what_is_passed_over_hides_nothi
     assert (await engine.sweep_once("delayed_promoter")).processed == 1
 
     assert await play.vector(mine) == WAITING
+
+
+@pytest.mark.parametrize("sweep", ["delayed_promoter", "unblock"])
+async def test_s_091_an_execution_whose_tags_cannot_be_read_is_passed_over_until_they_can(
+    play: Play, sweep: str
+) -> None:
+    tag = {"app.instance_id": "i1"}
+    if sweep == "unblock":
+        unreadable, other = [await play.create(tags=tag) for _ in range(2)]
+        for e in (unreadable, other):
+            await play.engine.block_execution_for_admission(e, reason="waiting_for_quota")
+    else:
+        unreadable, other = [await play.create(delay_until=play.now + 10, tags=tag) for _ in range(2)]
+    play.clock.pass_ms(10)
+    tags = (await play.sheet(unreadable)).tags
+    await write(play, unreadable, tags="{torn")
+    chosen = Filter(instance_tag=("app.instance_id", "i1"))
+
+    done = await play.engine.sweep_once(sweep, chosen)
+
+    assert (done.processed, await play.vector(other)) == (1, WAITING)
+    assert await play.vector(unreadable) != WAITING
+    await write(play, unreadable, tags=tags)
+    assert (await play.engine.sweep_once(sweep, chosen)).processed == 1
+    assert await play.vector(unreadable) == WAITING
 
 
 async def test_s_091_a_filter_holds_for_the_unblock_sweep_too(play: Play) -> None:

@@ -9,32 +9,42 @@ import pytest
 
 from flowfabric.engine.asks import GateArgs
 from flowfabric.engine.engine import Engine
+from flowfabric.handles import Handle
 from flowfabric.ids import SeededMinter
 from flowfabric.model.answers import Claimed
 from flowfabric.model.gate import GateEnd, GateKind, GateMemo
-from flowfabric.model.verdicts import BudgetCreated, HardBreach, Ok, Reserved
+from flowfabric.model.verdicts import BudgetCreated, BudgetReleased, HardBreach, Ok, Refunded, Reserved
 from flowfabric.rules.budgets import Need, read_need
 from tests.scenarios.play import ACTIVE, RESUMABLE, Play
-from tests.scenarios.test_reservations import R1, TTL
+from tests.scenarios.test_reservations import R1, R2, TTL
 from tests.scenarios.test_s_budgets import B, report
 
+SPENDER = f"{{fp:86}}:{R2}"
+RESET_MS = 3_600_000
 ASLEEP = "suspended/unowned/not_applicable/waiting_for_budget/none/attempt_interrupted/suspended"
 
 
 async def sleepy(play: Play, hard: int = 100, action: str = "suspend") -> None:
     created = await play.engine.create_budget(
-        B, dimensions=["tokens"], hard_limits=[hard], soft_limits=[0], on_hard_limit=action
+        B,
+        dimensions=["tokens"],
+        hard_limits=[hard],
+        soft_limits=[0],
+        on_hard_limit=action,
+        reset_interval_ms=RESET_MS,
     )
     assert created == BudgetCreated(B)
 
 
 async def asleep(play: Play, used: int = 95, wanted: int = 10) -> Claimed:
-    """An execution that asked for more than there was."""
+    """An execution that asked for more than there was: five were spent by another, five are reserved for it."""
     await sleepy(play)
-    await report(play, tokens=used)
+    await report(play, tokens=used - 10)
+    await play.engine.record_spend(B, SPENDER, {"tokens": 5})
+    await play.engine.reserve_budget(B, SPENDER, {"tokens": 5}, ttl_ms=TTL, reservation_id=R1)
     held = await play.claimed()
     breach = await play.engine.report_usage(held.handle, B, {"tokens": wanted})
-    assert breach == HardBreach("tokens", used, 100, action="suspend", parked=True)
+    assert breach == HardBreach("tokens", used - 5, 100, reserved=5, action="suspend", parked=True)
     return held
 
 
@@ -43,7 +53,7 @@ async def test_a_breach_puts_the_execution_to_sleep(play: Play) -> None:
 
     assert await play.vector(held.execution_id) == ASLEEP
     row = await play.sheet(held.execution_id)
-    assert (row.blocked_on, row.blocked_at) == (f"budget:{B}", play.now)
+    assert (row.blocked_on, row.blocked_at) == (f"asleep:{B}", play.now)
     assert await play.told(held.execution_id) == ["acquired", "released suspend"]
     assert (await play.engine.get_budget_status(B)).breach_count == 1
 
@@ -60,7 +70,35 @@ async def reset(play: Play) -> None:
     await play.engine.reset_budget(B)
 
 
-@pytest.mark.parametrize("makes_room", [raise_the_limit, lift_the_limit, reset])
+async def release(play: Play) -> None:
+    assert await play.engine.release_budget(B, SPENDER) == BudgetReleased(B, {"tokens": 5})
+
+
+async def refund(play: Play) -> None:
+    assert await play.engine.refund_budget(B, R1) == Refunded(R1, {"tokens": 5})
+
+
+async def settle_for_less(play: Play) -> None:
+    assert await play.engine.settle_budget(B, SPENDER, R1, {"tokens": 0}) == Ok()
+
+
+async def outlast_the_reservation(play: Play) -> None:
+    play.clock.pass_ms(TTL)
+    assert (await play.engine.sweep_once("budget_reservations")).processed == 1
+
+
+async def wait_for_the_scheduled_reset(play: Play) -> None:
+    play.clock.pass_ms(RESET_MS)
+    assert (await play.engine.sweep_once("budget_reset")).processed == 1
+
+
+@pytest.mark.parametrize(
+    "makes_room",
+    [
+        *(raise_the_limit, lift_the_limit, reset, wait_for_the_scheduled_reset),
+        *(release, refund, settle_for_less, outlast_the_reservation),
+    ],
+)
 async def test_room_wakes_it_and_it_goes_on(play: Play, makes_room: Any) -> None:
     held = await asleep(play)
 
@@ -106,15 +144,15 @@ async def test_room_made_while_it_falls_asleep_is_not_slept_through(
     await report(play, tokens=95)
     held = await play.claimed()
     other = Engine(play.store.store, minter=SeededMinter(9))
-    suspend = play.engine.suspend
+    sleep = play.engine.sleep_for_budget
     falling, proceed = asyncio.Event(), asyncio.Event()
 
-    async def slowly(*given: Any) -> Any:
+    async def slowly(handle: Handle, need: Need) -> bool:
         falling.set()
         await proceed.wait()
-        return await suspend(*given)
+        return await sleep(handle, need)
 
-    monkeypatch.setattr(play.engine, "suspend", slowly)
+    monkeypatch.setattr(play.engine, "sleep_for_budget", slowly)
     reporting = asyncio.create_task(play.engine.report_usage(held.handle, B, {"tokens": 10}))
     await falling.wait()
     await other.reset_budget(B)

@@ -27,6 +27,23 @@ async def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
             return await emptied(request.getfixturevalue("own_database"))
 
 
+@pytest.fixture(params=[store for store in STORES if store != "memory"])
+async def shared_app(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Fabric]:
+    """An app without tasks on a store that other processes and loops can open, too."""
+    url = f"sqlite:///{tmp_path / 'app.db'}"
+    if request.param == "postgres":
+        url = await emptied(request.getfixturevalue("own_database"))
+    async with Fabric(url) as app:
+        yield app
+
+
+@pytest.fixture
+async def file_app(tmp_path: Path) -> AsyncIterator[Fabric]:
+    """The same on a file, for tests of processes whose store does not matter."""
+    async with Fabric(f"sqlite:///{tmp_path / 'app.db'}") as app:
+        yield app
+
+
 @pytest.fixture
 async def app(url: str) -> AsyncIterator[Fabric]:
     """An app without tasks."""
@@ -44,6 +61,15 @@ async def working(app: Fabric, **ways: Any) -> AsyncIterator[Worker]:
     finally:
         worker.stop()
         await task
+
+
+async def until_so(condition: Callable[[], bool], seconds: float = 10) -> None:
+    """The same for a condition that needs no waiting itself."""
+
+    async def holds() -> bool:
+        return condition()
+
+    await until(holds, seconds)
 
 
 async def until(condition: Callable[[], Awaitable[bool]], seconds: float = 10) -> None:

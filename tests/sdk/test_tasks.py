@@ -73,7 +73,7 @@ async def test_wrong_input_fails_at_submit_with_the_field_named(
     async def send(mail: Mail) -> None: ...
 
     with pytest.raises(errors.InvalidInput, match=named):
-        await send.submit(**given)  # type: ignore[arg-type]
+        await send.submit(**given)
 
     engine = await app.engine()
     assert (await engine.search_executions()).executions == []

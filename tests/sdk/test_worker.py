@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from typing import Any
 
 import pytest
 
-from flowfabric import Context, Fabric, Run
+from flowfabric import Context, Fabric, Run, RunFailed
 from flowfabric.model.states import PublicState
 from tests.sdk.conftest import until, working
 
@@ -31,20 +32,114 @@ async def test_no_more_runs_at_once_than_there_are_slots(app: Fabric) -> None:
     assert most == 3
 
 
-async def test_a_blocked_loop_does_not_lose_its_work(app: Fabric, caplog: pytest.LogCaptureFixture) -> None:
-    if app.url == "memory://":
-        return  # a store in the loop's own memory cannot be renewed while the loop stands still
-
-    @app.task
+async def test_a_loop_that_is_blocked_for_three_leases_does_not_lose_its_work(
+    shared_app: Fabric, caplog: pytest.LogCaptureFixture
+) -> None:
+    @shared_app.task
     async def rude(ctx: Context) -> int:
         time.sleep(1.5)  # noqa: ASYNC251 - three times the lease
         return ctx.attempt
 
-    async with working(app, lease_ttl="500ms"):
+    async with working(shared_app, lease_ttl="500ms"):
         run = await rude.submit()
         assert await run.result(20) == 0
 
+    assert len(await run.attempts()) == 1
     assert "time.sleep(1.5)" in caplog.text, "the blocker is reported with its stack"
+
+
+async def test_a_loop_that_is_blocked_beyond_its_limit_loses_its_work(
+    file_app: Fabric, caplog: pytest.LogCaptureFixture
+) -> None:
+    @file_app.task
+    async def dead(ctx: Context) -> int:
+        if not ctx.attempt:
+            time.sleep(1.5)  # noqa: ASYNC251
+        return ctx.attempt
+
+    async with working(file_app, lease_ttl="300ms", stall_limit="500ms"):
+        run = await dead.submit()
+        assert await run.result(20) == 1, "somebody else could have had it"
+    assert "renewed no more" in caplog.text
+
+
+async def test_a_worker_is_in_the_registry_while_it_works(app: Fabric) -> None:
+    @app.task(lane="mail")
+    async def send() -> None: ...
+
+    engine = await app.engine()
+    async with working(app, capabilities={"smtp"}, presence_ttl="150ms") as worker:
+
+        async def is_listed() -> bool:
+            return bool((await engine.list_workers(app.namespace)).entries)
+
+        await until(is_listed)
+        [entry] = (await engine.list_workers(app.namespace)).entries
+        assert (entry.worker_instance_id, entry.worker_id) == (worker.instance_id, worker.worker_id)
+        assert set(entry.lanes) == {"mail"}
+        assert set(entry.capabilities) == {"smtp"}
+
+        async def has_beaten_since() -> bool:
+            page = await engine.list_workers(app.namespace)
+            return bool(page.entries) and page.entries[0].last_heartbeat_ms >= entry.last_heartbeat_ms + 150
+
+        await until(has_beaten_since)
+    assert (await engine.list_workers(app.namespace)).entries == []
+
+
+async def test_a_worker_that_the_registry_forgot_comes_back(app: Fabric) -> None:
+    @app.task
+    async def send() -> None: ...
+
+    engine = await app.engine()
+    async with working(app, presence_ttl="150ms") as worker:
+
+        async def is_listed() -> bool:
+            return bool((await engine.list_workers(app.namespace)).entries)
+
+        await until(is_listed)
+        await engine.mark_worker_dead(namespace=app.namespace, worker_instance_id=worker.instance_id)
+        await until(is_listed)
+
+
+async def test_a_thread_that_does_not_listen_keeps_its_slot_until_it_returns(
+    app: Fabric, caplog: pytest.LogCaptureFixture
+) -> None:
+    heard, go_on = threading.Event(), threading.Event()
+    left: list[bool] = []
+
+    @app.task(timeout="50ms")
+    def deaf(ctx: Context) -> None:
+        go_on.wait(20)
+        left.append(ctx.cancelled)
+        heard.set()
+
+    @app.task
+    async def quick() -> str:
+        return "ran"
+
+    async with working(app, slots=1):
+        run = await deaf.submit()
+        with pytest.raises(RunFailed, match="has not returned after 0.05 s"):
+            await run.result(20)
+        later = await quick.submit()
+        with pytest.raises(TimeoutError):
+            await later.result(0.1)
+        go_on.set()
+        assert await later.result(20) == "ran"
+    assert heard.is_set()
+    assert left == [True]
+    assert "keeps its slot" in caplog.text
+
+
+async def test_a_handler_knows_how_long_its_lease_lasts(app: Fabric) -> None:
+    @app.task
+    async def look(ctx: Context) -> float:
+        assert not ctx.cancelled
+        return ctx.lease_seconds_left
+
+    async with working(app, lease_ttl="20s"):
+        assert 15 < await (await look.submit()).result(20) <= 20
 
 
 async def test_a_handler_whose_lease_was_taken_away_is_cancelled(app: Fabric) -> None:

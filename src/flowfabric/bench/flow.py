@@ -22,6 +22,7 @@ from flowfabric.bench.throughput import Progress, Steps
 from flowfabric.engine.asks import Change
 from flowfabric.engine.flows import GraphEdge
 from flowfabric.ids import FlowId, mint_for_flow
+from flowfabric.model.execution import Execution
 
 IN_FLIGHT = 16
 CLAIM_LOOPS = 1
@@ -156,14 +157,14 @@ async def _quorum(engine: Engine, lane: str, siblings: int) -> float:
         if not left:
             cancelled.set()
 
-    engine.after_commit.append(count)
+    engine.follow(count, Execution)
     try:
         began = perf_counter()
         await engine.complete(winner.handle, result=RESULT)
         await asyncio.wait_for(cancelled.wait(), SILENCE_MS / 1000)
         took = perf_counter() - began
     finally:
-        engine.after_commit.remove(count)
+        engine.followers[Execution].remove(count)
     await engine.dispatched()
     return took
 

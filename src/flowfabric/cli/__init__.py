@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import typer
 
-from flowfabric.cli import bench, demo, executions, serve, upkeep
+from flowfabric.cli import bench, demo, executions, resources, serve, upkeep, waits, watching, worker
 
 app = typer.Typer(
     name="ff",
@@ -19,11 +19,8 @@ app = typer.Typer(
     rich_markup_mode=None,  # its help pages alone take 0.3 s to import
     pretty_exceptions_enable=False,
 )
-upkeep.add_to(app)
-executions.add_to(app)
-demo.add_to(app)
-serve.add_to(app)
-bench.add_to(app)
+for page in (upkeep, executions, watching, waits, resources, worker, serve, demo, bench):
+    page.add_to(app)
 
 
 def main() -> None:

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flowfabric import loops
 from flowfabric.cli.stores import StoreOption, chosen_store
 from flowfabric.cli.telling import JsonOption, console, document, table, telling_errors
 
 if TYPE_CHECKING:
     from flowfabric.bench.capability import CapabilityReport, Routing
     from flowfabric.bench.flow import FlowReport
+    from flowfabric.bench.sdk import SdkReport
     from flowfabric.bench.suspend import Report as WaitReport
     from flowfabric.bench.throughput import Progress, Report
 
@@ -26,6 +28,7 @@ def add_to(app: typer.Typer) -> None:
     bench.command()(suspend)
     bench.command()(flow)
     bench.command()(capability)
+    bench.command()(sdk)
     bench.command()(http)
     app.add_typer(bench, name="bench")
 
@@ -45,13 +48,12 @@ def throughput(
     json: JsonOption = False,
 ) -> None:
     """Submit, drain and latency, in a scratch store made beside the named one and removed afterwards."""
-    import asyncio
 
     from flowfabric.bench.throughput import throughput as measured
 
     with telling_errors(), _progress(quiet=json) as progress:
         url = chosen_store(store)
-        report = asyncio.run(
+        report = loops.run(
             measured(url, jobs=jobs, payload_bytes=payload, rounds=rounds, depth=depth, progress=progress)
         )
     if json:
@@ -68,13 +70,12 @@ def suspend(
     json: JsonOption = False,
 ) -> None:
     """Suspend → signal → running again, frames per second, and how soon a tail has a frame."""
-    import asyncio
 
     from flowfabric.bench.suspend import suspend as measured
 
     with telling_errors(), _progress(quiet=json) as progress:
         url = chosen_store(store)
-        report = asyncio.run(measured(url, rounds=rounds, frames=frames, tails=tails, progress=progress))
+        report = loops.run(measured(url, rounds=rounds, frames=frames, tails=tails, progress=progress))
     if json:
         document(report)
     else:
@@ -89,14 +90,13 @@ def http(
     json: JsonOption = False,
 ) -> None:
     """Create, claim and complete through the server, beside a bare FastAPI route."""
-    import asyncio
 
     from flowfabric.bench.http import http as measured
     from flowfabric.bench.http import shown
 
     with telling_errors(), _progress(quiet=json) as progress:
         url = chosen_store(store)
-        report = asyncio.run(measured(url, requests=requests, rounds=rounds, clients=clients, progress=progress))
+        report = loops.run(measured(url, requests=requests, rounds=rounds, clients=clients, progress=progress))
     if json:
         document(report)
         return
@@ -127,13 +127,12 @@ def flow(
     json: JsonOption = False,
 ) -> None:
     """Chains, a fan-out with its join and the cancel of a quorum's rest, in a scratch store beside the named one."""
-    import asyncio
 
     from flowfabric.bench.flow import flow as measured
 
     with telling_errors(), _progress(quiet=json) as progress:
         url = chosen_store(store)
-        report = asyncio.run(measured(url, chains=chains, samples=samples, rounds=rounds, progress=progress))
+        report = loops.run(measured(url, chains=chains, samples=samples, rounds=rounds, progress=progress))
     if json:
         document(report)
     else:
@@ -147,17 +146,50 @@ def capability(
     json: JsonOption = False,
 ) -> None:
     """What ten sets of capabilities cost a drain, and how work finds capable workers, in a scratch store."""
-    import asyncio
 
     from flowfabric.bench.capability import capability as measured
 
     with telling_errors(), _progress(quiet=json) as progress:
         url = chosen_store(store)
-        report = asyncio.run(measured(url, jobs=jobs, rounds=rounds, progress=progress))
+        report = loops.run(measured(url, jobs=jobs, rounds=rounds, progress=progress))
     if json:
         document(report)
     else:
         _print_capability(report)
+
+
+def sdk(
+    jobs: Annotated[int, typer.Option(min=200, help="Tasks per round.")] = 10_000,
+    functions: Annotated[int, typer.Option(min=16, help="Durable functions of ten steps per round.")] = 600,
+    samples: Annotated[int, typer.Option(min=20, help="Tasks whose way from submit to result is timed.")] = 200,
+    rounds: Annotated[int, typer.Option(min=1, help="FlowFabric and peer take turns this often; medians count.")] = 3,
+    peer: Annotated[bool, typer.Option(help="Measure another task queue beside it.")] = True,
+    store: StoreOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Tasks through a real worker process, beside pgqueuer (Postgres) or huey (SQLite), in a scratch store."""
+
+    from flowfabric.bench.sdk import sdk as measured
+
+    with telling_errors(), _progress(quiet=json) as progress:
+        url = chosen_store(store)
+        report = loops.run(
+            measured(
+                url,
+                jobs=jobs,
+                samples=samples,
+                functions=functions,
+                rounds=rounds,
+                with_peer=peer,
+                progress=progress,
+            )
+        )
+    if report.peer_missing:
+        typer.echo(f"ff: no peer: {report.peer_missing}", err=True)
+    if json:
+        document(report)
+    else:
+        _print_sdk(report)
 
 
 @contextmanager
@@ -186,6 +218,24 @@ def _print_flow(report: FlowReport) -> None:
     typer.echo(f"{report.rounds} rounds, {fan.samples} samples, {report.cores} cores")
     typer.echo(f"versions: {versions}")
     typer.echo(f"durability: {report.durability}")
+
+
+def _print_sdk(report: SdkReport) -> None:
+    peer = report.peer
+    done = f"{report.submit_to_done_p50_ms} / {report.submit_to_done_p99_ms} ms"
+    functions = f"functions of {report.durable_steps} steps, {report.durable_in_flight} in flight"
+    rows: list[tuple[object, ...]] = [
+        ("drain", f"{report.drain_per_s:,}/s", f"{peer.drain_per_s:,}/s" if peer else "", report.drain_ratio),
+        ("submit → done, p50 / p99", done, "", None),
+        (functions, f"{report.durable_per_s:,}/s", "", None),
+    ]
+    table("", ("", "flowfabric", f"{peer.name} {peer.version}" if peer else "", "ratio"), rows)
+    versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
+    typer.echo(f"{report.jobs:,} jobs of {report.payload_bytes} bytes, {report.rounds} rounds, {report.cores} cores")
+    typer.echo(f"versions: {versions}")
+    typer.echo(f"durability: {report.durability}")
+    if peer:
+        typer.echo(f"durability of {peer.name}: {peer.durability}")
 
 
 def _print_capability(report: CapabilityReport) -> None:

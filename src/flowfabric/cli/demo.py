@@ -11,7 +11,7 @@ def add_to(app: typer.Typer) -> None:
 
 
 def demo() -> None:
-    """Watch it work: a retry, a killed worker, its work finished by another; in a folder of its own."""
+    """Watch it work: a retry, a killed worker, a takeover, a quorum, an approval; in a folder of its own."""
     from flowfabric.demo import play
 
     raise typer.Exit(play())

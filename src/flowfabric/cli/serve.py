@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from flowfabric import loops
 from flowfabric.cli.stores import StoreOption, chosen_store
 from flowfabric.cli.telling import telling_errors
 
@@ -29,7 +30,6 @@ def serve(
     sweeps: Annotated[bool, typer.Option(help="Run the background sweeps in this process, too.")] = True,
 ) -> None:
     """Serve the REST API until told to stop; what is under way is finished then."""
-    import asyncio
 
     import msgspec
 
@@ -51,4 +51,4 @@ def serve(
         )
         settings.check()
         logs.log_to_stderr(settings.log)
-        asyncio.run(serving.serve(chosen_store(store), settings))
+        loops.run(serving.serve(chosen_store(store), settings))

@@ -35,6 +35,13 @@ def document(value: Any) -> None:
     typer.echo(msgspec.json.format(msgspec.json.encode(value), indent=2))
 
 
+def line(value: Any) -> None:
+    """Print one JSON document on one line, for a machine that reads while more comes."""
+    import msgspec
+
+    typer.echo(msgspec.json.encode(value).decode())
+
+
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Print a table for people; the first column is never folded."""
     from rich.box import SIMPLE_HEAD
@@ -97,6 +104,8 @@ def hint_for(error: FabricError) -> str | None:
             return "`ff migrate` makes or updates the store; --store or FLOWFABRIC_URL names another"
         case errors.StoreUnavailable():
             return "is the address right and the server up? `ff doctor` looks closer"
+        case errors.NotFound(entity="budget"):
+            return "`ff budgets` shows which budgets there are"
         case errors.NotFound():
             return "`ff ls` shows which executions there are"
         case errors.ExecutionNotActive():

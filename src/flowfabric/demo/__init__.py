@@ -1,8 +1,9 @@
 """The demo: the main job, end to end, on SQLite in a folder of its own, with real worker processes.
 
 Eight orders are worked on by two workers. One order fails at first and is retried. One worker is killed with SIGKILL in
-the middle of its work; its lease lapses and the other worker takes the work over. What the summary claims was checked:
-the exit code is 0 only when all of it held.
+the middle of its work; its lease lapses and the other worker takes the work over. Beside the orders runs a flow: one of
+its branches fails, two of three are enough to go on, and its last step waits for somebody to say yes. What the summary
+claims was checked: the exit code is 0 only when all of it held.
 """
 
 from __future__ import annotations

@@ -12,11 +12,12 @@ RETRIES = {"retry_policy": {"max_retries": 3, "backoff": {"type": "fixed", "dela
 
 
 class Order(msgspec.Struct, frozen=True):
-    """One piece of work: so many steps, and so many attempts that fail."""
+    """One piece of work: so many steps, so many attempts that fail, and whether somebody has to say yes first."""
 
     name: str
     steps: int = 4
     fails: int = 0
+    asks: bool = False
 
 
 FLAKY = Order("order-2", fails=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import tempfile
 from pathlib import Path
 from time import monotonic
@@ -10,6 +11,7 @@ from time import monotonic
 import msgspec
 
 from flowfabric import Engine, FabricError, Fence, connect
+from flowfabric.demo import release
 from flowfabric.demo.crew import Crew
 from flowfabric.demo.orders import LANE, LEASE_MS, LONG, ORDERS, RETRIES
 from flowfabric.demo.screen import Screen, Sight
@@ -27,8 +29,13 @@ async def perform() -> int:
         url = f"sqlite:///{folder}/demo.db"
         async with await connect(url) as engine:
             with Crew(url, Path(folder)) as crew:
-                screen.say(f"{len(ORDERS)} orders, two workers, SQLite; leases of {LEASE_MS / 1000} s", "bold")
-                play = Play(await submit(engine))
+                screen.say(
+                    f"{len(ORDERS)} orders, a flow of {len(release.MEMBERS)}, two workers, SQLite; "
+                    f"leases of {LEASE_MS / 1000} s",
+                    "bold",
+                )
+                await engine.ensure_signing_key(secrets.token_hex(32))
+                play = Play(await submit(engine), await release.submit(engine))
                 for name in ("worker-a", "worker-b"):
                     screen.say(f"{name} starts as process {crew.start(name)}")
                 with screen.showing():
@@ -59,9 +66,9 @@ async def _watch(engine: Engine, crew: Crew, play: Play, screen: Screen) -> bool
     """Look on until all is done, killing the worker of the long order on the way; False when it takes too long."""
     until = monotonic() + DEADLINE_S
     while monotonic() < until:
-        sights = [await _sight(engine, name, execution_id) for name, execution_id in play.ids.items()]
+        sights = [await _sight(engine, name, execution_id) for name, execution_id in (play.ids | play.flow).items()]
         screen.show(sights)
-        if all(sight.state == "completed" for sight in sights):
+        if all(sight.state == release.ENDS.get(sight.name, "completed") for sight in sights):
             return True
         if died := crew.has_died():
             screen.say(f"{', '.join(died)} ended by itself\n{crew.words()}", "red")
@@ -74,6 +81,9 @@ async def _watch(engine: Engine, crew: Crew, play: Play, screen: Screen) -> bool
         elif play.killed and not play.late_write and long.attempts > 1:
             screen.say(f"{long.worker} takes {long.name} over", "bold green")
             play.late_write = await _late_write(engine, play.ids[LONG.name])
+        if any(sight.state == "suspended" for sight in sights) and not play.approval:
+            play.approval = await release.approve(engine, play.flow[release.PUBLISH])
+            screen.say(f"{release.PUBLISH} asks, and gets a yes", "bold green")
         await asyncio.sleep(LOOK_S)
     return False
 

@@ -14,7 +14,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-COLOURS = {"active": "cyan", "completed": "green", "delayed": "yellow", "failed": "red", "waiting": "dim"}
+COLOURS = {"active": "cyan", "completed": "green", "delayed": "yellow", "failed": "red"}
+COLOURS |= {"suspended": "magenta", "skipped": "dim", "waiting": "dim", "waiting_children": "dim"}
 
 
 class Sight(msgspec.Struct, frozen=True):
@@ -56,7 +57,7 @@ class Screen:
                 self._shown[sight.name] = now
                 attempt = f"attempt {sight.attempts}" if sight.attempts else ""
                 by = f"by {sight.worker}" if sight.worker else ""
-                self.say(f"{sight.name}  {sight.state:<10} {attempt:<10} {by}".rstrip())
+                self.say(f"{sight.name:<8} {sight.state:<16} {attempt:<10} {by}".rstrip())
 
     def say(self, words: str, style: str = "") -> None:
         """Something that happened."""
@@ -70,7 +71,7 @@ class Screen:
 
 def _drawn(sights: Sequence[Sight]) -> Table:
     table = Table(box=None, pad_edge=False)
-    for name, width in (("order", 9), ("state", 10), ("attempt", 7), ("worker", 8), ("", 24)):
+    for name, width in (("order", 9), ("state", 16), ("attempt", 7), ("worker", 8), ("", 24)):
         table.add_column(name, width=width)
     for sight in sights:
         done = 100 if sight.state == "completed" else sight.progress

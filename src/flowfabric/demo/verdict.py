@@ -6,6 +6,7 @@ import msgspec
 
 from flowfabric import Engine
 from flowfabric.cursors import FROM_THE_START
+from flowfabric.demo import release
 from flowfabric.demo.orders import FLAKY, LONG, receipt
 from flowfabric.demo.screen import Screen
 
@@ -13,16 +14,19 @@ from flowfabric.demo.screen import Screen
 class Play(msgspec.Struct):
     """What has happened so far."""
 
-    ids: dict[str, str]
+    ids: dict[str, str]  # the orders
+    flow: dict[str, str]  # the members of the flow
     killed: str = ""  # the worker
     killed_at: int = 0  # by the store's clock
     late_write: str = ""  # how the store answered the dead worker's lease
+    approval: str = ""  # what came of the yes
 
 
 async def judged(engine: Engine, play: Play, screen: Screen) -> bool:
     """Check everything that the summary says, and say it; whether all of it holds."""
     names = {execution_id: name for name, execution_id in play.ids.items()}
-    ends = await _ends(engine)
+    all_ends = await _ends(engine)
+    ends = [execution_id for execution_id in all_ends if execution_id in names]
     results = [await engine.get_execution_result(execution_id) for execution_id in names]
     epochs = [await _epochs(engine, execution_id) for execution_id in names]
     highest = max(max(told, default=0) for told in epochs)
@@ -58,6 +62,7 @@ async def judged(engine: Engine, play: Play, screen: Screen) -> bool:
             highest > 1 and all(told == sorted(set(told)) for told in epochs),
             f"one step with each lease, up to {highest} for {LONG.name}",
         ),
+        *await _flow_claims(engine, play, all_ends),
     ]
     screen.console.print()
     for claim, held, detail in claims:
@@ -65,6 +70,33 @@ async def judged(engine: Engine, play: Play, screen: Screen) -> bool:
     held = all(held for _, held, _ in claims)
     screen.say("proven" if held else "something did not hold", "bold green" if held else "bold red")
     return held
+
+
+async def _flow_claims(engine: Engine, play: Play, ends: list[str]) -> list[tuple[str, bool, str]]:
+    states = {name: str(await engine.read_execution_state(one)) for name, one in play.flow.items()}
+    attempts = {name: await engine.attempt_history(one) for name, one in play.flow.items()}
+    ended_at = {name: some[-1].ended_at or 0 for name, some in attempts.items() if some}
+    began_at = {name: some[0].started_at for name, some in attempts.items() if some}
+    asked = attempts[release.PUBLISH]
+    good = [branch for branch in release.BRANCHES if states[branch] == "completed"]
+    once = sorted(one for one in ends if one in play.flow.values()) == sorted(play.flow.values())
+    return [
+        (
+            "the flow went on without the branch that failed",
+            states == release.ENDS and once and not attempts[release.ARCHIVE],
+            f"{release.FAILING} failed, so {release.ALERT} ran and {release.ARCHIVE} was skipped, each once",
+        ),
+        (
+            f"{release.PUBLISH} ran when two of three were done",
+            len(good) == 2 and began_at.get(release.PUBLISH, 0) >= max(ended_at.get(one, 0) for one in good) > 0,
+            f"{' and '.join(good)} were enough",
+        ),
+        (
+            f"{release.PUBLISH} waited for a yes without a worker",
+            play.approval == "resume_condition_satisfied" and len(asked) == 1 and asked[0].resumed_at is not None,
+            "suspended, signalled, and gone on with in the same attempt",
+        ),
+    ]
 
 
 async def _epochs(engine: Engine, execution_id: str) -> list[int]:

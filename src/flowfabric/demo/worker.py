@@ -15,6 +15,8 @@ import msgspec
 
 from flowfabric import Engine, FabricError, connect
 from flowfabric.demo.orders import FAILURE, LANE, LEASE_MS, STEP_S, Order, receipt
+from flowfabric.demo.release import APPROVE
+from flowfabric.engine.asks import ByName, Fresh, Single, SuspendArgs
 from flowfabric.model.answers import Claimed
 
 
@@ -39,6 +41,9 @@ async def handle(engine: Engine, claimed: Claimed) -> None:
     """Work on one order and end its attempt."""
     payload = claimed.payload.input_payload if claimed.payload else None
     order = msgspec.json.decode(payload or b"", type=Order)
+    if order.asks and not await engine.observe_signals(claimed.handle):
+        await ask(engine, claimed)
+        return
     for step in range(1, order.steps + 1):
         await asyncio.sleep(STEP_S)
         await engine.renew(claimed.handle)
@@ -47,6 +52,18 @@ async def handle(engine: Engine, claimed: Claimed) -> None:
             await engine.fail(claimed.handle, reason=FAILURE)
             return
     await engine.complete(claimed.handle, result=receipt(order.name))
+
+
+async def ask(engine: Engine, claimed: Claimed) -> None:
+    """Put the order away until somebody says yes; the worker is free meanwhile."""
+    args = SuspendArgs(
+        suspension_id=engine.minter.uuid(),
+        waitpoints=(Fresh(engine.minter.uuid(), APPROVE),),
+        resume_condition=Single(APPROVE, ByName(APPROVE)),
+        reason_code="waiting_for_approval",
+        now=engine.estimate.now(),
+    )
+    await engine.suspend(claimed.handle, args)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from flowfabric.engine.scheduler import Scheduler
-from flowfabric.engine.sweeper import Pass, Sweep
+from flowfabric.engine.sweeper import Choice, Pass, Sweep
 from flowfabric.engine.unblocking import Unblocking
 from flowfabric.model.budget import Budget, UsageKey
 from flowfabric.model.execution import IdempotencyKey
@@ -21,8 +21,7 @@ from flowfabric.stores.rows import TABLE
 
 def admission_sweeps(engine: Scheduler, unblocking: Unblocking, chosen: Filter | None = None) -> tuple[Sweep, ...]:
     """These sweeps, for an engine; `chosen` restricts those over executions."""
-    settings = engine.settings.sweeps
-    accepted = chosen or Filter(settings.namespace, settings.instance_tag)
+    choice = Choice.of(engine.settings.sweeps, chosen)
 
     async def reset(row: Budget) -> bool:
         return await engine.reset_budget_if_due(row.budget_id)
@@ -42,7 +41,7 @@ def admission_sweeps(engine: Scheduler, unblocking: Unblocking, chosen: Filter |
         Sweep("budget_reservations", "lapse_at", lapse, row=Budget),
         Sweep("budget_reconciler", whole=each_partition(engine.partitions.budget, engine.reconcile_budget_counters)),
         Sweep("quota_reconciler", whole=each_partition(engine.partitions.quota, engine.reconcile_quota_counters)),
-        Sweep("unblock", whole=lambda batch: unblocking.run(batch, accepted)),
+        Sweep("unblock", whole=lambda batch: unblocking.run(batch, choice)),
         Sweep("worker_registry_ttl_sweep", "lapses_at", engine.sweep_worker, row=Worker),
         Sweep("outbox_relay", "due_at", engine.redeliver, row=Message),
         Sweep("idempotency_keys", "expires_at", _forget(engine), row=IdempotencyKey),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flowfabric.model.condition import AllOf, ByName, Count, CountKind, OperatorOnly, Single, TimeoutOnly, Wildcard
+from flowfabric.rules.budgets import Need
 from flowfabric.rules.change import Change
 from flowfabric.rules.create import CreateExecution
 from flowfabric.rules.feeds import Filter
@@ -34,6 +35,7 @@ __all__ = [
     "Fresh",
     "GateArgs",
     "MailArgs",
+    "Need",
     "OperatorOnly",
     "ResumePolicy",
     "SignalArgs",

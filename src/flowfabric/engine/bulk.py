@@ -18,11 +18,12 @@ from flowfabric import errors
 from flowfabric.engine import intake
 from flowfabric.engine.commits import Verdict
 from flowfabric.engine.core import Core, Doubt
+from flowfabric.engine.wakes import lane_topic
 from flowfabric.model import answers
 from flowfabric.model.execution import Execution, IdempotencyKey
-from flowfabric.rules.change import Change, Decision
+from flowfabric.rules.change import Change, Decision, Insert, Put
 from flowfabric.rules.create import CreateExecution, create
-from flowfabric.stores.base import Want
+from flowfabric.stores.base import Inside, Want
 
 Answer = answers.Created | answers.Duplicate
 
@@ -118,6 +119,41 @@ class BulkCreate:
         return later
 
 
+async def create_within(core: Core, inside: Inside, ask: CreateExecution) -> Answer:
+    """Create one as part of a caller's transaction; it is seen by others when that commits."""
+    rows, now = None, core.estimate.now()
+    while True:
+        decision = _decide(core, ask, [[], []] if rows is None else rows, now)
+        if decision.change is None:
+            if rows is not None:
+                return decision.unwrap(now)
+        else:
+            change = msgspec.structs.replace(decision.change, id=core.minter.change_id())
+            if (committed := await inside.commit(change)) is not None:
+                lines = {
+                    write.row.line
+                    for write in change.writes
+                    if isinstance(write, Insert | Put) and isinstance(write.row, Execution)
+                }
+                await inside.notify(frozenset(lane_topic(line.lane_id) for line in lines if line is not None))
+                return decision.unwrap(committed)
+        loaded = await inside.load(_wants(ask))
+        rows, now = loaded.rows, loaded.now
+
+
+def _wants(ask: CreateExecution) -> tuple[Want, ...]:
+    wants: tuple[Want, ...] = (Want(Execution, (ask.execution_id,)),)
+    if ask.idempotency_key:
+        wants += (Want(IdempotencyKey, (ask.partition, ask.digest)),)
+    return wants
+
+
+def _decide(core: Core, ask: CreateExecution, rows: list[list[Any]], now: int) -> Decision[Answer]:
+    existing = rows[0][0] if rows[0] else None
+    remembered = rows[1][0] if len(rows) > 1 and rows[1] else None
+    return create(existing, remembered, ask, now, retention_ms=core.settings.retention_ms)
+
+
 def _names(ask: CreateExecution) -> tuple[object, ...]:
     """What makes two creates the same one."""
     return (ask.execution_id, (ask.partition, ask.digest)) if ask.idempotency_key else (ask.execution_id,)
@@ -127,13 +163,10 @@ async def settle_create(
     core: Core, ask: CreateExecution, *, trusting: bool = False, doubts: tuple[Doubt, ...] = ()
 ) -> Answer:
     """Create one; `trusting` begins with the belief that neither id nor key is known."""
-    wants: tuple[Want, ...] = (Want(Execution, (ask.execution_id,)),)
-    if ask.idempotency_key:
-        wants += (Want(IdempotencyKey, (ask.partition, ask.digest)),)
-
-    def decide(rows: list[list[Any]], now: int) -> Decision[Answer]:
-        existing = rows[0][0] if rows[0] else None
-        remembered = rows[1][0] if len(rows) > 1 and rows[1] else None
-        return create(existing, remembered, ask, now, retention_ms=core.settings.retention_ms)
-
-    return await core.settle(wants, decide, trusting=[[] for _ in wants] if trusting else None, doubts=doubts)
+    wants = _wants(ask)
+    return await core.settle(
+        wants,
+        lambda rows, now: _decide(core, ask, rows, now),
+        trusting=[[] for _ in wants] if trusting else None,
+        doubts=doubts,
+    )

@@ -96,11 +96,20 @@ class Cancelling:
         done: Dispositions = {}
         if found and found[0].cancel_siblings_pending_flag:
             group: EdgeGroup = found[0]
-            done = await self.cancel_many(flow_cancel.siblings(group), group.cancel_siblings_reason or "")
+            reason = group.cancel_siblings_reason or ""
+            done = await self.cancel_many(flow_cancel.siblings(group), reason)
+            self._count(reason, done)
             if not all(isinstance(one, Disposition) for one in done.values()):
                 return done
         await self.drain(child)
         return done
+
+    def _count(self, reason: str, done: Dispositions) -> None:
+        meters = self._core.meters
+        meters.count("ff_sibling_cancel_dispatched", len(done), reason=reason)
+        for one in done.values():
+            if isinstance(one, Disposition):
+                meters.count("ff_sibling_cancel_disposition", disposition=one.value)
 
     async def drain(self, child: Child) -> SiblingDrain:
         """Clear what a fired group had flagged."""

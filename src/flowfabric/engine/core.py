@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Sequence, Set
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -26,12 +26,13 @@ from flowfabric.model.execution import Execution, LineKey
 from flowfabric.model.states import LifecyclePhase, OwnershipState
 from flowfabric.model.stream import Frame
 from flowfabric.model.suspension import Waitpoint
-from flowfabric.rules.change import Change, Decision, FromNow, Insert, Patch, Put
+from flowfabric.rules.change import Change, Decision, Delete, FromNow, Insert, Patch, Put, spelled_out
 from flowfabric.settings import Settings
 from flowfabric.stores.base import Loaded, Scan, Store, Want
 from flowfabric.stores.rows import TABLE
 
 A = TypeVar("A")
+Row = type[msgspec.Struct]
 Rows = list[list[Any]]
 
 SEEN_LIMIT = 20_000
@@ -71,7 +72,12 @@ class Core:
         self._takeovers: set[str] = set()  # those where some of it is up for takeover
         self._looked_at: dict[str, int] = {}  # when this process last looked around in a lane
         self.before_commit: Callable[[Change, Rows], Awaitable[Change]] | None = None  # may make a change carry more
-        self.after_commit: list[Callable[[Change], None]] = []  # what this process does about a written change
+        self.followers: dict[Row, list[Callable[[Change], None]]] = {}  # what to do when such a row was written
+
+    def follow(self, act: Callable[[Change], None], *rows: Row) -> None:
+        """Have something done about every change of this process that writes one of these rows."""
+        for row in rows:
+            self.followers.setdefault(row, []).append(act)
 
     async def patiently(self, ask: Callable[[], Awaitable[A]]) -> A:
         """Ask what may be asked again at will; a store that is away for a moment is asked again."""
@@ -127,7 +133,7 @@ class Core:
                     return decision.unwrap(now)
             else:
                 change = msgspec.structs.replace(decision.change, id=self.minter.change_id())
-                if self.before_commit is not None and not misses:
+                if self.before_commit is not None and change.form is None and not misses:
                     change = await self.before_commit(change, rows)
                 try:
                     committed = await self.commits.add(change)
@@ -159,9 +165,10 @@ class Core:
     async def _overtaken(self, doubtful: dict[int, Doubt]) -> tuple[Doubt, int | None] | None:
         """The doubtful change that others have written over since: what it told, or a row of its own, is there."""
         for doubt in doubtful.values():
-            if doubt.change.events and (told := await self._told(doubt.change.events[0])) is not None:
+            change = doubt.change if doubt.change.form is None else spelled_out(doubt.change, doubt.rows[0][0])
+            if change.events and (told := await self._told(change.events[0])) is not None:
                 return doubt, told.at
-            inserts = [write.row for write in doubt.change.writes if isinstance(write, Insert)]
+            inserts = [write.row for write in change.writes if isinstance(write, Insert)]
             inserts = [row for row in inserts if isinstance(row, MINTED)]
             wants = [Want(type(row), tuple(getattr(row, name) for name in TABLE[type(row)].key)) for row in inserts]
             if not wants:
@@ -180,31 +187,51 @@ class Core:
     def note(self, change: Change, rows: Rows, committed_at: int) -> None:
         """Remember and tell what a written change means to this process and to others."""
         self.estimate.hear(committed_at)
+        if change.form is not None:
+            self._note_form(change, committed_at)
+            return
         topics: set[str] = set()
         if self.planned:
             self._note_due(change, committed_at)
+        followed: dict[Callable[[Change], None], None] = {}
         for write in change.writes:  # compared by type: this runs for every change
+            row: Any = write.row
             if type(write) is Patch:
-                if write.row is Execution:
+                if row is Execution:
                     self._note_line(write.fields.get("line"), topics)
                     self._note_sheet(write.key[0], write.fields, change.id, rows, committed_at)
-            elif type(write) is Insert and type(write.row) is Execution:
-                self._note_line(write.row.line, topics)
+            elif type(write) is not Delete:
+                if type(row) is Execution:
+                    self._note_line(row.line, topics)
+                row = type(row)
+            if row in self.followers:
+                followed.update(dict.fromkeys(self.followers[row]))
         for event in change.events:
             topics.add(FEED)
             if event.outcome is not None:
                 topics.add(end_topic(event.execution_id))
         if topics:
             self.tell(topics)
-        for follow in self.after_commit:
+        for follow in followed:
             follow(change)
 
-    def tell(self, topics: Set[str]) -> None:
+    def _note_form(self, change: Change, committed_at: int) -> None:
+        """The same for a change whose form says it all: the end of ordinary work."""
+        assert change.form is not None
+        (execution_id,) = change.guards[0].key
+        self._seen.pop(execution_id, None)
+        if self.planned:
+            for (row, column), planned_at in self.planned.items():
+                if row is Execution and isinstance(instant := change.form.fields.get(column), FromNow):
+                    self._note_instant(row, column, committed_at + instant.offset, planned_at)
+        self.tell((FEED, end_topic(execution_id)))
+
+    def tell(self, topics: Collection[str]) -> None:
         """Wake whoever waits for these, here and in other processes."""
         self.wakes.fire(topics)
         if not self._untold:
             asyncio.get_running_loop().call_soon(self._tell_others)
-        self._untold |= topics
+        self._untold.update(topics)
 
     def _tell_others(self) -> None:
         """One hint for everything that a turn of the loop brought about."""

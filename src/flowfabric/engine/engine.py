@@ -12,6 +12,7 @@ from flowfabric.engine.admission_sweeps import admission_sweeps
 from flowfabric.engine.api_tokens import ApiTokens
 from flowfabric.engine.cancelling import Cancelling
 from flowfabric.engine.dispatch import Dispatcher
+from flowfabric.engine.finishing import Finishing
 from flowfabric.engine.flow_cancels import FlowCancels
 from flowfabric.engine.flow_reads import FlowReads
 from flowfabric.engine.flow_sweeps import FlowSweeps
@@ -29,6 +30,10 @@ from flowfabric.engine.unblocking import Unblocking
 from flowfabric.engine.vault import Vault
 from flowfabric.engine.wakes import stream_topic
 from flowfabric.ids import ExecutionId, LaneId, Minter, RandomMinter, mint_solo, parse_lane_id
+from flowfabric.model.flow import Dependency, Dispatch, PendingCancelGroup
+from flowfabric.model.gate import ChildEnd
+from flowfabric.model.outbox import Message
+from flowfabric.model.stream import Stream
 from flowfabric.rules.feeds import Filter
 from flowfabric.settings import Settings
 from flowfabric.stores.base import Schema, Store
@@ -41,7 +46,9 @@ class Capabilities(msgspec.Struct, frozen=True):
     operations: tuple[str, ...]
 
 
-class Engine(FlowCancels, FlowReads, Sleeping, Signals, Streams, Pulling, Reads, Retention, Subscriptions, ApiTokens):
+class Engine(
+    Finishing, FlowCancels, FlowReads, Sleeping, Signals, Streams, Pulling, Reads, Retention, Subscriptions, ApiTokens
+):
     """A durable execution engine on one store. Use it as an async context manager, or call `close`."""
 
     def __init__(
@@ -60,7 +67,8 @@ class Engine(FlowCancels, FlowReads, Sleeping, Signals, Streams, Pulling, Reads,
         self.together = Together(self)
         self.stream_ops = StreamOps(self.settings.max_concurrent_stream_ops)
         self.writers, self.taking_in, self.folds = {}, {}, set()
-        self.after_commit += [self.follow_streams, self.follow_children]
+        self.follow(self.follow_streams, Stream)
+        self.follow(self.follow_children, ChildEnd)
         self._turns = {}
         self._background = set()
         dispatch = self.settings.dispatch
@@ -68,9 +76,9 @@ class Engine(FlowCancels, FlowReads, Sleeping, Signals, Streams, Pulling, Reads,
         self.cancelling = Cancelling(self)
         self.dispatcher = Dispatcher(self, self.folding, self.cancelling.cancel_siblings, enabled=dispatch)
         self.before_commit = self.dispatcher.carry
-        self.after_commit.append(self.dispatcher.follow)
+        self.follow(self.dispatcher.follow, Dependency, Dispatch, PendingCancelGroup)
         self._flow_sweeps = FlowSweeps(self, self)
-        self.after_commit += [self.follow_messages]
+        self.follow(self.follow_messages, Message)
         self._unblocking = Unblocking(self)
         store.on_wake(self._woken)
 

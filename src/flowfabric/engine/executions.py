@@ -9,7 +9,7 @@ import msgspec
 
 from flowfabric import errors
 from flowfabric.engine import intake
-from flowfabric.engine.bulk import BulkCreate, settle_create
+from flowfabric.engine.bulk import BulkCreate, create_within, settle_create
 from flowfabric.engine.core import Core, Rows, first
 from flowfabric.handles import Handle, HandleFields
 from flowfabric.model import answers
@@ -33,7 +33,7 @@ from flowfabric.rules import (
 from flowfabric.rules.change import Decision, FromNow
 from flowfabric.rules.create import CreateExecution
 from flowfabric.rules.lease import Fence
-from flowfabric.stores.base import Held, Scan, Want, Where
+from flowfabric.stores.base import Held, Joins, Scan, Want, Where
 
 HANDLE = Fence()
 WAITPOINTS_PAGE = 1000
@@ -96,6 +96,19 @@ class Executions(Core):
     ) -> list[answers.Created | answers.Duplicate | errors.FabricError]:
         """Create many in as few round trips as there are batches; each answer stands for itself, refusals included."""
         return await BulkCreate(self).create(intake.each("asks", asks))
+
+    async def create_within(
+        self, connection: Any, asks: Iterable[CreateExecution]
+    ) -> list[answers.Created | answers.Duplicate]:
+        """Create executions as part of the caller's own transaction in the store's Postgres database.
+
+        They exist for others, and workers are told, when that commits; if it does not, nothing has happened.
+        """
+        given = [intake.creation(ask) for ask in intake.each("asks", asks)]
+        if not isinstance(self.store, Joins):
+            raise errors.InvalidInput("using: only a store in Postgres can join a transaction")
+        inside = await self.store.within(connection)
+        return [await create_within(self, inside, ask) for ask in given]
 
     # -- the holder's verbs -------------------------------------------------------------------------------------
 
@@ -485,6 +498,11 @@ class Executions(Core):
             return notes.set_tags(row, given)
 
         return await self.settle_execution(execution, decide)
+
+
+def fence_of(handle: Handle) -> Fence:
+    """What a handle shows to prove that it holds the lease."""
+    return _fence(handle.fields)
 
 
 def _fence(fields: HandleFields) -> Fence:

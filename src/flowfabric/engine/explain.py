@@ -51,11 +51,11 @@ class Explaining(Scheduler):
     async def _suspension(self, row: Execution) -> obstacles.Obstacle:
         loaded = await self.load((Want(Suspension, (row.execution_id,)),))
         root = loaded.rows[0][0] if loaded.rows[0] else None
-        need = shelving.sleeps_on(root)
-        if need is None:
+        needs = shelving.needs(root)
+        if not needs:
             return explaining.of_suspension(row, root)
-        _, sheets = await self.budget_chains.look([need.budget_id])
-        return explaining.of_need(sheets[need.budget_id], need)
+        _, sheets = await self.budget_chains.look([needs[0].budget_id])
+        return explaining.of_need(sheets[needs[0].budget_id], needs[0])
 
     async def _dependencies(self, row: Execution) -> obstacles.Dependencies:
         loaded = await self.load((Want(Dependency, (row.execution_id,)),))

@@ -16,7 +16,7 @@ from flowfabric.engine.core import first
 from flowfabric.engine.flow_cancels import FlowCancels
 from flowfabric.engine.flow_reads import FlowReads
 from flowfabric.engine.folding import Child, Settled
-from flowfabric.engine.sweeper import Pass, Sweep
+from flowfabric.engine.sweeper import Choice, Pass, Sweep
 from flowfabric.model.execution import Execution
 from flowfabric.model.flow import (
     CancelBacklog,
@@ -29,7 +29,7 @@ from flowfabric.model.flow import (
 )
 from flowfabric.model.flow_answers import Disposition, SiblingReconcile
 from flowfabric.model.states import LifecyclePhase
-from flowfabric.rules import flow_cancel, notes
+from flowfabric.rules import flow_cancel
 from flowfabric.rules.feeds import Filter
 from flowfabric.stores.base import Scan, Want, Where
 
@@ -40,6 +40,7 @@ EDGES = 20  # of one group that waits, looked at in one pass
 FLOWS = 100
 BACKLOGS = 50
 MEMBERS = 500  # of one backlog, cancelled in one pass
+MOST_COUNTED = 10_000  # flows in the backlog; beyond that it is deep, however deep
 PERMANENT = (errors.ValidationError, errors.BugError)
 
 
@@ -80,10 +81,10 @@ class FlowSweeps:
 
     def sweeps(self, chosen: Filter | None = None) -> tuple[Sweep, ...]:
         """The sweeps by their names; `chosen` restricts those that act on single executions."""
-        wanted = chosen or Filter()
+        choice = Choice.of(self._engine.settings.sweeps, chosen)
 
-        def filtered(run: Callable[[Filter], Awaitable[Pass]]) -> Callable[[int], Awaitable[Pass]]:
-            return lambda _: run(wanted)
+        def filtered(run: Callable[[Choice], Awaitable[Pass]]) -> Callable[[int], Awaitable[Pass]]:
+            return lambda _: run(choice)
 
         return (
             Sweep("completion_dispatch", whole=self.dispatch_completions),
@@ -106,14 +107,14 @@ class FlowSweeps:
         processed += await self._fold([_noted(one) for one in noted.rows])
         return Pass(processed, 0, noted.now)
 
-    async def reconcile_dependencies(self, chosen: Filter) -> Pass:
+    async def reconcile_dependencies(self, choice: Choice) -> Pass:
         """Resolve edges whose upstream has ended, whether or not anybody noted it, and cascade the skips."""
         noted = await self._engine.store.due(Dependency, "unfolded_at", limit=GROUPS * EDGES)
         settled = [_noted(one) for one in noted.rows]
         for row in (await self._engine.store.due(Dispatch, "due_at", limit=GROUPS)).rows:
             await self._engine.dispatcher.deliver(row.execution_id)
         settled += await self._unnoticed(await self._waiting.page(self._engine))
-        return Pass(await self._fold(await self._accepted(settled, chosen)), 0, noted.now)
+        return Pass(await self._fold(await self._accepted(settled, choice)), 0, noted.now)
 
     async def _unnoticed(self, groups: Sequence[EdgeGroup]) -> list[Settled]:
         """Unresolved edges of waiting groups whose upstream is terminal."""
@@ -128,11 +129,11 @@ class FlowSweeps:
             if rows and rows[0].lifecycle_phase is LifecyclePhase.TERMINAL
         ]
 
-    async def _accepted(self, settled: list[Settled], chosen: Filter) -> list[Settled]:
-        if chosen == Filter():
+    async def _accepted(self, settled: list[Settled], choice: Choice) -> list[Settled]:
+        if not choice.filters:
             return settled
         rows = await self._load([Want(Execution, (one.child.execution_id,)) for one in settled])
-        return [one for one, row in zip(settled, rows, strict=True) if accepts(chosen, first(row))]
+        return [one for one, row in zip(settled, rows, strict=True) if choice.accepts(first(row))]
 
     async def _fold(self, settled: list[Settled]) -> int:
         folds = await self._engine.folding.fold(settled)
@@ -150,21 +151,23 @@ class FlowSweeps:
 
     # -- cancels --------------------------------------------------------------------------------------------------
 
-    async def reconcile_cancels(self, chosen: Filter) -> Pass:
+    async def reconcile_cancels(self, choice: Choice) -> Pass:
         """Cancel what the backlog of cancelled flows lists, after the grace."""
         processed = faults = 0
         for backlog in await self._backlogs.page(self._engine):
             try:
-                done, failed = await self._reconcile_backlog(backlog, chosen)
+                done, failed = await self._reconcile_backlog(backlog, choice)
             except errors.StoreUnavailable:
                 raise
             except errors.FabricError:
                 logger.exception("cancel_reconciler: flow %s was left for the next pass", backlog.flow_id)
                 done, failed = 0, 1
             processed, faults = processed + done, faults + failed
+        left = await self._engine.scan(Scan(CancelBacklog, (), ("flow_id",), limit=MOST_COUNTED))
+        self._engine.meters.stands_at("ff_cancel_backlog_depth", len(left))
         return Pass(processed, faults)
 
-    async def _reconcile_backlog(self, backlog: CancelBacklog, chosen: Filter) -> tuple[int, int]:
+    async def _reconcile_backlog(self, backlog: CancelBacklog, choice: Choice) -> tuple[int, int]:
         flow_id = backlog.flow_id
         wants = (Want(Flow, (flow_id,)), Want(PendingCancel, (flow_id,)))
         flows, pending = await self._load(wants)
@@ -174,9 +177,9 @@ class FlowSweeps:
         names = [one.execution_id for one in pending[:MEMBERS]]
         broken = [name for name in names if not _is_execution_id(name)]
         names = [name for name in names if name not in broken]
-        if chosen != Filter():
+        if choice.filters:
             rows = await self._load([Want(Execution, (name,)) for name in names])
-            names = [name for name, row in zip(names, rows, strict=True) if accepts(chosen, first(row))]
+            names = [name for name, row in zip(names, rows, strict=True) if choice.accepts(first(row))]
         done = await self._engine.cancelling.cancel_many(names, flow_cancel.member_reason(first(flows)))
         gone = list(broken)
         faults = len(broken)
@@ -211,6 +214,7 @@ class FlowSweeps:
 
         async def reconcile(row: PendingCancelGroup) -> bool:
             done = await self._engine.reconcile_sibling_cancel_group(row.flow_id, row.downstream_execution_id)
+            self._engine.meters.count("ff_sibling_cancel_reconcile", action=done.value)
             return done is not SiblingReconcile.NO_OP
 
         return await self._each(await self._reconciled.page(self._engine), reconcile)
@@ -234,16 +238,6 @@ class FlowSweeps:
 
 def _noted(one: Dependency) -> Settled:
     return Settled(Child(one.flow_id, one.downstream_execution_id), one.edge_id)
-
-
-def accepts(chosen: Filter, row: Execution | None) -> bool:
-    """Whether a filtered sweep may act on this execution; one that cannot be read is passed over."""
-    if row is None or (chosen.namespace is not None and row.namespace != chosen.namespace):
-        return chosen == Filter()
-    if chosen.instance_tag is None:
-        return True
-    key, value = chosen.instance_tag
-    return notes.read_tags(row.tags).get(key) == value
 
 
 def _is_uuid(text: str) -> bool:

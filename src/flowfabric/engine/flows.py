@@ -228,10 +228,12 @@ class FlowVerbs(Executions):
         given = _policy(policy)
         flow = intake.flow(flow_id)
         child = self._member_id(flow, downstream)
-        return await self.settle(
+        answer = await self.settle(
             (Want(Flow, (flow,)), Want(EdgeGroup, (flow, child))),
             lambda rows, _: flows.set_policy(first(rows[0]), first(rows[1]), flow, child, given),
         )
+        self.meters.count("ff_edge_group_policy", policy=given.variant.value)
+        return answer
 
     async def set_flow_tag(self, flow_id: str, key: str, value: str) -> None:
         """Set one tag of a flow."""

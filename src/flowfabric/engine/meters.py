@@ -21,11 +21,12 @@ class Timing(msgspec.Struct):
 
 
 class Meters:
-    """Counters and timings of one engine."""
+    """Counters, timings and levels of one engine."""
 
     def __init__(self) -> None:
         self.counts: Counter[tuple[str, Labels]] = Counter()
         self.timings: dict[tuple[str, Labels], Timing] = {}
+        self.levels: dict[tuple[str, Labels], float] = {}
 
     def count(self, name: str, amount: int = 1, **labels: str) -> None:
         """Something happened."""
@@ -47,3 +48,7 @@ class Meters:
     def counted(self, name: str, **labels: str) -> int:
         """How often something happened."""
         return self.counts[name, tuple(sorted(labels.items()))]
+
+    def stands_at(self, name: str, level: float, **labels: str) -> None:
+        """Something stands at this level now."""
+        self.levels[name, tuple(sorted(labels.items()))] = level

@@ -88,6 +88,13 @@ class Reads(Core):
         row = await self._row(execution_id)
         return None if row is None else views.vector(row)
 
+    async def read_results(self, execution_ids: Sequence[str]) -> dict[str, bytes | None]:
+        """The results of many executions in one trip; None for one that has none."""
+        wanted = [intake.execution(execution) for execution in intake.each("execution_ids", execution_ids)]
+        loaded = await self.load([Want(Result, (execution,)) for execution in wanted]) if wanted else None
+        found = [] if loaded is None else loaded.rows
+        return {execution: rows[0].payload if rows else None for execution, rows in zip(wanted, found, strict=True)}
+
     async def get_execution_result(self, execution_id: str) -> bytes | None:
         """The result's exact bytes; None until one is stored."""
         execution = intake.execution(execution_id)

@@ -48,11 +48,28 @@ class Pass(msgspec.Struct, frozen=True):
     next_at: int | None = None
 
 
+class Choice(msgspec.Struct, frozen=True):
+    """The executions that sweeps may touch: those that every one of these filters accepts."""
+
+    filters: tuple[Filter, ...] = ()
+
+    @classmethod
+    def of(cls, settings: Sweeps, chosen: Filter | None) -> Choice:
+        """What the settings say, and what is asked for on top of that."""
+        filters = (Filter(settings.namespace, settings.instance_tag), chosen or Filter())
+        return cls(tuple(one for one in filters if one != Filter()))
+
+    def accepts(self, row: Execution | None) -> bool:
+        """Whether a sweep may act on this execution; one that is not there is nobody's."""
+        return not self.filters if row is None else all(one.accepts(row) for one in self.filters)
+
+
 class Sweep(msgspec.Struct, frozen=True):
     """One kind of due work: which instant, and the verb that decides about a row whose instant has come.
 
     The verb gets the id of an execution, or the row itself of another kind. `whole` is for work that is not found by
-    an instant: it makes a pass of its own over about so many items.
+    an instant: it makes a pass of its own over about so many items. `owner` names the column with the execution that a
+    row of another kind belongs to, and that a filter asks about.
     """
 
     name: str
@@ -61,6 +78,7 @@ class Sweep(msgspec.Struct, frozen=True):
     where: tuple[Where, ...] = ()
     whole: Callable[[int], Awaitable[Pass]] | None = None
     row: type[msgspec.Struct] = Execution
+    owner: str | None = None
 
 
 class Sweeper:
@@ -72,7 +90,7 @@ class Sweeper:
         """`chosen` restricts the sweeps over executions to some of them, on top of what the settings say."""
         self._engine = engine
         self._settings = settings
-        self._filters = [Filter(settings.namespace, settings.instance_tag), chosen or Filter()]
+        self._choice = Choice.of(settings, chosen)
         self._holder = engine.minter.uuid()
         self._stopping = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -203,7 +221,7 @@ class Sweeper:
         due = await engine.patiently(lambda: engine.store.due(sweep.row, column, limit=batch, where=where))
         engine.estimate.hear(due.now)
         page = due.rows
-        rows = [row for row in page if self._wants(sweep, row) and not forbearance.spares(_name(row))]
+        rows = await self._wanted(sweep, page, forbearance)
         for _ in range(MOST_PAGES):
             if len(rows) >= batch or len(page) < batch:
                 break
@@ -211,18 +229,26 @@ class Sweeper:
             order = (column, *(name for name in key if name != column))
             after = tuple(getattr(page[-1], name) for name in order)
             page = await engine.scan(Scan(sweep.row, (Where(column, "<=", due.now), *where), order, after, batch))
-            rows += [row for row in page if self._wants(sweep, row) and not forbearance.spares(_name(row))]
+            rows += await self._wanted(sweep, page, forbearance)
         return rows[:batch], due.now, due.next_at
 
     def _wheres(self, sweep: Sweep) -> tuple[Where, ...]:
         """What the store can filter by."""
         if sweep.row is not Execution:
             return ()
-        names = [one.namespace for one in self._filters if one.namespace is not None]
+        names = [one.namespace for one in self._choice.filters if one.namespace is not None]
         return tuple(Where("namespace", "=", name) for name in names)
 
-    def _wants(self, sweep: Sweep, row: Any) -> bool:
-        return sweep.row is not Execution or all(one.accepts(row) for one in self._filters)
+    async def _wanted(self, sweep: Sweep, page: list[Any], forbearance: Forbearance) -> list[Any]:
+        """Those of the rows that the filters choose and that have not failed too often."""
+        page = [row for row in page if not forbearance.spares(_name(row))]
+        if not self._choice.filters or not page or (sweep.row is not Execution and sweep.owner is None):
+            return page
+        owners = page
+        if sweep.owner is not None:
+            loaded = await self._engine.load([Want(Execution, (getattr(row, sweep.owner),)) for row in page])
+            owners = [found[0] if found else None for found in loaded.rows]
+        return [row for row, owner in zip(page, owners, strict=True) if self._choice.accepts(owner)]
 
     async def _act(self, sweep: Sweep, row: Any) -> bool | errors.FabricError:
         if self._stopping.is_set() or sweep.act is None:

@@ -13,14 +13,13 @@ from typing import Any
 
 from flowfabric import errors
 from flowfabric.engine.scheduler import Scheduler
-from flowfabric.engine.sweeper import Pass
+from flowfabric.engine.sweeper import Choice, Pass
 from flowfabric.engine.waiting import PAGE, Room
 from flowfabric.model.execution import Execution
 from flowfabric.model.states import BlockingReason, LifecyclePhase
 from flowfabric.model.worker import Worker
 from flowfabric.rules import workers
-from flowfabric.rules.feeds import Filter
-from flowfabric.rules.place import BLOCKED_ON
+from flowfabric.rules.place import ASLEEP_ON, BLOCKED_ON
 from flowfabric.stores.base import Scan, Where
 
 ORDER = ("blocked_on", "rank", "execution_id")
@@ -32,42 +31,43 @@ class Unblocking:
 
     def __init__(self, engine: Scheduler) -> None:
         self._engine = engine
-        self._places: dict[BlockingReason, tuple[Any, ...] | None] = {}
+        self._places: dict[str, tuple[Any, ...] | None] = {}
 
-    async def run(self, batch: int, chosen: Filter) -> Pass:
+    async def run(self, batch: int, choice: Choice) -> Pass:
         """One pass over each kind of block."""
         freed = failed = 0
-        for reason in BLOCKED_ON:
-            done = await self._pass_over(reason, batch, chosen)
+        for start in (*BLOCKED_ON.values(), ASLEEP_ON):
+            done = await self._pass_over(start, batch, choice)
             freed, failed = freed + done.processed, failed + done.errors
         return Pass(freed, failed)
 
-    async def _pass_over(self, reason: BlockingReason, batch: int, chosen: Filter) -> Pass:
+    async def _pass_over(self, start: str, batch: int, choice: Choice) -> Pass:
         room, routes = Room(self._engine), Routes(self._engine)
-        place = self._places.get(reason)
+        place = self._places.get(start)
         seen = freed = failed = 0
         while seen < batch:
-            where = (Where("blocked_on", "starts", BLOCKED_ON[reason]),)
+            where = (Where("blocked_on", "starts", start),)
             page: list[Execution] = await self._engine.scan(Scan(Execution, where, ORDER, place, PAGE))
-            for on, group in groupby(page, key=lambda row: row.blocked_on):
-                rows = [row for row in group if _waits_for(row, reason) and chosen.accepts(row)]
+            for on, group in groupby(page, key=lambda row: row.blocked_on or ""):
+                rows = [row for row in group if _waits(row, start) and choice.accepts(row)]
                 try:
-                    free = await self._free(rows, room, routes)
+                    freed += await self._free(start, rows, room, routes)
                 except errors.FabricError:
-                    free, failed = 0, failed + 1  # what cannot be read stays blocked
-                freed += free
-                place = (on, LAST) if not free else (on, page[-1].rank, page[-1].execution_id)
+                    failed += 1  # what cannot be read stays blocked
+                place = (on, LAST) if room.is_shut(on) else (on, page[-1].rank, page[-1].execution_id)
             seen += len(page)
             if len(page) < PAGE:
                 place = None
                 break
-        self._places[reason] = place
-        return Pass(freed, failed)
+        self._places[start] = place
+        return Pass(freed, failed + len(room.unreadable))
 
-    async def _free(self, rows: list[Execution], room: Room, routes: Routes) -> int:
+    async def _free(self, start: str, rows: list[Execution], room: Room, routes: Routes) -> int:
         if not rows:
             return 0
-        if rows[0].blocking_reason is not BlockingReason.WAITING_FOR_CAPABLE_WORKER:
+        if start == ASLEEP_ON:
+            return await self._engine.wake_sleepers(rows)
+        if start != BLOCKED_ON[BlockingReason.WAITING_FOR_CAPABLE_WORKER]:
             return await self._engine.set_free(rows, room)
         freed = 0
         for row in rows:
@@ -76,9 +76,11 @@ class Unblocking:
         return freed
 
 
-def _waits_for(row: Execution, reason: BlockingReason) -> bool:
-    """Whether its own reason is that of its place in the list; one that a budget put to sleep waits too."""
-    return row.blocking_reason is reason or row.lifecycle_phase is LifecyclePhase.SUSPENDED
+def _waits(row: Execution, start: str) -> bool:
+    """Whether an execution still waits for what its place in the lists says."""
+    if start == ASLEEP_ON:
+        return row.lifecycle_phase is LifecyclePhase.SUSPENDED
+    return BLOCKED_ON.get(row.blocking_reason) == start
 
 
 class Routes:

@@ -37,8 +37,14 @@ def sweeps(engine: Waiting) -> tuple[Sweep, ...]:
         return Pass(await engine.trim_feed(), 0)
 
     return (
-        Sweep("suspension_timeout", "due_at", time_out, row=Suspension),
-        Sweep("pending_wp_expiry", "pending_until", engine.expire_pending_waitpoint, row=Waitpoint),
+        Sweep("suspension_timeout", "due_at", time_out, row=Suspension, owner="execution_id"),
+        Sweep(
+            "pending_wp_expiry",
+            "pending_until",
+            engine.expire_pending_waitpoint,
+            row=Waitpoint,
+            owner="execution_id",
+        ),
         Sweep("child_ends", "due_at", take_in, row=ChildEnd),
         Sweep("feed_trimmer", whole=trim),
     )

@@ -16,7 +16,7 @@ from flowfabric import errors
 from flowfabric.engine.books import Books
 from flowfabric.engine.executions import Executions
 from flowfabric.model.execution import Execution
-from flowfabric.model.states import BlockingReason, LifecyclePhase
+from flowfabric.model.states import BlockingReason
 from flowfabric.rules import admission, budgets, operate, place
 from flowfabric.rules.policy import decode_terms
 from flowfabric.stores.base import Scan, Where
@@ -26,7 +26,7 @@ logger = logging.getLogger("flowfabric.waiting")
 PAGE = 100
 MOST_PAGES = 20
 LATEST_LOOK_MS = 1000
-SLEEPS = LifecyclePhase.SUSPENDED
+BY_RANK = ("rank", "execution_id")
 
 
 class Room:
@@ -41,24 +41,31 @@ class Room:
         self._only = only
         self._spent: dict[str, bool] = {}
         self._left: dict[str, int | None] = {}
+        self.unreadable: set[str] = set()  # these have no room for anybody, as far as anybody can know
 
     async def learn(self, rows: Sequence[Execution]) -> None:
-        """Know what these rows depend on; raises when that cannot be read, so that they stay where they are."""
+        """Know what these rows depend on."""
         unknown = sorted({budget for row in rows for budget in self._budgets(row)} - self._spent.keys())
         if unknown:
             _, sheets = await self._books.budget_chains.look(unknown)
             for name, sheet in sheets.items():
-                if corrupt := budgets.corruption(sheet):
-                    raise corrupt
                 self._spent[name] = budgets.exhausted(sheet.dimensions.values()) is not None
+                if budgets.corruption(sheet):
+                    self._spent[name] = True
+                    self.unreadable.add(name)
         unknown = sorted({policy for row in rows for policy in self._policies(row)} - self._left.keys())
         if unknown:
             now, policies = await self._books.quota_chains.look(unknown)
             for name, policy in policies.items():
-                numbers = admission.limits_of(policy.root)
-                if isinstance(numbers, errors.FabricError):
-                    raise numbers
                 self._left[name] = admission.room(policy, now)
+                if isinstance(admission.limits_of(policy.root), errors.FabricError):
+                    self._left[name] = 0
+                    self.unreadable.add(name)
+
+    def is_shut(self, on: str) -> bool:
+        """Whether what a row is blocked on has no room, so that nothing else that waits for it need be looked at."""
+        name = on.partition(":")[2]
+        return self._spent.get(name, False) or self._left.get(name) == 0
 
     def admits(self, row: Execution) -> bool:
         """Whether nothing of what blocked this row is in its way any more; if so, it takes its share."""
@@ -73,8 +80,7 @@ class Room:
         return True
 
     def _budgets(self, row: Execution) -> list[str]:
-        """The budgets that a row which waits for one depends on; a sleeper is asked for its own need later."""
-        if row.blocking_reason is not BlockingReason.WAITING_FOR_BUDGET or row.lifecycle_phase is SLEEPS:
+        if row.blocking_reason is not BlockingReason.WAITING_FOR_BUDGET:
             return []
         return [name for name in decode_terms(row.terms).budget_ids if self._only in (None, name)]
 
@@ -90,16 +96,11 @@ class Waiting(Books, Executions):
     _timers: dict[str, asyncio.TimerHandle] | None = None
     _ringing: set[asyncio.Task[None]] | None = None
 
-    async def set_free(self, rows: Sequence[Execution], room: Room | None = None) -> int:
+    async def set_free(self, rows: Sequence[Execution], room: Room) -> int:
         """Set those of the rows free that nothing holds up any more; how many."""
-        room = room or Room(self)
         await room.learn(rows)
-        return sum(await asyncio.gather(*(self._free(row) for row in rows if room.admits(row))))
-
-    async def _free(self, row: Execution) -> bool:
-        if row.lifecycle_phase is SLEEPS:
-            return await self.wake_sleeper(row)
-        return await self.let_go(row.execution_id, row.blocking_reason)
+        free = (row for row in rows if room.admits(row))
+        return sum(await asyncio.gather(*(self.let_go(row.execution_id, row.blocking_reason) for row in free)))
 
     async def hold_up(self, row: Execution, reason: BlockingReason, detail: str, on: str = "") -> bool:
         """Block a row that was found claimable; False when it is not there to be blocked any more."""
@@ -121,34 +122,42 @@ class Waiting(Books, Executions):
             return False
         return True
 
-    async def wake_sleeper(self, row: Execution) -> bool:
-        """Let an execution that a budget put to sleep go on if there is room for what it needs; True when it does."""
+    async def wake_sleepers(self, rows: Sequence[Execution]) -> int:
+        """Let those of the executions that budgets put to sleep go on for whose need there is room now; how many."""
         raise NotImplementedError
 
     async def wake_budget(self, budget_id: str) -> bool:
         """There may be room in this budget: set free what waits for it; True when something still waits."""
-        return await self._wake(BlockingReason.WAITING_FOR_BUDGET, budget_id)
+        queued = place.blocked_on(BlockingReason.WAITING_FOR_BUDGET, budget_id)
+        return await self._wake(budget_id, queued, place.asleep_on(budget_id))
 
     async def wake_quota(self, quota_policy_id: str) -> bool:
         """There may be room in this policy: set free as many as it can admit; True when something still waits."""
-        return await self._wake(BlockingReason.WAITING_FOR_QUOTA, quota_policy_id)
+        return await self._wake(quota_policy_id, place.blocked_on(BlockingReason.WAITING_FOR_QUOTA, quota_policy_id))
 
-    async def _wake(self, reason: BlockingReason, name: str) -> bool:
-        where = (Where("blocked_on", "=", place.blocked_on(reason, name)),)
-        after: tuple[int, str] | None = None
-        room = Room(self, only=name)
+    async def _wake(self, name: str, *lists: str | None) -> bool:
+        scan = Scan(Execution, (Where("blocked_on", "in", lists),), BY_RANK, limit=PAGE, each="blocked_on")
         try:
-            for _ in range(MOST_PAGES):
-                scan = Scan(Execution, where, ("rank", "execution_id"), after, PAGE)
-                rows: list[Execution] = await self.store.scan(scan)
-                freed = await self.set_free(rows, room) if rows else 0
-                if len(rows) < PAGE:
-                    return freed < len(rows)
-                if not freed:
-                    return True
-                after = rows[-1].rank, rows[-1].execution_id
+            rows: list[Execution] = await self.store.scan(scan)
+            waits = [await self._wake_list(name, on, [row for row in rows if row.blocked_on == on]) for on in lists]
         except errors.FabricError as away:
-            logger.warning("what waits for %s %s is left to the sweep: %s", reason.value, name, away)
+            logger.warning("what waits for %s is left to the sweep: %s", name, away)
+            return True
+        return any(waits)
+
+    async def _wake_list(self, name: str, on: str | None, rows: list[Execution]) -> bool:
+        """Go through what waits in one list, whose first page is here; True when something still waits."""
+        room, left = Room(self, only=name), False
+        for _ in range(MOST_PAGES):
+            if not rows:
+                return left
+            sleeps = on == place.asleep_on(name)
+            freed = await (self.wake_sleepers(rows) if sleeps else self.set_free(rows, room))
+            left = left or freed < len(rows)
+            if len(rows) < PAGE or (not freed and not sleeps):  # sleepers need more or less, the others any room
+                return left
+            after = (rows[-1].rank, rows[-1].execution_id)
+            rows = await self.store.scan(Scan(Execution, (Where("blocked_on", "=", on),), BY_RANK, after, PAGE))
         return True
 
     # -- windows that open by themselves --------------------------------------------------------------------------

@@ -202,6 +202,13 @@ def meets(sheet: BudgetSheet, need: Need) -> bool:
     return row is None or not row.hard_limit or counted(row) + need.amount <= row.hard_limit
 
 
+def promised(sheet: BudgetSheet, need: Need) -> BudgetSheet:
+    """The sheet as if the need were met already: whoever is asked after this one finds so much less room."""
+    row = sheet.dimension(need.dimension)
+    row = replace(row, reserved=row.reserved + need.amount)
+    return replace(sheet, dimensions={**sheet.dimensions, need.dimension: row})
+
+
 def status(sheet: BudgetSheet) -> verdicts.BudgetStatus | errors.FabricError:
     """The budget for people."""
     root = sheet.root

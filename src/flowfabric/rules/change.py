@@ -91,16 +91,66 @@ class Delete(msgspec.Struct, frozen=True, gc=False):
 Write = Insert | Put | Patch | Delete
 
 
+class Own(msgspec.Struct, frozen=True, gc=False):
+    """In a form: the value that the root has in this column."""
+
+    column: str
+
+
+class Form(msgspec.Struct, frozen=True, eq=False):
+    """What a change writes and tells when that is the same for every root, but for what the root itself says.
+
+    A rule that finds an ordinary row answers with a form in place of writes, and a store fills it in by itself, for
+    many rows at once, without the values having to travel. Values are constants, `FromNow`, and `Own` for columns
+    that the form leaves as they are. `spelled_out` gives the change in full.
+    """
+
+    root: type[msgspec.Struct]
+    fields: dict[str, Any]
+    added: type[msgspec.Struct]  # a row that is inserted
+    columns: dict[str, Any]
+    event: dict[str, Any]
+
+
+def as_form(change: Change) -> Form:
+    """The form of a change that a rule made of a row which holds `Own` where it may hold anything."""
+    patch, insert = change.writes
+    (event,) = change.events
+    if not isinstance(patch, Patch) or not isinstance(insert, Insert):
+        raise TypeError("a form patches its root and adds one row")
+    return Form(
+        patch.row, patch.fields, type(insert.row), msgspec.structs.asdict(insert.row), msgspec.structs.asdict(event)
+    )
+
+
 class Change(msgspec.Struct, frozen=True, gc=False):
     """Guards, writes and events of one partition that hold together."""
 
     guards: tuple[Guard, ...]
     writes: tuple[Write, ...] = ()
     events: tuple[Event, ...] = ()
+    form: Form | None = None  # of further writes about the first guard's root, and of what is told about it
     lines: tuple[LineKey, ...] = ()  # to be known from now on, though nothing stands there yet
     not_before: int | None = None
     not_after: int | None = None
     id: int = 0  # minted by the engine; becomes the revision of every root that the change writes
+
+
+def spelled_out(change: Change, root: msgspec.Struct) -> Change:
+    """A change with the writes and the event that its form means for this root, in place of the form."""
+    form = change.form
+    if form is None:
+        return change
+
+    def filled(values: dict[str, Any]) -> dict[str, Any]:
+        return {name: getattr(root, value.column) if type(value) is Own else value for name, value in values.items()}
+
+    writes = (
+        Patch(form.root, change.guards[0].key, filled(form.fields)),
+        Insert(form.added(**filled(form.columns))),
+    )
+    told = (Event(**filled(form.event)),)
+    return msgspec.structs.replace(change, writes=writes + change.writes, events=told + change.events, form=None)
 
 
 class Decision(msgspec.Struct, Generic[A], frozen=True):

@@ -80,13 +80,16 @@ class Filter(msgspec.Struct, frozen=True):
     instance_tag: tuple[str, str] | None = None
 
     def accepts(self, event: Event | Execution) -> bool:
-        """Whether namespace and tag, as they were when it happened, both match."""
+        """Whether namespace and tag, as they were when it happened, both match; tags that cannot be read never do."""
         if self.namespace is not None and event.namespace != self.namespace:
             return False
         if self.instance_tag is None:
             return True
         key, value = self.instance_tag
-        return notes.read_tags(event.tags).get(key) == value
+        try:
+            return notes.read_tags(event.tags).get(key) == value
+        except msgspec.DecodeError:
+            return False
 
 
 def lease_news(told: FeedEvent) -> LeaseNews | None:

@@ -37,6 +37,8 @@ def complete(
             return Decision(Completed(row.execution_id))
         return refused
     kept = () if payload is None else (Put(Result(row.execution_id, payload, encoding)),)
+    if form := step.success_form(row):
+        return Decision(Completed(row.execution_id), Change((seen(row, live(row)),), kept, form=form))
     change = step.ended(
         row,
         TerminalOutcome.SUCCESS,

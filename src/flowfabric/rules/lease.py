@@ -189,7 +189,7 @@ class Leftovers:
     """Fields that something leaves behind."""
 
     def __init__(self, *names: str) -> None:
-        self._names = names
+        self.names = names
         self._values = attrgetter(*names)
         self._none = (None,) * len(names)
 
@@ -198,7 +198,7 @@ class Leftovers:
         values = self._values(row)
         if values == self._none:
             return {}
-        return {name: None for name, value in zip(self._names, values, strict=True) if value is not None}
+        return {name: None for name, value in zip(self.names, values, strict=True) if value is not None}
 
 
 RELEASED: dict[str, Any] = {"ownership_state": OwnershipState.UNOWNED, "lease_expires_at": None}

@@ -18,6 +18,8 @@ MAX_INSTANT_MS = 253_402_300_799_999  # the end of the year 9999
 
 def text(name: str, value: object, *, limit: int = MAX_TEXT_BYTES) -> str:
     """A text that every store can keep."""
+    if type(value) is str and value.isascii() and value.isprintable() and len(value) <= limit:
+        return value  # nearly always: the rest is for what is unusual or wrong
     if not isinstance(value, str):
         raise errors.InvalidInput(f"{name}: not a text")
     if "\x00" in value:

@@ -26,11 +26,17 @@ BLOCKED_ON = {
     BlockingReason.WAITING_FOR_QUOTA: "quota:",
     BlockingReason.WAITING_FOR_CAPABLE_WORKER: "route:",
 }
+ASLEEP_ON = "asleep:"  # started work, which waits for room of its own size; what a budget blocks waits for any
 
 
 def blocked_on(reason: BlockingReason, name: str) -> str | None:
     """What an execution waits for, as one name by which it can be found and set free; None for what nobody seeks."""
     return BLOCKED_ON[reason] + name if reason in BLOCKED_ON else None
+
+
+def asleep_on(budget_id: str) -> str:
+    """What an execution that a budget put to sleep waits for."""
+    return ASLEEP_ON + budget_id
 
 
 def clamp_priority(priority: int) -> int:

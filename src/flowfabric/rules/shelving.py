@@ -9,7 +9,7 @@ from flowfabric.model.execution import Execution
 from flowfabric.model.keys import SigningKey
 from flowfabric.model.states import AttemptState, BlockingReason, EligibilityState, LifecyclePhase
 from flowfabric.model.suspension import Suspension, Waitpoint
-from flowfabric.rules import budgets, lease, place, step, tokens, waits
+from flowfabric.rules import budgets, gates, lease, place, step, tokens, waits
 from flowfabric.rules.change import NOW, Patch, Write, at
 
 BLOCKING = {
@@ -56,16 +56,15 @@ def shelved(
         "next_timeout_ms": step.remaining_ms(row, now),
     }
     if need is not None:
-        on = place.blocked_on(BlockingReason.WAITING_FOR_BUDGET, need.budget_id)
-        fields |= {"blocked_on": on, "blocked_at": NOW}
+        fields |= {"blocked_on": place.asleep_on(need.budget_id), "blocked_at": NOW}
     return step.moved(row, fields)
 
 
 def new_waitpoint(
-    row: Execution, signer: SigningKey, waitpoint_id: str, waitpoint_key: str, **fields: Any
+    row: Execution, signer: SigningKey | None, waitpoint_id: str, waitpoint_key: str, **fields: Any
 ) -> Waitpoint:
-    """A waitpoint of the row's attempt, with the token that the key signs for it."""
-    token = tokens.mint_token(signer, row.execution_id, waitpoint_id)
+    """A waitpoint of the row's attempt, with the token that the key signs for it; without a key nobody can signal."""
+    token = "" if signer is None else tokens.mint_token(signer, row.execution_id, waitpoint_id)
     return Waitpoint(
         waitpoint_id=waitpoint_id,
         partition=row.partition,
@@ -73,7 +72,7 @@ def new_waitpoint(
         attempt_index=row.attempt_index or 0,
         waitpoint_key=waitpoint_key,
         created_at=at(0),
-        token_kid=signer.kid,
+        token_kid="" if signer is None else signer.kid,
         token_fingerprint=tokens.token_fingerprint(token),
         **fields,
     )
@@ -92,10 +91,11 @@ def let_go(before: Suspension | None, made: Sequence[Waitpoint]) -> tuple[Write,
     )
 
 
-def sleeps_on(root: Suspension | None) -> budgets.Need | None:
-    """What an open suspension waits for, if that is room in a budget."""
+def needs(root: Suspension | None) -> list[budgets.Need]:
+    """What an open suspension waits for, as far as that is room in budgets."""
     if root is None or not waits.is_open(root):
-        return None
-    keys = [one.waitpoint_key for one in waits.bound(root)]
-    keys += [gate.mailbox or "" for gate in waits.open_gates(root).values()]
-    return next((need for key in keys if (need := budgets.read_need(key))), None)
+        return []
+    keys: list[str | None] = [one.waitpoint_key for one in waits.bound(root)]
+    found = waits.open_gates(root)
+    keys += [found[name].mailbox for name in gates.waits_on(root) if name in found]
+    return [need for key in keys if (need := budgets.read_need(key))]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
 from flowfabric.model.event import Event
@@ -12,12 +14,13 @@ from flowfabric.model.states import (
     BlockingReason,
     EligibilityState,
     LifecyclePhase,
+    OwnershipState,
     TerminalOutcome,
     public_state,
 )
 from flowfabric.rules import admission, closing, lease, successors
-from flowfabric.rules.change import NOW, Change, FromNow, Guard, Patch, Write, live, seen
-from flowfabric.rules.policy import decode_terms
+from flowfabric.rules.change import NOW, Change, Form, FromNow, Guard, Own, Patch, Write, as_form, live, seen
+from flowfabric.rules.policy import Terms, decode_terms, encode_terms
 
 DEFAULT_RETENTION_MS = 24 * 60 * 60 * 1000
 
@@ -100,6 +103,48 @@ LIFE_LEAVES = lease.Leftovers(
     "blocked_on",
     "blocked_at",
 )
+
+
+# A running attempt to which nothing is attached that would have to end with it.
+ORDINARY: dict[str, Any] = {
+    "lifecycle_phase": LifecyclePhase.ACTIVE,
+    "ownership_state": OwnershipState.LEASED,
+    "attempt_state": AttemptState.RUNNING_ATTEMPT,
+    "blocking_reason": BlockingReason.NONE,
+    "terminal_outcome": TerminalOutcome.NONE,
+    "flow_id": None,
+    "stream_index": None,
+    "parent_id": None,
+    "successors": None,
+    **dict.fromkeys(LIFE_LEAVES.names),
+    **dict.fromkeys(lease.LEASE_LEAVES.names),
+}
+_TIMED = "attempt_timeout_at"
+_ordinary = attrgetter(*(name for name in ORDINARY if name != _TIMED))
+_ORDINARY_VALUES = tuple(value for name, value in ORDINARY.items() if name != _TIMED)
+
+
+def success_form(row: Execution) -> Form | None:
+    """The success of an ordinary row: what `ended` makes of it, for every such row alike; None for others."""
+    if _ordinary(row) != _ORDINARY_VALUES or decode_terms(row.terms).quota_policy_ids:
+        return None
+    return _success_form(retention_ms(row), row.attempt_timeout_at is not None)
+
+
+@lru_cache(maxsize=256)
+def _success_form(kept_ms: int, timed: bool) -> Form:
+    columns = {name: Own(name) for name in Execution.__struct_fields__} | ORDINARY
+    if timed:
+        columns[_TIMED] = Own(_TIMED)
+    columns["terms"] = encode_terms(Terms(retention_ttl_ms=kept_ms))
+    return as_form(
+        ended(
+            Execution(**columns),
+            TerminalOutcome.SUCCESS,
+            attempt=AttemptRecordState.ENDED_SUCCESS,
+            released="completed",
+        )
+    )
 
 
 def completion(row: Execution, outcome: TerminalOutcome, *, released: str | None, details: str | None = None) -> Event:

@@ -83,7 +83,7 @@ def suspend(scene: Scene, args: SuspendArgs, fence: Fence, holder: HandleFields 
     minted = _minted(scene, row, args, now)
     if isinstance(minted, errors.FabricError):
         return refuse(minted)
-    return _suspended(scene, row, args, holder, minted, {}, [], now)
+    return suspended(scene, row, args, holder, minted, {}, [], now)
 
 
 def _on_pending(
@@ -117,7 +117,7 @@ def _on_pending(
             counted.append(Place(signal.waitpoint_id, signal.seq))
         if effect == Effect.SATISFIED:
             return _satisfied(scene, row, args, holder, active, counted, signal)
-    return _suspended(scene, row, args, holder, [active], progress, counted, now)
+    return suspended(scene, row, args, holder, [active], progress, counted, now)
 
 
 def _arrival(signal: Signal, waitpoint: Waitpoint) -> Arrival:
@@ -158,7 +158,7 @@ def _minted(scene: Scene, row: Execution, args: SuspendArgs, now: int) -> list[W
     ]
 
 
-def _suspended(
+def suspended(
     scene: Scene,
     row: Execution,
     args: SuspendArgs,
@@ -168,6 +168,7 @@ def _suspended(
     counted: Sequence[Place],
     now: int,
 ) -> Decision[Outcome]:
+    """The holder's work put away on these waitpoints, as far as its condition has come."""
     outcome = _outcome(args, holder, waitpoints, suspended=True)
     root = _recorded(
         scene, row, args, waitpoints, progress=waits.written(progress), satisfiers=waits.written(list(counted))

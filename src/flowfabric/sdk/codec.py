@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -81,13 +81,16 @@ class Signature:
         if self.result.annotation is type(None):
             self.result = Shape(Any)
 
-    def dump(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-        """The input of a run as JSON; wrong input is refused here, with the parameter named."""
+    def bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments by the names of the parameters."""
         try:
-            bound = self._signature.bind(*args, **kwargs)
+            return dict(self._signature.bind(*args, **kwargs).arguments)
         except TypeError as fault:
             raise InvalidInput(str(fault)) from fault
-        return json_bytes({name: self.shapes[name].dump(value, name) for name, value in bound.arguments.items()})
+
+    def plain(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments as plain JSON data; one that does not fit is refused."""
+        return {name: self.shapes[name].dump(value, name) for name, value in arguments.items()}
 
     def load(self, payload: bytes) -> dict[str, Any]:
         """The keyword arguments that were dumped; parameters added since then take their defaults."""

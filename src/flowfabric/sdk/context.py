@@ -5,62 +5,106 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import hashlib
-import inspect
 import random
-import typing
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-import msgspec
-
-from flowfabric.errors import InvalidInput
 from flowfabric.handles import Handle
-from flowfabric.sdk.approvals import Link
-from flowfabric.sdk.codec import Shape, from_json, json_bytes
+from flowfabric.sdk.codec import from_json, json_bytes
 from flowfabric.sdk.durable import Durable
+from flowfabric.sdk.output import Saying
+from flowfabric.sdk.spending import Spending
+from flowfabric.sdk.steps import Step, run_step, step_of
+from flowfabric.sdk.threads import Portal
 from flowfabric.sdk.waiting import Waiting
 
 if TYPE_CHECKING:
     from flowfabric.engine.engine import Engine
-    from flowfabric.model.answers import Claimed
     from flowfabric.sdk.fabric import Fabric
+    from flowfabric.sdk.sync import SyncContext
+    from flowfabric.sdk.task import Task
 
 T = TypeVar("T")
 
 _current: contextvars.ContextVar[Context] = contextvars.ContextVar("flowfabric_context")
 
 
-class Context(Waiting):
-    """One attempt at one run, in the hands of a handler."""
+class Context(Waiting, Saying, Spending):
+    """One attempt at one run, in the hands of a handler. A plain `def` handler uses what it has through `sync`."""
 
-    def __init__(self, app: Fabric, engine: Engine, claimed: Claimed, task: str, *, is_async: bool = True) -> None:
+    def __init__(
+        self,
+        app: Fabric,
+        engine: Engine,
+        handle: Handle,
+        task: Task[..., Any],
+        *,
+        lease_until: Callable[[], int],
+        budgets: Mapping[str, str] | None = None,
+        root: asyncio.Task[Any] | None = None,
+    ) -> None:
+        """`root` is the task that runs the handler; None when a thread does. `lease_until` is by the store's clock.
+
+        `budgets` are the ids of the budgets that hold for this run, by name.
+        """
+        super().__init__()
         self.app = app
         self.engine = engine
-        self._claimed = claimed
+        self._handle = handle
+        self._lease_until = lease_until
+        self._budgets = budgets or {}
         self._durable: Durable | None = None
-        self.task = task
-        self.root = asyncio.current_task() if is_async else None
-        self.run_id = claimed.execution_id
-        self.attempt = claimed.attempt_index
+        self.root = root
+        self._loop = asyncio.get_running_loop()
+        self._cancelled = False
+        fields = handle.fields
+        self.task = task.name
+        self.run_id: str = fields.execution_id
+        self.attempt = fields.attempt_index
+        self.lane: str = fields.lane_id
+        self.on_mismatch = task.on_mismatch
         self.random = random.Random(self.run_id)  # the same numbers in the same order on every attempt
 
     @property
     def handle(self) -> Handle:
         """The lease under which this attempt runs."""
-        return self._claimed.handle
+        return self._handle
+
+    @property
+    def sync(self) -> SyncContext:
+        """The same for plain functions: each method waits for what the method of this name here would be awaited."""
+        from flowfabric.sdk.sync import SyncContext
+
+        return SyncContext(self, Portal(self._loop, self.app.on_wait))
 
     @property
     def durable(self) -> Durable:
         """What earlier attempts left behind; read when first needed, so that plain tasks pay nothing for it."""
         if self._durable is None:
-            self._durable = Durable(self.engine, self.handle, self.root)
+            self._durable = Durable(
+                self.engine, self.handle, self.root, flush=self.flush, strict=self.on_mismatch == "error"
+            )
         return self._durable
 
     @property
     def is_parked(self) -> bool:
         """Whether the run was put away: this attempt's handler is over, whatever it still does."""
         return self._durable is not None and self._durable.parked is not None
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether this attempt is over: timed out, cancelled, or its lease lost. For plain functions to look at."""
+        return self._cancelled
+
+    def give_up(self) -> None:
+        """Tell a handler that cannot be interrupted that nobody waits for it any more."""
+        self._cancelled = True
+
+    @property
+    def lease_seconds_left(self) -> float:
+        """How long the lease lasts as things are; it is renewed as long as the worker lives."""
+        return max(0.0, (self._lease_until() - self.engine.estimate.now()) / 1000)
 
     def key(self, name: str) -> str:
         """An idempotency key for a call to the outside: the same on every attempt of this run."""
@@ -96,21 +140,32 @@ class Context(Waiting):
         A step is known by its name (by default the function's) and how often that occurred in its branch; `key`
         names one explicitly, wherever it occurs.
         """
-        label = str(key or name or getattr(function, "__name__", "step"))
-        known, occurrence = (f"key:{key}", 0) if key else self.durable.place(label)
-        digest = _digest(args, kwargs)
-        shape = Shape(_result_of(function))
-        memo = await self.durable.step_memo(known, occurrence, digest)
-        if memo is None:
-            await self._at(f"step:{label}", "before_effect")
-            value = await _run(function, args, kwargs)
-            await self._at(f"step:{label}", "after_effect")
-            result = json_bytes(shape.dump(value, label))
-            memo = await self.engine.record_step(self.handle, known, occurrence, result, encoding="json", digest=digest)
-            await self._at(f"step:{label}", "after_commit")
-        return shape.load(from_json(memo.result), label)
+        step = await self.recall(function, args, kwargs, name, key)
+        if not step.is_known:
+            await self.at(step.point, "before_effect")
+            step = await self.keep(step, await run_step(function, args, kwargs))
+        return step.value()
 
-    async def _at(self, point: str, moment: str) -> None:
+    async def recall(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str | None, key: str | None
+    ) -> Step:
+        """The step that stands here, with what it returned if it ran before."""
+        step = step_of(self.durable, function, args, kwargs, name, key)
+        memo = await self.durable.step_memo(step.name, step.occurrence, step.digest)
+        return step if memo is None else step.known_as(memo)
+
+    async def keep(self, step: Step, value: Any) -> Step:
+        """Remember what a step returned."""
+        await self.at(step.point, "after_effect")
+        result = step.dumped(value)
+        memo = await self.engine.record_step(
+            self.handle, step.name, step.occurrence, result, encoding="json", digest=step.digest
+        )
+        await self.at(step.point, "after_commit")
+        return step.known_as(memo)
+
+    async def at(self, point: str, moment: str) -> None:
+        """Come to a place where a test may want something to go wrong."""
         if self.app.on_point is not None:
             await self.app.on_point(self, point, moment)
 
@@ -126,43 +181,17 @@ class Context(Waiting):
         name, occurrence = self.durable.place("uuid")
         return uuid.uuid5(uuid.NAMESPACE_OID, f"{self.run_id}|{name}|{occurrence}")
 
-    # -- saying ---------------------------------------------------------------------------------------------------
-
-    async def progress(self, done: dict[str, Any] | str | None = None, *, pct: int | None = None) -> None:
-        """Say how far the work is: a percentage, a message, or both as `{"pct": 50, "phase": …}`."""
-        message = done if isinstance(done, str) else None
-        if isinstance(done, dict):
-            pct = done.get("pct", pct)
-            message = msgspec.json.encode(done).decode()
-        await self.engine.progress(self.handle, pct=pct, message=message)
-
-    def stream(self, name: str) -> Output:
-        """The attempt's output of this name; readers see it while it is written."""
-        return Output(self, name)
-
-
-class Output:
-    """What a handler writes while it works. Frames belong to the attempt: a retry begins anew."""
-
-    def __init__(self, context: Context, name: str) -> None:
-        self._context = context
-        self._name = name
-        self._written: list[str] = []
-
-    async def write(self, piece: str | bytes | dict[str, Any] | Sequence[Any]) -> None:
-        """Add a piece; refused for a worker that lost its lease."""
-        if isinstance(piece, bytes):
-            payload = piece
-        elif isinstance(piece, str):
-            payload = piece.encode()
-        else:
-            payload = json_bytes(piece)
-        await self._context.engine.append_frame(self._context.handle, payload, frame_type=self._name)
-        self._written.append(payload.decode("utf-8", "replace"))
-
-    def text(self) -> str:
-        """Everything that was written so far."""
-        return "".join(self._written)
+    async def remembered(self, label: str, ask: Callable[[str], Awaitable[Any]]) -> Any:
+        """Ask something of the engine once, under a key that is the same on every attempt; the answer is plain JSON."""
+        name, occurrence = self.durable.place(label)
+        memo = await self.durable.step_memo(name, occurrence, None)
+        if memo is None:
+            await self.at(label, "before_effect")
+            answer = await ask(self.key(f"{name}#{occurrence}"))
+            await self.at(label, "after_effect")
+            memo = await self.engine.record_step(self.handle, name, occurrence, json_bytes(answer), encoding="json")
+            await self.at(label, "after_commit")
+        return from_json(memo.result)
 
 
 def current() -> Context:
@@ -176,48 +205,3 @@ def current() -> Context:
 def entered(context: Context) -> contextvars.Token[Context]:
     """Make a context the current one of this task or thread."""
     return _current.set(context)
-
-
-def _digest(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    try:
-        plain = json_bytes(msgspec.to_builtins(_placed([args, kwargs]), str_keys=True, enc_hook=_plain))
-    except TypeError as fault:
-        raise InvalidInput(f"step: its input cannot be told apart from others: {fault}") from fault
-    return hashlib.sha256(plain).hexdigest()[:32]
-
-
-def _placed(value: Any) -> Any:
-    """Links by where they lead: their tokens come and go."""
-    match value:
-        case Link():
-            return value.place
-        case list() | tuple():
-            return [_placed(item) for item in value]
-        case dict():
-            return {key: _placed(item) for key, item in value.items()}
-        case _:
-            return value
-
-
-def _plain(value: Any) -> Any:
-    if hasattr(value, "model_dump"):
-        return value.model_dump(mode="json")
-    if callable(value):
-        return getattr(value, "__qualname__", repr(type(value)))
-    raise TypeError(f"{type(value).__name__} has no JSON form")
-
-
-def _result_of(function: Any) -> Any:
-    function = getattr(function, "handler", function)  # a task used as a step
-    try:
-        return typing.get_type_hints(function).get("return", Any)
-    except (TypeError, NameError):
-        return Any
-
-
-async def _run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    function = getattr(function, "handler", function)
-    if inspect.iscoroutinefunction(function):
-        return await function(*args, **kwargs)
-    value = await asyncio.to_thread(function, *args, **kwargs)
-    return await value if inspect.isawaitable(value) else value

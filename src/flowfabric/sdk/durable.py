@@ -12,22 +12,28 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import logging
+import re
 from collections import Counter
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from flowfabric.engine.gates import OpenedGate, Parked
 from flowfabric.model.gate import GateMemo, StepMemo
+from flowfabric.sdk.failing import Fatal
 
 if TYPE_CHECKING:
     from flowfabric.engine.asks import GateArgs
     from flowfabric.engine.engine import Engine
     from flowfabric.handles import Handle
 
+logger = logging.getLogger("flowfabric.durable")
+
+_BRANCH = re.compile(r"(?:gather#\d+\.\d+/)*")
 _branch: contextvars.ContextVar[str] = contextvars.ContextVar("flowfabric_branch", default="")
 
 
-class NonDeterministic(Exception):
+class NonDeterministic(Fatal):
     """The function took another way than the one it is remembered to have taken."""
 
 
@@ -42,16 +48,32 @@ class Unwound(BaseException):
 class Durable:
     """What one attempt of a durable function knows of the earlier ones, and what it is doing."""
 
-    def __init__(self, engine: Engine, handle: Handle, root: asyncio.Task[Any] | None) -> None:
-        """`root` is the task that runs the handler; None when a thread does."""
+    def __init__(
+        self,
+        engine: Engine,
+        handle: Handle,
+        root: asyncio.Task[Any] | None,
+        *,
+        flush: Callable[[], Awaitable[None]],
+        strict: bool = False,
+    ) -> None:
+        """`root` is the task that runs the handler; None when a thread does. `flush` writes what is still buffered.
+
+        `strict` makes an error of what is otherwise a warning: that the function took another way than before.
+        """
         self.engine = engine
         self.handle = handle
         self.parked: Parked | None = None
         self._root = root
+        self._flush = flush
+        self._strict = strict
         self._active = 1
         self._blocked: dict[str, asyncio.Future[GateMemo]] = {}
         self._names: Counter[str] = Counter()
         self._steps: dict[tuple[str, int], StepMemo] | None = None
+        self._met: set[tuple[str, int]] = set()  # the steps that this attempt has come to
+        self._then: list[Callable[[], Awaitable[Any]]] = []
+        self._warned = False
         self._reading = asyncio.Lock()
 
     # -- names ----------------------------------------------------------------------------------------------------
@@ -70,24 +92,56 @@ class Durable:
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
-    async def step_memo(self, name: str, occurrence: int, digest: str) -> StepMemo | None:
+    async def step_memo(self, name: str, occurrence: int, digest: str | None) -> StepMemo | None:
         """What this step returned earlier; a memo of another input is passed over for one that fits."""
+        steps = await self._remembered()
+        memo = steps.get((name, occurrence))
+        self._met.add((name, occurrence))
+        if memo is None:
+            await self._check_way(steps, name, occurrence)
+            return None
+        if digest is None or memo.digest in (None, digest):
+            return memo
+        for (known, place), other in steps.items():
+            if known == name and other.digest == digest and place > occurrence:
+                steps[(name, occurrence)], steps[(known, place)] = other, memo
+                return other
+        self._mismatch(
+            f"step {name!r} (number {occurrence}) is remembered with another input; what it returned then stands. Give "
+            "steps that may swap places a key="
+        )
+        return memo
+
+    async def _remembered(self) -> dict[tuple[str, int], StepMemo]:
         if self._steps is None:
             async with self._reading:
                 if self._steps is None:
-                    found = await self.engine.read_steps(self.handle.fields.execution_id)
+                    found = await self.engine.remembered_steps(self.handle)
                     self._steps = {(memo.name, memo.occurrence): memo for memo in found}
-        memo = self._steps.get((name, occurrence))
-        if memo is None or memo.digest in (None, digest):
-            return memo
-        for (known, place), other in self._steps.items():
-            if known == name and other.digest == digest and place > occurrence:
-                self._steps[(name, occurrence)], self._steps[(known, place)] = other, memo
-                return other
-        raise NonDeterministic(
-            f"step {name!r} (number {occurrence}) is remembered with another input; give steps that may swap places "
-            f"a key=, or start a new run for the changed function"
-        )
+        return self._steps
+
+    async def _check_way(self, steps: dict[tuple[str, int], StepMemo], name: str, occurrence: int) -> None:
+        """Notice that a step is new although steps of its branch are remembered that the function has not come to."""
+        branch = _branch.get()
+        if self._warned or name.startswith("key:") or not self._passed_over(steps, branch):
+            return
+        await asyncio.sleep(0)  # steps that are started together come to their places in one turn
+        if left := self._passed_over(steps, branch):
+            self._mismatch(
+                f"step {name!r} (number {occurrence}) runs for the first time although {', '.join(left)} ran before: "
+                "was it renamed or moved? Give it its old name= or a key=, or let runs of the old function finish first"
+            )
+
+    def _passed_over(self, steps: dict[tuple[str, int], StepMemo], branch: str) -> list[str]:
+        left = (name for name, place in steps.keys() - self._met if _branch_of(name) == branch)
+        return sorted({repr(name) for name in left if not name.startswith("key:")})
+
+    def _mismatch(self, words: str) -> None:
+        words = f"{self.handle.fields.execution_id}: {words}"
+        if self._strict:
+            raise NonDeterministic(words)
+        self._warned = True
+        logger.warning(words)
 
     # -- branches -------------------------------------------------------------------------------------------------
 
@@ -120,10 +174,14 @@ class Durable:
 
     # -- waits ----------------------------------------------------------------------------------------------------
 
-    async def wait(self, args: GateArgs) -> GateMemo:
-        """What comes of a gate; parks the execution when nothing else is left to do."""
+    async def wait(self, args: GateArgs, *, then: Callable[[], Awaitable[Any]] | None = None) -> GateMemo:
+        """What comes of a gate; parks the execution when nothing else is left to do, and does `then` when it has."""
         opened = await self.engine.open_gate(self.handle, args)
-        return opened if isinstance(opened, GateMemo) else await self.wait_for(opened)
+        if isinstance(opened, GateMemo):
+            return opened
+        if then is not None:
+            self._then.append(then)
+        return await self.wait_for(opened)
 
     async def wait_for(self, opened: OpenedGate) -> GateMemo:
         """The same for a gate that is open already."""
@@ -141,21 +199,29 @@ class Durable:
     async def _park_if_blocked(self) -> None:
         while self._active == 0 and self._blocked and self.parked is None:
             names = tuple(self._blocked)
-            await self.engine.frames_written()
+            await self._flush()
             answer = await self.engine.park(self.handle, names)
             if isinstance(answer, Parked):
-                self._discard(answer)
+                self.parked = answer
+                for then in self._then:
+                    await then()
+                self._discard()
                 return
             waits = await self.engine.read_waits(self.handle.fields.execution_id)
             for name in answer.gates:
                 self._active += 1
                 self._blocked.pop(name).set_result(waits.memos[name])
 
-    def _discard(self, parked: Parked) -> None:
+    def _discard(self) -> None:
         """The lease is gone: end the handler where it waits."""
-        self.parked = parked
         if self._root is not None:
             self._root.cancel("parked")
             return
         for waiting in self._blocked.values():
             waiting.set_exception(Unwound("parked"))
+
+
+def _branch_of(name: str) -> str:
+    """The branch that a step's name begins with."""
+    found = _BRANCH.match(name)
+    return found[0] if found else ""

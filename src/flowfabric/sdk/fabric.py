@@ -3,24 +3,38 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import os
 import secrets
 import socket
+import threading
 import weakref
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Self, TypeVar, overload
 
+import msgspec
+
+from flowfabric import loops
 from flowfabric.clock import Clock
 from flowfabric.connecting import connect
 from flowfabric.engine.engine import Engine
 from flowfabric.errors import InvalidInput
 from flowfabric.ids import Minter
+from flowfabric.sdk.codec import Shape
 from flowfabric.sdk.context import Context
 from flowfabric.sdk.durations import Duration, to_ms
 from flowfabric.sdk.failing import Retry
+from flowfabric.sdk.flows import Flow
+from flowfabric.sdk.limits import Bound, Budget, Limit, Scope
+from flowfabric.sdk.run import Run
 from flowfabric.sdk.task import Decorator, Options, Task
+from flowfabric.sdk.threads import Portal
 from flowfabric.settings import Settings
+
+if TYPE_CHECKING:
+    from flowfabric.sdk.sync import SyncFabric
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -46,6 +60,8 @@ class Fabric:
         self.namespace = namespace
         self.public_url = (public_url or os.environ.get("FF_PUBLIC_URL") or "http://127.0.0.1:9090").rstrip("/")
         self.on_point: Callable[[Context, str, str], Awaitable[None]] | None = None  # for tests: crash points
+        self.on_wait: Callable[[int], None] | None = None  # for tests: threads that wait for the loop
+        self.isolates = True  # False in tests: what should run in a process of its own runs in a thread
         self.identity = f"{socket.gethostname()}:{os.getpid()}"
         self.tasks: dict[str, Task[..., Any]] = {}
         self._settings = settings
@@ -55,6 +71,9 @@ class Fabric:
         self._engines: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[Engine]] = (
             weakref.WeakKeyDictionary()
         )
+        self._made: weakref.WeakKeyDictionary[Engine, set[str]] = weakref.WeakKeyDictionary()
+        self._own_loop: asyncio.AbstractEventLoop | None = None
+        self._starting = threading.Lock()
 
     # -- tasks ----------------------------------------------------------------------------------------------------
 
@@ -77,7 +96,12 @@ class Fabric:
         needs: Iterable[str] = (),
         priority: int = 0,
         tags: Mapping[str, str] | None = None,
-        isolation: str = "auto",
+        budgets: Iterable[Budget] = (),
+        limits: Iterable[Limit] = (),
+        fair: Scope | None = None,
+        weight: int = 1,
+        isolation: Literal["auto", "process"] = "auto",
+        on_mismatch: Literal["warn", "error"] = "warn",
     ) -> Decorator: ...
     def task(
         self,
@@ -90,11 +114,23 @@ class Fabric:
         needs: Iterable[str] = (),
         priority: int = 0,
         tags: Mapping[str, str] | None = None,
-        isolation: str = "auto",
+        budgets: Iterable[Budget] = (),
+        limits: Iterable[Limit] = (),
+        fair: Scope | None = None,
+        weight: int = 1,
+        isolation: Literal["auto", "process"] = "auto",
+        on_mismatch: Literal["warn", "error"] = "warn",
     ) -> Any:
-        """Make a function a task. Its name (by default where it stands) is what its runs are kept under."""
+        """Make a function a task. Its name (by default where it stands) is what its runs are kept under.
+
+        `fair` says whose work a call is: whoever has much waiting does not keep the others from their turns, of which
+        each gets `weight`. `on_mismatch` is what happens when a durable function takes another way than it is
+        remembered to have taken, because it was changed meanwhile.
+        """
         if isolation not in ("auto", "process"):
             raise InvalidInput(f'isolation: {isolation!r} is neither "auto" nor "process"')
+        if on_mismatch not in ("warn", "error"):
+            raise InvalidInput(f'on_mismatch: {on_mismatch!r} is neither "warn" nor "error"')
         options = Options(
             lane=lane,
             priority=priority,
@@ -102,13 +138,19 @@ class Fabric:
             needs=frozenset(needs),
             timeout_ms=None if timeout is None else to_ms(timeout, "timeout"),
             tags=dict(tags or {}),
+            budgets=tuple(budgets),
+            limits=tuple(limits),
+            fair=fair,
+            weight=weight,
         )
 
         def make(function: Callable[..., Any]) -> Task[..., Any]:
-            known_as = name or f"{function.__module__}.{function.__qualname__}"
+            known_as = name or f"{_home(function)}.{function.__qualname__}"
             if known_as in self.tasks:
                 raise InvalidInput(f"task {known_as!r} exists already; give one of them another name=")
-            made: Task[..., Any] = Task(self, function, name=known_as, isolation=isolation, options=options)
+            made: Task[..., Any] = Task(
+                self, function, name=known_as, isolation=isolation, on_mismatch=on_mismatch, options=options
+            )
             self.tasks[known_as] = made
             return made
 
@@ -158,6 +200,69 @@ class Fabric:
         if connecting is not None:
             await (await connecting).close()
 
+    async def declare(self, engine: Engine) -> None:
+        """Let the budgets and limits exist that are the same for every call of a task."""
+        for task in self.tasks.values():
+            own = task.own
+            same = msgspec.structs.replace(
+                own,
+                budgets=tuple(one for one in own.budgets if one.per is None),
+                limits=tuple(one for one in own.limits if one.per is None),
+                fair=None,
+            )
+            await self.declare_bound(engine, task.bound(same, {}))
+
+    async def declare_bound(self, engine: Engine, bound: Bound) -> None:
+        """Let these exist; asked for once in the life of an engine."""
+        await bound.declare(engine, self._made.setdefault(engine, set()))
+
+    async def declared(self, engine: Engine, budget: Budget) -> str:
+        """The id of a budget that is everybody's."""
+        budget_id = budget.id(self.namespace)
+        await self.declare_bound(engine, Bound({budget.name: (budget, budget_id, "")}))
+        return budget_id
+
+    def flow(self, name: str) -> Flow:
+        """A flow whose shape is known beforehand, still without nodes."""
+        return Flow(self, name)
+
+    def find(self, run_id: str) -> Run[Any]:
+        """A run by its id, of whichever task; its result is what JSON says."""
+        return Run(run_id, "run", Shape(Any), self)
+
+    # -- without await --------------------------------------------------------------------------------------------
+
+    @property
+    def sync(self) -> SyncFabric:
+        """The same for code that cannot await."""
+        from flowfabric.sdk.sync import SyncFabric
+
+        return SyncFabric(self)
+
+    def portal(self) -> Portal:
+        """The way from this thread to an event loop: one where this app is in use, else one of our own."""
+        with self._starting:
+            in_use = next((loop for loop in list(self._engines) if loop.is_running()), None)
+            if in_use is None:
+                in_use = self._own_loop = asyncio.new_event_loop()
+                threading.Thread(target=in_use.run_forever, name="flowfabric-sync", daemon=True).start()
+                atexit.register(self.stop_own_loop)
+            elif in_use is not self._own_loop:
+                return Portal(in_use, self.on_wait)
+            return Portal(in_use)
+
+    def stop_own_loop(self) -> None:
+        """End the loop that `portal` started, if it did; what it held of the store is let go."""
+        with self._starting:
+            loop, self._own_loop = self._own_loop, None
+        if loop is None:
+            return
+        atexit.unregister(self.stop_own_loop)
+        try:
+            Portal(loop).call(self.close())
+        finally:
+            loop.call_soon_threadsafe(loop.stop)
+
     async def __aenter__(self) -> Self:
         await self.engine()
         return self
@@ -191,7 +296,17 @@ class Fabric:
             grace=grace,
             worker_id=worker_id,
         )
-        asyncio.run(worker.run_until_told())
+        loops.run(worker.run_until_told())
 
     def __repr__(self) -> str:
         return f"<Fabric of {len(self.tasks)} tasks, namespace {self.namespace!r}>"
+
+
+def _home(function: Callable[..., Any]) -> str:
+    """The module of a function by the name under which others import it, also when it is the program that runs."""
+    module: str = function.__module__
+    if module not in ("__main__", "__mp_main__"):
+        return module
+    known = function.__globals__
+    spec, file = known.get("__spec__"), known.get("__file__")
+    return str(spec.name) if spec is not None else Path(file).stem if file else module

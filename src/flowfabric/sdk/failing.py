@@ -46,6 +46,17 @@ class Fatal(Exception):
     """Raised by a handler whose failure no retry can mend."""
 
 
+class BudgetExceeded(Exception):
+    """What a handler wanted to spend or reserve goes beyond a hard limit; nothing was counted."""
+
+    def __init__(self, budget: str, dimension: str, *, used: int, limit: int) -> None:
+        self.budget = budget
+        self.dimension = dimension
+        self.used = used
+        self.limit = limit
+        super().__init__(f"budget {budget}: {dimension} is at {used} of {limit}")
+
+
 class RunEnded(Exception):
     """A run ended without a result."""
 

@@ -17,33 +17,91 @@ from collections.abc import Awaitable, Callable
 
 from flowfabric.engine.engine import Engine
 from flowfabric.errors import FabricError, StoreUnavailable
-from flowfabric.handles import Handle
+from flowfabric.model.answers import Claimed
+from flowfabric.sdk.presence import Presence
 
 logger = logging.getLogger("flowfabric.worker")
 
 BLOCKED_AFTER_S = 1.0
+LOOK_S = 0.5  # how often the thread looks whether the loop turns
+
+Lost = Callable[[str, FabricError], None]
+
+
+class Leases:
+    """What a worker holds, and until when; asked and told by several threads."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, Claimed] = {}
+        self._until: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self.any_held = asyncio.Event()  # set on the worker's loop only
+
+    def hold(self, claimed: Claimed) -> None:
+        """Renew this lease from now on."""
+        with self._lock:
+            self._held[claimed.lease_id] = claimed
+            self._until[claimed.lease_id] = claimed.lease_expires_at
+        self.any_held.set()
+
+    def let_go(self, claimed: Claimed) -> None:
+        """Renew it no more."""
+        with self._lock:
+            self._held.pop(claimed.lease_id, None)
+            self._until.pop(claimed.lease_id, None)
+            if not self._held:
+                self.any_held.clear()
+
+    def until(self, lease_id: str) -> int:
+        """When the lease ends as far as we know, by the store's clock; 0 for one that is not held."""
+        return self._until.get(lease_id, 0)
+
+    async def renew(self, engine: Engine, ttl_ms: int) -> list[tuple[str, FabricError]]:
+        """Renew everything; the leases that turned out to be lost, which are let go of."""
+        with self._lock:
+            held = list(self._held.values())
+        if not held:
+            return []
+        try:
+            answers = await engine.renew_many([claimed.handle for claimed in held], lease_ttl_ms=ttl_ms)
+        except StoreUnavailable as away:
+            logger.warning("renewal: the store is away (%s); trying again", away)
+            return []
+        lost: list[tuple[str, FabricError]] = []
+        for claimed, answer in zip(held, answers, strict=True):
+            if not isinstance(answer, FabricError):
+                with self._lock:
+                    if claimed.lease_id in self._held:
+                        self._until[claimed.lease_id] = answer.expires_at
+            elif not isinstance(answer, StoreUnavailable):
+                self.let_go(claimed)
+                lost.append((claimed.lease_id, answer))
+        return lost
 
 
 class Heartbeat:
-    """Renews what a worker holds until it is let go of."""
+    """Renews what a worker holds, and keeps the worker in the registry, beside its event loop."""
 
     def __init__(
         self,
-        engine: Callable[[], Awaitable[Engine]],
+        leases: Leases,
+        presence: Presence,
         *,
+        engine: Callable[[], Awaitable[Engine]],
         lease_ttl_ms: int,
-        lost: Callable[[str, FabricError], None],
-        stall_limit_s: float = 300.0,
+        lost: Lost,
+        stall_limit_s: float,
     ) -> None:
         """`engine` makes a connection for this thread; `lost` is called on the worker's loop for each lost lease."""
+        self._leases = leases
+        self._presence = presence
         self._engine = engine
         self._ttl_ms = lease_ttl_ms
         self._lost = lost
         self._stall_limit_s = stall_limit_s
-        self._held: dict[str, Handle] = {}
-        self._lock = threading.Lock()
         self._stop = threading.Event()
         self._turned_at = time.monotonic()
+        self._reported = self._gave_up = False
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -53,16 +111,6 @@ class Heartbeat:
         self._turn()
         self._thread = threading.Thread(target=self._run, name="flowfabric-heartbeat", daemon=True)
         self._thread.start()
-
-    def hold(self, handle: Handle) -> None:
-        """Renew this lease from now on."""
-        with self._lock:
-            self._held[handle.fields.lease_id] = handle
-
-    def let_go(self, handle: Handle) -> None:
-        """Renew it no more."""
-        with self._lock:
-            self._held.pop(handle.fields.lease_id, None)
 
     async def stop(self) -> None:
         """End the thread; returns when it has ended."""
@@ -81,79 +129,76 @@ class Heartbeat:
 
     async def _beat(self) -> None:
         engine = await self._engine()
-        reported = False
+        renew_at = keep_at = 0.0
         try:
             while not self._stop.is_set():
-                silent_s = time.monotonic() - self._turned_at
-                if silent_s >= BLOCKED_AFTER_S and not reported:
-                    self._report_blocked(silent_s)
-                reported = silent_s >= BLOCKED_AFTER_S
-                if silent_s < self._stall_limit_s:
-                    await self._renew(engine)
-                await asyncio.get_running_loop().run_in_executor(None, self._stop.wait, self._ttl_ms / 3000)
+                now = time.monotonic()
+                alive = self._watch_loop(now - self._turned_at)
+                if alive and now >= renew_at:
+                    renew_at = now + self._ttl_ms / 3000
+                    for lease_id, why in await self._leases.renew(engine, self._ttl_ms):
+                        self._loop.call_soon_threadsafe(self._lost, lease_id, why)
+                if alive and now >= keep_at:
+                    keep_at = now + self._presence.ttl_ms / 3000
+                    await self._presence.keep(engine)
+                await asyncio.to_thread(self._stop.wait, min(LOOK_S, self._ttl_ms / 3000))
         finally:
             with contextlib.suppress(FabricError):
                 await engine.close()
 
-    async def _renew(self, engine: Engine) -> None:
-        with self._lock:
-            held = list(self._held.values())
-        if not held:
-            return
-        try:
-            answers = await engine.renew_many(held, lease_ttl_ms=self._ttl_ms)
-        except StoreUnavailable as away:
-            logger.warning("renewal: the store is away (%s); trying again", away)
-            return
-        for handle, answer in zip(held, answers, strict=True):
-            if isinstance(answer, FabricError) and not isinstance(answer, StoreUnavailable):
-                self.let_go(handle)
-                self._loop.call_soon_threadsafe(self._lost, handle.fields.lease_id, answer)
+    def _watch_loop(self, silent_s: float) -> bool:
+        """Report a loop that is blocked, once; False when it has been silent for so long that it counts as dead."""
+        if silent_s < BLOCKED_AFTER_S:
+            self._reported = self._gave_up = False
+        elif not self._reported:
+            self._reported = True
+            logger.warning("the event loop has been blocked for %.1f s by:\n%s", silent_s, self._blocker())
+        if silent_s < self._stall_limit_s:
+            return True
+        if not self._gave_up:
+            self._gave_up = True
+            logger.error(
+                "the event loop has been blocked for %.1f s: its leases are renewed no more. Blocked by:\n%s",
+                silent_s,
+                self._blocker(),
+            )
+        return False
 
-    def _report_blocked(self, silent_s: float) -> None:
+    def _blocker(self) -> str:
         frame = sys._current_frames().get(self._loop_thread)
-        stack = "".join(traceback.format_stack(frame)) if frame else "(unknown)"
-        logger.warning("the event loop has been blocked for %.1f s by:\n%s", silent_s, stack)
+        return "".join(traceback.format_stack(frame)) if frame else "(unknown)"
 
 
 class LoopHeartbeat:
     """The same on the worker's own loop, for a store that lives there."""
 
-    def __init__(self, engine: Engine, *, lease_ttl_ms: int, lost: Callable[[str, FabricError], None]) -> None:
+    def __init__(self, leases: Leases, presence: Presence, *, engine: Engine, lease_ttl_ms: int, lost: Lost) -> None:
+        self._leases = leases
+        self._presence = presence
         self._engine = engine
         self._ttl_ms = lease_ttl_ms
         self._lost = lost
-        self._held: dict[str, Handle] = {}
-        self._holds = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
         """Begin."""
-        self._task = asyncio.get_running_loop().create_task(self._beat())
-
-    def hold(self, handle: Handle) -> None:
-        """Renew this lease from now on."""
-        self._held[handle.fields.lease_id] = handle
-        self._holds.set()
-
-    def let_go(self, handle: Handle) -> None:
-        """Renew it no more."""
-        self._held.pop(handle.fields.lease_id, None)
-        if not self._held:
-            self._holds.clear()
+        loop = asyncio.get_running_loop()
+        self._tasks = [loop.create_task(self._beat()), loop.create_task(self._stay())]
 
     async def stop(self) -> None:
         """End."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _beat(self) -> None:
         while True:
-            await self._holds.wait()
+            await self._leases.any_held.wait()  # so that virtual time has no beats to go through while nothing runs
             await asyncio.sleep(self._ttl_ms / 3000)
-            held = list(self._held.values())
-            for handle, answer in zip(held, await self._engine.renew_many(held), strict=True):
-                if isinstance(answer, FabricError):
-                    self.let_go(handle)
-                    self._lost(handle.fields.lease_id, answer)
+            for lease_id, why in await self._leases.renew(self._engine, self._ttl_ms):
+                self._lost(lease_id, why)
+
+    async def _stay(self) -> None:
+        while True:
+            await asyncio.sleep(self._presence.ttl_ms / 3000)
+            await self._presence.keep(self._engine)

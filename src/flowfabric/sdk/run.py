@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+import hmac
+from collections.abc import AsyncIterator, Mapping
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
@@ -12,20 +13,26 @@ import msgspec
 
 from flowfabric import errors
 from flowfabric.engine.asks import MailArgs, SignalArgs, WaitpointToken
+from flowfabric.ids import ExecutionId, partition_of
 from flowfabric.model.states import PublicState, TerminalOutcome
+from flowfabric.sdk.approvals import Link
 from flowfabric.sdk.codec import Shape, from_json, json_bytes
 from flowfabric.sdk.failing import RunCancelled, RunExpired, RunFailed, RunSkipped
+from flowfabric.sdk.output import progress_of
 
 if TYPE_CHECKING:
     from flowfabric.engine.engine import Engine
     from flowfabric.engine.pulling import Ended
     from flowfabric.engine.reads import ExecutionSnapshot
     from flowfabric.model.answers import AttemptView
+    from flowfabric.model.obstacles import Explanation
+    from flowfabric.sdk.fabric import Fabric
+    from flowfabric.sdk.sync import SyncRun
 
 R = TypeVar("R")
 
 TAIL_MS = 10_000
-
+START = "0-0"
 LONGEST_LOOK_MS = 30_000
 
 _ENDS = {
@@ -53,14 +60,20 @@ class Reset(msgspec.Struct, frozen=True):
 class Run(Generic[R]):
     """One submitted piece of work. It can be looked at from any process that knows its id."""
 
-    def __init__(
-        self, run_id: str, task: str, shape: Shape, engine: Callable[[], Awaitable[Engine]], *, created: bool = True
-    ) -> None:
+    def __init__(self, run_id: str, task: str, shape: Shape, app: Fabric, *, created: bool = True) -> None:
         self.id = run_id
         self.task = task
         self.created = created  # False when an earlier submit with the same key stands for this one
         self._shape = shape
-        self._engine = engine
+        self._app = app
+        self._engine = app.engine
+
+    @property
+    def sync(self) -> SyncRun[R]:
+        """The same for code that cannot await."""
+        from flowfabric.sdk.sync import SyncRun
+
+        return SyncRun(self, self._app.portal())
 
     async def result(self, timeout: float | None = None) -> R:
         """What the handler returned; raises RunFailed, RunCancelled, RunExpired, RunSkipped or TimeoutError."""
@@ -102,9 +115,19 @@ class Run(Generic[R]):
         """Give a finished run another life."""
         await (await self._engine()).replay_execution(self.id)
 
-    async def signal(self, name: str, value: Any = None, *, key: str | None = None) -> None:
-        """Send a message to its function, which gets it with `ctx.receive(name)`, now or later; `key` sends it once."""
+    async def explain(self) -> Explanation:
+        """Why it is not running: a dependency, a delay, a limit, a budget, no capable worker, all busy …"""
+        return await (await self._engine()).explain(self.id)
+
+    async def signal(self, name: str, value: Any = None, *, key: str | None = None, token: str | None = None) -> None:
+        """Send a message to its function, which gets it with `ctx.receive(name)`, now or later; `key` sends it once.
+
+        With a `token` (or the link it came in) it answers the approval of that name instead.
+        """
         engine = await self._engine()
+        if token is not None:
+            await self.vote(token if "token=" in token else await self._link(engine, name, token), value)
+            return
         await engine.send_message(
             MailArgs(
                 execution_id=self.id,
@@ -115,6 +138,21 @@ class Run(Generic[R]):
                 idempotency_key=key,
             )
         )
+
+    async def _link(self, engine: Engine, name: str, token: str) -> str:
+        """The link of an open approval that this token is for."""
+        waits = await engine.read_waits(self.id)
+        places = [
+            point
+            for gate in waits.open.values()
+            for point, known_as in gate.waitpoints
+            if known_as.rpartition(".")[0] == name
+        ]
+        for point in places:
+            kept = await engine.read_waitpoint_token(partition_of(ExecutionId(self.id)), point)
+            if kept is not None and hmac.compare_digest(kept.reveal(), token):
+                return Link.to(self._app.public_url, self.id, point, token)
+        raise errors.InvalidInput(f"token: no open approval {name!r} of this run has it")
 
     async def vote(self, link: str, value: Any = True, *, by: str = "") -> None:
         """Answer an approval of this run with one of its links."""
@@ -134,28 +172,31 @@ class Run(Generic[R]):
             )
         )
 
-    async def stream(self, name: str) -> AsyncIterator[Frame | Reset]:
-        """What its handler writes under this name, from the beginning, until the run ends."""
+    async def stream(self, name: str, *, after: str | None = None) -> AsyncIterator[Frame | Reset]:
+        """What its handler writes under this name, from the beginning or after a frame's cursor, until the run ends.
+
+        `Reset` comes before the output of an attempt that takes the place of an earlier one.
+        """
         engine = await self._engine()
-        attempt, after = 0, "0-0"
+        attempt, place = (0, START) if after is None else _cursor(after)
         while True:
-            page = await engine.tail_stream(self.id, attempt, after, block_ms=TAIL_MS, count_limit=1000)
+            page = await engine.tail_stream(self.id, attempt, place, block_ms=TAIL_MS, count_limit=1000)
             for frame in page.frames:
-                after = frame.id
+                place = frame.id
                 if frame.fields.get("frame_type") == name:
-                    yield Frame(_text(frame.fields), attempt, frame.id)
+                    yield Frame(_text(frame.fields), attempt, f"{attempt}/{frame.id}")
             if page.frames:
                 continue
             latest = await engine.read_current_attempt_index(self.id)
             if latest > attempt:
-                attempt, after = latest, "0-0"
+                attempt, place = latest, START
                 yield Reset(attempt)
             elif page.closed_at is not None or (await engine.await_end(self.id)) is not None:
                 return
 
-    async def progress(self) -> tuple[int | None, str | None]:
-        """What its handler last said: percentage and message."""
-        return await (await self._engine()).read_progress(self.id)
+    async def progress(self) -> dict[str, Any]:
+        """What its handler last said, as one document; `pct` is the percentage."""
+        return progress_of(*await (await self._engine()).read_progress(self.id))
 
     def _value(self, ended: Ended) -> R:
         if ended.outcome is not TerminalOutcome.SUCCESS:
@@ -166,6 +207,13 @@ class Run(Generic[R]):
 
     def __repr__(self) -> str:
         return f"<Run {self.task} {self.id}>"
+
+
+def _cursor(text: str) -> tuple[int, str]:
+    attempt, found, place = text.partition("/")
+    if not found or not attempt.isdecimal():
+        raise errors.InvalidInput(f"after: {text!r} is no cursor of a frame")
+    return int(attempt), place
 
 
 def _parts(link: str) -> tuple[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
@@ -12,14 +12,18 @@ import msgspec
 from flowfabric.engine.pulling import CreateExecution
 from flowfabric.errors import FabricError, InvalidInput
 from flowfabric.model.answers import Duplicate
-from flowfabric.sdk.codec import Signature
+from flowfabric.sdk.codec import Signature, json_bytes
 from flowfabric.sdk.context import Context
 from flowfabric.sdk.durations import Duration, to_ms
 from flowfabric.sdk.failing import Retry
+from flowfabric.sdk.inputs import NAMED_BUDGETS, PLAIN, REFERRING, Referring
+from flowfabric.sdk.limits import Bound, Budget, Limit, Scope, scope_of
 from flowfabric.sdk.run import Run
 
 if TYPE_CHECKING:
+    from flowfabric.engine.engine import Engine
     from flowfabric.sdk.fabric import Fabric
+    from flowfabric.sdk.sync import SyncSubmitter
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -37,15 +41,34 @@ class Options(msgspec.Struct, frozen=True):
     deadline: datetime | None = None
     key: str | None = None
     tags: dict[str, str] = {}
+    budgets: tuple[Budget, ...] = ()
+    limits: tuple[Limit, ...] = ()
+    fair: Scope | None = None
+    weight: int = 1
 
-    def policy(self) -> str | None:
+    @property
+    def is_bound(self) -> bool:
+        """Whether the arguments of a call have a say in its policy."""
+        return bool(self.budgets or self.limits or self.fair is not None)
+
+    def policy(self, bound: Bound) -> str | None:
         """The execution policy that the engine keeps; None when there is nothing to say."""
         policy: dict[str, Any] = {}
         if self.retry is not None:
             policy["retry_policy"] = self.retry.policy()
         if self.needs:
             policy["routing_requirements"] = {"required_capabilities": sorted(self.needs)}
+        if bound.budgets:
+            policy["budget_ids"] = [budget_id for _, budget_id, _ in bound.budgets.values()]
+            policy[NAMED_BUDGETS] = {name: budget_id for name, (_, budget_id, _) in bound.budgets.items()}
+        if bound.limits:
+            policy["quota_policy_ids"] = list(bound.limits)
+        if bound.fairness_key is not None:
+            policy |= {"fairness_key": bound.fairness_key, "fairness_weight": self.weight}
         return msgspec.json.encode(policy).decode() if policy else None
+
+
+UNBOUND = Bound()
 
 
 class Call(msgspec.Struct, Generic[R], frozen=True):
@@ -54,21 +77,34 @@ class Call(msgspec.Struct, Generic[R], frozen=True):
     task: Task[Any, R]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    options: Options
 
 
 class Task(Generic[P, R]):
     """A function whose calls survive: `submit` hands one over, a plain call just runs it."""
 
     def __init__(
-        self, app: Fabric, handler: Callable[..., Any], *, name: str, isolation: str, options: Options
+        self,
+        app: Fabric,
+        handler: Callable[..., Any],
+        *,
+        name: str,
+        isolation: str,
+        on_mismatch: str,
+        options: Options,
     ) -> None:
+        if isolation == "process" and "<locals>" in handler.__qualname__:
+            raise InvalidInput(f'{name}: isolation="process" needs a function at the top level of a module')
         self.app = app
         self.name = name
         self.handler = handler
+        self.module = handler.__module__
         self.isolation = isolation
+        self.on_mismatch = on_mismatch
         self.own = options
         self.signature = Signature(handler, Context)
         self.is_async = inspect.iscoroutinefunction(handler)
+        self.timeout_s = None if options.timeout_ms is None else options.timeout_ms / 1000
         self.__doc__ = handler.__doc__
         self.__name__ = getattr(handler, "__name__", name)
         self.__wrapped__ = handler
@@ -76,6 +112,11 @@ class Task(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """A plain call of the function, for unit tests: no engine is involved."""
         return self.handler(*args, **kwargs)
+
+    def with_context(self, arguments: dict[str, Any], context: Context) -> dict[str, Any]:
+        """The arguments of a handler, its context among them if it asks for one."""
+        name = self.signature.context_name
+        return arguments if name is None else {**arguments, name: context}
 
     def options(
         self,
@@ -87,16 +128,31 @@ class Task(Generic[P, R]):
         lane: str | None = None,
         deadline: datetime | None = None,
         retry: Retry | None = None,
+        fair: Scope | None = None,
+        weight: int | None = None,
+        using: object | None = None,
     ) -> Submitter[P, R]:
-        """The task with other ways for the next submits; `key` makes a submit idempotent."""
+        """The task with other ways for the next submits; `key` makes a submit idempotent.
+
+        `using` is a connection to the store's own Postgres database: the run then exists when its transaction commits.
+        """
         changed: dict[str, Any] = {"delay_ms": None if delay is None else to_ms(delay, "delay"), "key": key}
         given: dict[str, Any] = {"tags": None if tags is None else dict(tags), "priority": priority, "lane": lane}
-        given |= {"deadline": deadline, "retry": retry}
+        given |= {"deadline": deadline, "retry": retry, "fair": fair, "weight": weight}
         changed |= {name: value for name, value in given.items() if value is not None}
-        return Submitter(self, msgspec.structs.replace(self.own, **changed))
+        return Submitter(self, msgspec.structs.replace(self.own, **changed), using)
 
-    async def submit(self, *args: P.args, **kwargs: P.kwargs) -> Run[R]:
-        """Hand a call over; it is kept when this returns."""
+    @property
+    def sync(self) -> SyncSubmitter[P, R]:
+        """The same for code that cannot await."""
+        return Submitter(self, self.own).sync
+
+    @overload
+    async def submit(self, *args: P.args, **kwargs: P.kwargs) -> Run[R]: ...
+    @overload
+    async def submit(self, *args: Any, using: object, **kwargs: Any) -> Run[R]: ...
+    async def submit(self, *args: Any, **kwargs: Any) -> Run[R]:
+        """Hand a call over; it is kept when this returns, or with `using` when that transaction commits."""
         return await Submitter(self, self.own).submit(*args, **kwargs)
 
     async def submit_many(self, inputs: Iterable[Any]) -> list[Run[R]]:
@@ -105,11 +161,60 @@ class Task(Generic[P, R]):
 
     def s(self, *args: P.args, **kwargs: P.kwargs) -> Call[R]:
         """A call to be submitted later."""
-        return Call(self, args, kwargs)
+        return Call(self, args, kwargs, self.own)
 
     def run(self, run_id: str) -> Run[R]:
         """A run of this task that was submitted earlier, by its id."""
-        return Run(run_id, self.name, self.signature.result, self.app.engine)
+        return Run(run_id, self.name, self.signature.result, self.app)
+
+    async def ask(
+        self,
+        engine: Engine,
+        arguments: dict[str, Any],
+        *,
+        options: Options,
+        execution_id: str | None = None,
+        results: dict[str, str | list[str]] | None = None,
+    ) -> CreateExecution:
+        """What to ask the engine for, for a call with these arguments; wrong input is refused here.
+
+        `results` are the runs whose results will be the other arguments.
+        """
+        plain = self.signature.plain(arguments)
+        bound = UNBOUND
+        if options.is_bound:
+            bound = self.bound(options, arguments)
+            await self.app.declare_bound(engine, bound)
+        return CreateExecution(
+            execution_id=execution_id or engine.new_execution_id(options.lane),
+            partition=0,
+            namespace=self.app.namespace,
+            lane_id=options.lane,
+            execution_kind=self.name,
+            input_payload=Referring(plain, results).dumped() if results else json_bytes(plain),
+            payload_encoding=REFERRING if results else PLAIN,
+            priority=options.priority,
+            creator_identity=self.app.identity,
+            idempotency_key=options.key,
+            tags=options.tags,
+            policy=options.policy(bound),
+            delay_until=None if options.delay_ms is None else engine.estimate.now() + options.delay_ms,
+            execution_deadline_at=_epoch_ms(options.deadline),
+        )
+
+    def bound(self, options: Options, arguments: Mapping[str, Any]) -> Bound:
+        """The budgets and limits that hold for a call with these arguments."""
+        tags, namespace = options.tags, self.app.namespace
+        budgets: dict[str, tuple[Budget, str, str]] = {}
+        for budget in options.budgets:
+            scope = scope_of(budget.per, f"budget {budget.name}", arguments, tags)
+            budgets[budget.name] = (budget, budget.id(namespace, scope), scope)
+        limits = {
+            limit.id(namespace, self.name, scope_of(limit.per, f"limit of {self.name}", arguments, tags)): limit
+            for limit in options.limits
+        }
+        fair = scope_of(options.fair, f"fairness of {self.name}", arguments, tags) if options.fair else None
+        return Bound(budgets, limits, fair)
 
     def __repr__(self) -> str:
         return f"<Task {self.name}>"
@@ -118,52 +223,56 @@ class Task(Generic[P, R]):
 class Submitter(Generic[P, R]):
     """A task and the options of the submits made through it."""
 
-    def __init__(self, task: Task[P, R], options: Options) -> None:
-        self._task = task
+    def __init__(self, task: Task[P, R], options: Options, using: object | None = None) -> None:
+        self.task = task
         self._options = options
+        self._using = using
 
-    async def submit(self, *args: P.args, **kwargs: P.kwargs) -> Run[R]:
-        """Hand a call over; it is kept when this returns."""
-        [run] = await self._submit([(args, kwargs)])
+    @property
+    def sync(self) -> SyncSubmitter[P, R]:
+        """The same for code that cannot await."""
+        from flowfabric.sdk.sync import SyncSubmitter
+
+        return SyncSubmitter(self, self.task.app.portal)
+
+    def s(self, *args: P.args, **kwargs: P.kwargs) -> Call[R]:
+        """A call to be submitted later."""
+        return Call(self.task, args, kwargs, self._options)
+
+    @overload
+    async def submit(self, *args: P.args, **kwargs: P.kwargs) -> Run[R]: ...
+    @overload
+    async def submit(self, *args: Any, using: object, **kwargs: Any) -> Run[R]: ...
+    async def submit(self, *args: Any, **kwargs: Any) -> Run[R]:
+        """Hand a call over; it is kept when this returns, or with `using` when that transaction commits."""
+        using = self._using
+        if "using" in kwargs and "using" not in self.task.signature.shapes:
+            using = kwargs.pop("using")
+        [run] = await self._submit([Call(self.task, args, kwargs, self._options)], using)
         return run
 
     async def submit_many(self, inputs: Iterable[Any]) -> list[Run[R]]:
         """Hand many calls over in one round trip."""
-        calls = [(given.args, given.kwargs) if isinstance(given, Call) else ((given,), {}) for given in inputs]
-        return await self._submit(calls)
+        calls = [given if isinstance(given, Call) else Call(self.task, (given,), {}, self._options) for given in inputs]
+        return await self._submit(calls, self._using)
 
-    async def _submit(self, calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Run[R]]:
-        task, options = self._task, self._options
-        payloads = [task.signature.dump(args, kwargs) for args, kwargs in calls]
+    async def _submit(self, calls: list[Call[Any]], using: object | None) -> list[Run[R]]:
+        task = self.task
         engine = await task.app.engine()
-        delay_until = None if options.delay_ms is None else engine.estimate.now() + options.delay_ms
-        policy = options.policy()
         asks = [
-            CreateExecution(
-                execution_id=engine.new_execution_id(options.lane),
-                partition=0,
-                namespace=task.app.namespace,
-                lane_id=options.lane,
-                execution_kind=task.name,
-                input_payload=payload,
-                payload_encoding="json",
-                priority=options.priority,
-                creator_identity=task.app.identity,
-                idempotency_key=options.key,
-                tags=options.tags,
-                policy=policy,
-                delay_until=delay_until,
-                execution_deadline_at=_epoch_ms(options.deadline),
-            )
-            for payload in payloads
+            await task.ask(engine, task.signature.bound(call.args, call.kwargs), options=call.options) for call in calls
         ]
-        made = [await engine.create(asks[0])] if len(asks) == 1 else await engine.create_executions(asks)
+        made: Sequence[Any]
+        if using is not None:
+            made = await engine.create_within(using, asks)
+        else:
+            made = [await engine.create(asks[0])] if len(asks) == 1 else await engine.create_executions(asks)
         runs = []
         for answer in made:
             if isinstance(answer, FabricError):
                 raise answer
             created = not isinstance(answer, Duplicate)
-            runs.append(Run[R](answer.execution_id, task.name, task.signature.result, task.app.engine, created=created))
+            runs.append(Run[R](answer.execution_id, task.name, task.signature.result, task.app, created=created))
         return runs
 
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import msgspec
 
 from flowfabric.engine.asks import Count, CountKind, GateArgs
-from flowfabric.engine.pulling import CreateExecution
 from flowfabric.errors import FabricError, InvalidInput
 from flowfabric.ids import ExecutionId, digest8, partition_of
 from flowfabric.model.gate import GateEnd, GateKind, GateMemo, Vote
@@ -19,7 +18,7 @@ from flowfabric.sdk.approvals import Approval
 from flowfabric.sdk.codec import Shape, from_json
 from flowfabric.sdk.durations import Duration, to_ms
 from flowfabric.sdk.failing import RunFailed
-from flowfabric.sdk.joins import AllOf, Join, Quorum, needed
+from flowfabric.sdk.joins import AllOf, Join, Quorum
 from flowfabric.sdk.run import Run
 
 if TYPE_CHECKING:
@@ -136,29 +135,15 @@ class Waiting(ABC):
     async def _spawn(self, calls: Sequence[Call[Any]]) -> list[Run[Any]]:
         asks = []
         for call in calls:
-            task, options = call.task, call.task.own
-            place = self.durable.gate_name(f"child:{task.name}")
-            asks.append(
-                CreateExecution(
-                    execution_id=self._child_id(place),
-                    partition=0,
-                    namespace=self.app.namespace,
-                    lane_id=options.lane,
-                    execution_kind=task.name,
-                    input_payload=task.signature.dump(call.args, call.kwargs),
-                    payload_encoding="json",
-                    priority=options.priority,
-                    creator_identity=self.run_id,
-                    tags=options.tags,
-                    policy=options.policy(),
-                    parent_id=self.run_id,
-                )
-            )
+            place = self.durable.gate_name(f"child:{call.task.name}")
+            arguments = call.task.signature.bound(call.args, call.kwargs)
+            ask = await call.task.ask(self.engine, arguments, options=call.options, execution_id=self._child_id(place))
+            asks.append(msgspec.structs.replace(ask, creator_identity=self.run_id, parent_id=self.run_id))
         for answer in await self.engine.create_executions(asks):
             if isinstance(answer, FabricError):
                 raise answer
         return [
-            Run(ask.execution_id, call.task.name, call.task.signature.result, self.app.engine)
+            Run(ask.execution_id, call.task.name, call.task.signature.result, self.app)
             for ask, call in zip(asks, calls, strict=True)
         ]
 
@@ -193,11 +178,11 @@ class Waiting(ABC):
         runs = await self._spawn(calls)
         ids = tuple(run.id for run in runs)
         name = self.durable.gate_name("children")
-        need = needed(join, len(ids))
+        need = join.needed(len(ids))
         memo = await self.durable.wait(GateArgs(name=name, kind=GateKind.CHILDREN, children=ids, need=need))
         votes = [] if memo.votes is None else msgspec.json.decode(memo.votes, type=list[Vote])
         ended = {vote.member: vote.outcome for vote in votes}
-        if not isinstance(join, AllOf) and join.cancel_rest:
+        if join.cancel_rest:
             rest = [run for run in runs if run.id not in ended]
             await asyncio.gather(*(run.cancel("the others were enough") for run in rest))
         if memo.ended_as is not GateEnd.SATISFIED:

@@ -16,7 +16,7 @@ What each verb promises when the process dies or an answer is lost:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import msgspec
 
@@ -206,6 +206,31 @@ class FeedPage(msgspec.Struct, frozen=True, gc=False):
     events: list[FeedEvent]
     position: int
     lost: bool = False
+
+
+class Inside(Protocol):
+    """A store as seen from inside a caller's own transaction: what is written is kept or lost with that."""
+
+    async def load(self, wants: Sequence[Want]) -> Loaded:
+        """The rows asked for, and the time."""
+        ...
+
+    async def commit(self, change: Change) -> int | None:
+        """The time when all guards held and all was written, None when nothing was."""
+        ...
+
+    async def notify(self, topics: frozenset[str]) -> None:
+        """Tell all processes to look at these topics when the transaction commits."""
+        ...
+
+
+@runtime_checkable
+class Joins(Protocol):
+    """A store that lives in a database where callers have transactions of their own."""
+
+    async def within(self, connection: Any) -> Inside:
+        """Join the transaction of this connection."""
+        ...
 
 
 class Store(Protocol):

@@ -114,6 +114,11 @@ def encode(value: Any, line_of: LineOf) -> Any:
     return code
 
 
+def no_line(line: LineKey) -> int:
+    """Where no line may be named."""
+    raise Unstorable(f"no line may stand here: {line}")
+
+
 CODEC: dict[type[msgspec.Struct], RowCodec] = {table.row: RowCodec(table) for table in TABLES}
 
 

@@ -18,7 +18,18 @@ from msgspec.structs import astuple, replace
 from flowfabric.handles import BackendTag
 from flowfabric.model.event import TOPIC_FIELDS, Event, FeedEvent, Topic
 from flowfabric.model.execution import Execution, LineKey, Payload
-from flowfabric.rules.change import Change, Delete, FromNow, Guard, Insert, LeaseCheck, LeaseWant, Patch, Put
+from flowfabric.rules.change import (
+    Change,
+    Delete,
+    FromNow,
+    Guard,
+    Insert,
+    LeaseCheck,
+    LeaseWant,
+    Patch,
+    Put,
+    spelled_out,
+)
 from flowfabric.stores.base import (
     Collision,
     Due,
@@ -173,6 +184,12 @@ class MemoryStore:
             undo: list[tuple[Shelf, Key, Any]] = []
             # Judged before anything is written, like everywhere: no two changes of one call meet in a root.
             verdicts = [self._judge(change, now) for change in changes]
+            changes = [
+                spelled_out(change, self._shelves[change.form.root].rows[change.guards[0].key])
+                if change.form is not None and accepted
+                else change
+                for change, accepted in zip(changes, verdicts, strict=True)
+            ]
             try:
                 for change, accepted in zip(changes, verdicts, strict=True):
                     if accepted:

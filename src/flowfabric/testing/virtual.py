@@ -44,6 +44,10 @@ class VirtualTime:
         """Seconds of virtual time."""
         return self._now
 
+    def thread_waits(self, more: int) -> None:
+        """A thread waits for the loop (1), or does so no more (-1): while it waits, time need not."""
+        self._threads -= more
+
     def _select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         ready = self._real_select(0)
         if ready or timeout == 0:

@@ -70,6 +70,8 @@ class World:
         await self.engine.ensure_signing_key("00" * 32)
         self._outside = self.app.bind(self.engine)
         self.app.on_point = self._pass_point
+        self.app.on_wait = self._time.thread_waits
+        self.app.isolates = False
         for _ in range(self._count):
             self.start_worker()
         return self
@@ -81,13 +83,14 @@ class World:
             task.cancel()
         await asyncio.gather(*(task for _, task in self._workers), return_exceptions=True)
         self.app.unbind(self._outside)
-        self.app.on_point = None
+        self.app.on_point = self.app.on_wait = None
+        self.app.isolates = True
         await self.engine.close()
         self._time.stop()
 
     def start_worker(self) -> Worker:
         """One more worker."""
-        worker = Worker(self.app, slots=self._slots)
+        worker = Worker(self.app, slots=self._slots, presence_ttl=SELDOM_MS / 1000)
         self._workers.append((worker, asyncio.create_task(worker.work())))
         return worker
 

@@ -23,7 +23,8 @@ import msgspec
 from msgspec.structs import astuple
 
 from flowfabric.model.event import Event
-from flowfabric.rules.change import Change, Delete, Guard, LeaseCheck, Patch, Put, Write
+from flowfabric.model.execution import LineKey
+from flowfabric.rules.change import Change, Delete, Form, Guard, LeaseCheck, Patch, Put, Write
 from flowfabric.stores.base import Unstorable
 from flowfabric.stores.codec import CODEC, row_of, target
 from flowfabric.stores.postgres.habits import Habits
@@ -34,6 +35,7 @@ from flowfabric.stores.postgres.pieces import (
     KEY_TYPES,
     LEASE_TYPES,
     Deleted,
+    Formed,
     Guards,
     Inserted,
     Judged,
@@ -58,11 +60,14 @@ class Batch:
         self.guards = _judged(changes, habits)
         rounds = _rounds(changes)
         self.rounds = [_written(writes, habits) for writes in rounds]
+        self.rounds[0] += _formed(changes, habits)
         self.told = _told(changes, habits)
         self.in_steps = len(rounds) > 1 or any(_needs_new_snapshot(piece) for piece, _ in self.rounds[0])
 
 
 def _needs_new_snapshot(piece: Writes) -> bool:
+    if isinstance(piece, Formed):
+        return False
     table = TABLE[piece.row]
     if type(piece) is Deleted:
         return not table.is_root or piece.width < len(table.key)
@@ -115,7 +120,10 @@ def _asked(lease: LeaseCheck | None) -> tuple[int | None, str | None, int | None
 def _written_roots(change: Change) -> set[tuple[Row, tuple[Any, ...]]]:
     """The rows that the change writes, as far as it guards any of their kind."""
     guarded = {guard.row for guard in change.guards if guard.revision is not None}
-    return {target(write) for write in change.writes if row_of(write) in guarded} if guarded else set()
+    written = {target(write) for write in change.writes if row_of(write) in guarded} if guarded else set()
+    if change.form is not None:
+        written.add((change.form.root, change.guards[0].key))
+    return written
 
 
 def _rounds(changes: Sequence[Change]) -> list[list[tuple[int, int, Write]]]:
@@ -207,13 +215,41 @@ def _inserted(row: Row, put: bool, new: list[tuple[int, int, Any]], habits: Habi
     return Inserted(row, put, counted, habit), values
 
 
+def _formed(changes: Sequence[Change], habits: Habits) -> list[tuple[Writes, Values]]:
+    forms: dict[Form, list[tuple[int, int, tuple[Any, ...]]]] = {}
+    for no, change in enumerate(changes, start=1):
+        if change.form is not None:
+            forms.setdefault(change.form, []).append((no, change.id, change.guards[0].key))
+    found: list[tuple[Writes, Values]] = []
+    before = sum(len(change.events) for change in changes)  # events that have the first places of the batch
+    for form, roots in forms.items():
+        numbers, ids, keys = zip(*roots, strict=True)
+        types = (*KEY_TYPES[form.root], "bigint")
+        counted, habit, values = habits.learn(form, types, numbers, [*zip(*keys, strict=True), ids])
+        found.append((Formed(form, counted, habit), [*values, before]))
+        before += len(roots)
+    return found
+
+
 def _told(changes: Sequence[Change], habits: Habits) -> tuple[Told, Values] | None:
     events = [(no, event) for no, change in enumerate(changes, start=1) for event in change.events]
     if not events:
         return None
-    if len(events) > MOST_EVENTS:
+    if len(events) + len(changes) > MOST_EVENTS:  # a form tells one event
         raise Unstorable(f"{len(events)} events are more than one batch may have")
     numbers, told = zip(*events, strict=True)
     columns = zip(*map(astuple, told), strict=True)
     counted, habit, values = habits.learn(Event, tuple(EVENT_TYPES.values()), numbers, columns)
     return Told(counted, habit), values
+
+
+def lines_of(changes: Sequence[Change]) -> set[LineKey]:
+    """The lines that the changes write to."""
+    found: set[LineKey] = set()
+    for change in changes:
+        for write in change.writes:
+            if isinstance(write, Delete):
+                continue
+            values = write.fields.values() if isinstance(write, Patch) else astuple(write.row)
+            found |= {value for value in values if type(value) is LineKey}
+    return found

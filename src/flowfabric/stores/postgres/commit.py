@@ -30,10 +30,12 @@ from typing import Any
 
 from flowfabric.stores.postgres.batch import Batch
 from flowfabric.stores.postgres.links import in_transaction
-from flowfabric.stores.postgres.pieces import Guards, Told, Writes
+from flowfabric.stores.postgres.pieces import Formed, Guards, Told, Writes
 from flowfabric.stores.postgres.sql import Parameters
 
 CLOCK = "coalesce({given}, floor(extract(epoch from clock_timestamp()) * 1000)::bigint)"
+# Numbered only when all locks are held, since it asks for the verdict.
+BATCH = "batch as (insert into ff_batch (at) select now from verdict where true = any (yes) returning batch_id)"
 MOST_WORDINGS = 1000
 
 _wordings: dict[tuple[Any, ...], str] = {}
@@ -90,7 +92,13 @@ def compose(guards: Sequence[Guards] | None, writes: Sequence[Writes], told: Tol
         parts = [f"verdict as materialized (select {yes} as yes, {now} as now)"]
     else:
         parts = _verdict(guards, parameters)
-    parts += [f"write_{number} as ({piece.words(parameters)})" for number, piece in enumerate(writes)]
+    if told is not None or any(type(piece) is Formed for piece in writes):
+        parts.append(BATCH)
+    for number, piece in enumerate(writes):
+        name = f"write_{number}"
+        parts.append(f"{name} as ({piece.words(parameters)})")
+        if isinstance(piece, Formed):
+            parts += piece.then(name, parameters)
     if told is not None:
         parts.append(told.words(parameters))
     return "with " + ",\n".join(parts) + "\nselect now, yes from verdict"

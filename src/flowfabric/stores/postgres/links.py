@@ -41,6 +41,8 @@ TUNING = {
     "enable_seqscan": "off",
     "enable_hashjoin": "off",
     "enable_mergejoin": "off",
+    "enable_bitmapscan": "off",
+    "enable_sort": "off",
     "plan_cache_mode": "force_generic_plan",
     "jit": "off",
 }

@@ -12,10 +12,12 @@ order, the rows are `counted` and the numbers need not be sent.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from enum import Enum
+from typing import Any, Literal, NamedTuple
 
 from flowfabric.model.event import Event
-from flowfabric.rules.change import LeaseWant
+from flowfabric.rules.change import Form, FromNow, LeaseWant, Own
+from flowfabric.stores.codec import encode, no_line
 from flowfabric.stores.postgres.habits import DIFFER, LISTED, NUMBERS, OFFSETS, VALUES, words_of_list
 from flowfabric.stores.postgres.sql import Parameters, Row, column_type, quoted
 from flowfabric.stores.rows import TABLE
@@ -202,6 +204,56 @@ class Deleted(NamedTuple):
         return f"delete from {table.name} t using {given.rows()} where {keys}{given.yes}"
 
 
+class Formed(NamedTuple):
+    """Roots of which a form says what becomes of them."""
+
+    form: Form
+    counted: bool
+    habit: tuple[int, ...]  # of the key and the revision
+
+    def words(self, parameters: Parameters) -> str:
+        """The update of the roots, which answers with everything that the form copies from them."""
+        table = TABLE[self.form.root]
+        kinds = {f"key {key}": kind for key, kind in zip(table.key, KEY_TYPES[table.row], strict=True)}
+        given = Given(parameters, self.counted, _columns(kinds | {"revision": "bigint"}, self.habit))
+        sets = "".join(f'"{name}" = {_formed(value)}, ' for name, value in self.form.fields.items())
+        keys = " and ".join(f't."{key}" = {given[f"key {key}"]}' for key in table.key)
+        values = (*self.form.columns.values(), *self.form.event.values())
+        copied = quoted(dict.fromkeys(value.column for value in values if type(value) is Own), "t.")
+        return (
+            f"update {table.name} t set {sets}revision = {given['revision']} from {given.rows()}"
+            f" where {keys} and {given.yes} returning x.place, {copied}"
+        )
+
+    def then(self, name: str, parameters: Parameters) -> list[str]:
+        """Two table expressions that stand on that update: the added rows, and the events."""
+        return [
+            self._adds(f"{name}_added", TABLE[self.form.added].name, self.form.columns, {}, name),
+            self._adds(
+                f"{name}_told",
+                "ff_event",
+                self.form.event,
+                {"batch_id": "b.batch_id", "ord": f"{parameters.one('bigint')} + w.place - 1"},
+                f"batch b, {name}",
+            ),
+        ]
+
+    def _adds(self, name: str, table: str, values: dict[str, Any], more: dict[str, str], source: str) -> str:
+        words = more | {column: _formed(value, "w") for column, value in values.items() if value is not None}
+        return f"{name} as (insert into {table} ({quoted(words)}) select {', '.join(words.values())} from {source} w)"
+
+
+def _formed(value: Any, own: str = "t") -> str:
+    """A value of a form in the words of the server; it comes from a rule, never from a caller."""
+    if type(value) is Own:
+        return f'{own}."{value.column}"'
+    if type(value) is FromNow:
+        return f"{NOW} + {value.offset}"
+    if isinstance(value, str) and not isinstance(value, Enum):
+        return "'" + value.replace("'", "''") + "'"
+    return "null" if value is None else str(encode(value, no_line))
+
+
 class Told(NamedTuple):
     """Events."""
 
@@ -209,13 +261,11 @@ class Told(NamedTuple):
     habit: tuple[int, ...]
 
     def words(self, parameters: Parameters) -> str:
-        """Two table expressions: the batch, numbered only when all locks are held, and its events."""
         columns = [column for column in _columns(EVENT_TYPES, self.habit) if column[2]]
         given = Given(parameters, self.counted, columns)
         values = ", ".join(given[name] for name, _, _ in columns)
         names = quoted(name for name, _, _ in columns)
         return (
-            f"batch as (insert into ff_batch (at) select now from verdict where true = any (yes) returning batch_id),\n"
             f"events as (insert into ff_event (batch_id, ord, {names})"
             f" select b.batch_id, x.place - 1, {values} from batch b, {given.rows()} where {given.yes})"
         )
@@ -226,4 +276,4 @@ def _columns(kinds: dict[str, str], habits: tuple[int, ...]) -> list[tuple[str, 
 
 
 Guards = Judged | Timed
-Writes = Patched | Inserted | Deleted
+Writes = Patched | Inserted | Deleted | Formed

@@ -7,6 +7,7 @@ read.py      load, due and scan, composed from the catalogue
 feed.py      how events get their places (feed.sql)
 lines.py     which number stands for which line (lines.sql)
 wake.py      hints between processes
+within.py    a caller's own transaction
 schema.py    the schema and how it grows (migrations/)
 """
 
@@ -21,18 +22,19 @@ from flowfabric.errors import StoreUnavailable
 from flowfabric.handles import BackendTag
 from flowfabric.model.event import FeedEvent, Topic
 from flowfabric.model.execution import LineKey
-from flowfabric.rules.change import Change, Insert, Patch, Put
+from flowfabric.rules.change import Change
 from flowfabric.stores.base import Due, FeedPage, Held, Loaded, Scan, Schema, Stamp, Take, Taken, Want, Where
 from flowfabric.stores.codec import CODEC, LineAt
 from flowfabric.stores.postgres import read, schema
 from flowfabric.stores.postgres import take as taking
-from flowfabric.stores.postgres.batch import Batch
+from flowfabric.stores.postgres.batch import Batch, lines_of
 from flowfabric.stores.postgres.commit import CLOCK, commit
 from flowfabric.stores.postgres.feed import Feed
 from flowfabric.stores.postgres.habits import Habits
 from flowfabric.stores.postgres.lines import Lines, UnknownLine
 from flowfabric.stores.postgres.links import Links, in_transaction
 from flowfabric.stores.postgres.wake import Wake
+from flowfabric.stores.postgres.within import Within, link_to
 
 T = TypeVar("T")
 _TIME = f"select {CLOCK.format(given='$1::bigint')}"
@@ -80,10 +82,14 @@ class PostgresStore:
         try:
             batch = Batch(changes, self._habits)
         except UnknownLine:
-            await self._lines.add(_lines_of(changes))
+            await self._lines.add(lines_of(changes))
             batch = Batch(changes, self._habits)
         now, yes = await self._links.write(lambda connection: commit(connection, batch, self._now()))
         return [now if accepted else None for accepted in yes]
+
+    async def within(self, connection: Any) -> Within:
+        """The store as seen from inside the transaction of a connection that is not ours."""
+        return Within(await link_to(connection), self._lines, self._now)
 
     async def take(self, take: Take) -> Taken:
         lines = await self._lines.known(take.lines)
@@ -178,15 +184,3 @@ class PostgresStore:
         except UnknownLine:
             await self._lines.read(None)
             return decode(self._lines.key)
-
-
-def _lines_of(changes: Sequence[Change]) -> set[LineKey]:
-    """The lines that the changes write to."""
-    found: set[LineKey] = set()
-    for change in changes:
-        for write in change.writes:
-            if isinstance(write, Patch):
-                found |= read.lines_in([*write.fields.values()])
-            elif isinstance(write, Insert | Put):
-                found |= read.lines_in(msgspec.structs.astuple(write.row))
-    return found

@@ -84,7 +84,7 @@ class Wake:
                 with suppress(asyncpg.PostgresError):
                     await connection.add_listener(CHANNEL, self._heard)
             topics, self._unsent = self._unsent, set()
-            for payload in _payloads(topics):
+            for payload in payloads(topics):
                 if self._links.cached:
                     await _notify(connection, payload)
                 else:
@@ -104,7 +104,7 @@ async def _notify(connection: Any, payload: str) -> None:
     await connection.execute(_SEND, payload)
 
 
-def _payloads(topics: Iterable[str]) -> Iterator[str]:
+def payloads(topics: Iterable[str]) -> Iterator[str]:
     """The topics as messages that are short enough; a topic that is too long on its own is left out."""
     some: list[str] = []
     size = 2

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from enum import Enum
 from functools import cache, lru_cache
 from importlib.resources import files
 from typing import Any
 
 import msgspec
 
-from flowfabric.model.execution import Execution, Payload
+from flowfabric.model.execution import Payload
+from flowfabric.rules.change import NOW, Form, FromNow, Own
 from flowfabric.stores.base import Where
-from flowfabric.stores.codec import EVENT_COLUMNS
+from flowfabric.stores.codec import CODEC, EVENT_COLUMNS, encode, no_line
 from flowfabric.stores.rows import TABLE, Table
+from flowfabric.stores.taking import PAYLOAD, heard
 
 Rows = Callable[[int], str]  # the text of a statement that takes so many rows at once
 
@@ -89,6 +92,37 @@ def patch(row: type[msgspec.Struct], columns: tuple[str, ...], unless: str | Non
     )
 
 
+@lru_cache(512)
+def form(form: Form) -> tuple[Rows, ...]:
+    """Add the rows, tell the events and set the columns of a form: rows of (change id, now, key…) of its roots."""
+    root, added = TABLE[form.root], TABLE[form.added]
+    settings = [f"{name} = {_formed(value)}" for name, value in form.fields.items()]
+    width = len(root.key) + 2
+    shared = {"root": root.name, "same_key": _same_key(root, 3)}
+
+    def adding(table: str, values: dict[str, Any]) -> Rows:
+        kept = {name: value for name, value in values.items() if value is not None}
+        expressions = ", ".join(map(_formed, kept.values()))
+        return _filled("form_adds", width, table=table, columns=", ".join(kept), values=expressions, **shared)
+
+    return (
+        adding(added.name, form.columns),
+        adding("ff_event", {"at": NOW, **form.event}),
+        _filled("form_sets", width, settings=", ".join([*settings, "revision = g.column1"]), **shared),
+    )
+
+
+def _formed(value: Any) -> str:
+    """A value of a form in the words of SQL; it comes from a rule, never from a caller."""
+    if type(value) is Own:
+        return f"r.{value.column}"
+    if type(value) is FromNow:
+        return f"g.column2 + {value.offset}"
+    if isinstance(value, str) and not isinstance(value, Enum):
+        return "'" + value.replace("'", "''") + "'"
+    return "NULL" if value is None else str(encode(value, no_line))
+
+
 @cache
 def delete(row: type[msgspec.Struct], length: int) -> Rows:
     """Drop all rows whose key begins like one of these."""
@@ -107,13 +141,31 @@ RENEW = _filled("renew", 3)
 @cache
 def heads(lines: int) -> str:
     """The first rows of so many lines: (line, now) for each, then how many rows."""
-    payload = TABLE[Payload].columns
-    return _TEXT["heads"].format(
-        columns=", ".join(f"r.{name}" for name in TABLE[Execution].column_names),
-        payload_columns=", ".join(f"length(p.{one.name})" if one.kind is bytes else f"p.{one.name}" for one in payload),
-        # SQLite merges the branches of a compound by its order, row by row: each line is read only as far as needed.
-        lines=" UNION ALL ".join([_TEXT["line_heads"]] * lines),
+    # SQLite merges the branches of a compound by its order, row by row: each line is read only as far as needed.
+    return _TEXT["heads"].format(lines=" UNION ALL ".join([_TEXT["line_heads"]] * lines))
+
+
+@lru_cache(16)
+def take(becomes: tuple[tuple[str, Any], ...]) -> Rows:
+    """Claim rows, all of which get these fields; values come from a rule, never from a caller."""
+    return _filled("take", 4, becomes="".join(f"{name} = {_formed(value)}, " for name, value in becomes))
+
+
+@lru_cache(16)
+def taken(becomes: tuple[str, ...]) -> Rows:
+    """What there is to hear of claimed rows."""
+    kinds = CODEC[Payload].column
+    return _filled(
+        "taken",
+        1,
+        columns=", ".join(f"r.{name}" for name in heard(becomes)),
+        payload_columns=", ".join(
+            f"length(p.{name})" if kinds[name].kind is bytes else f"p.{name}" for name in PAYLOAD
+        ),
     )
+
+
+TELL_TAKEN = _filled("tell_taken", 1)
 
 
 def rows(row: type[msgspec.Struct], where: str, order: Iterable[str] = (), *, limit: bool = False) -> str:

@@ -37,6 +37,13 @@ UPDATE {table} AS r
   FROM (VALUES {rows}) AS g
  WHERE {same_key}{unless};
 
+-- name: form_adds
+-- One row for each root, filled from it; rows of (change id, now, key…).
+INSERT INTO {table} ({columns}) SELECT {values} FROM (VALUES {rows}) AS g CROSS JOIN {root} AS r ON {same_key};
+
+-- name: form_sets
+UPDATE {root} AS r SET {settings} FROM (VALUES {rows}) AS g WHERE {same_key};
+
 -- name: delete
 DELETE FROM {table} WHERE ({key}) IN (VALUES {rows});
 
@@ -44,16 +51,53 @@ DELETE FROM {table} WHERE ({key}) IN (VALUES {rows});
 INSERT INTO ff_event (at, {events}) SELECT * FROM (VALUES {rows}) WHERE column1 IS NOT NULL;
 
 -- name: heads
--- The first rows of some lines that are under no grant, best rank first, as one JSON array; their payload bytes follow
--- end to end, with each length in its row.
-SELECT json_group_array(json_array({columns}, {payload_columns})), CAST(group_concat(p.input_payload, '') AS BLOB)
-  FROM ({lines} ORDER BY rank, execution_id LIMIT ?) AS h
- CROSS JOIN ff_exec_core AS r ON r.rowid = h.row
- CROSS JOIN ff_payload AS p ON p.execution_id = r.execution_id;
+-- The first rows of some lines that are under no grant, best rank first.
+SELECT json_group_array(row) FROM ({lines} ORDER BY rank, execution_id LIMIT ?);
 
 -- name: line_heads
 SELECT rowid AS row, rank, execution_id FROM ff_exec_core
  WHERE line = ? AND (granted_until IS NULL OR granted_until <= ?)
+
+-- name: take
+-- Rows of (row, lease id, attempt id, revision), after the time, the worker, its instance and the ttl.
+UPDATE ff_exec_core AS r
+   SET {becomes}lease_id = g.column2,
+       worker_id = ?2,
+       worker_instance_id = ?3,
+       lease_epoch = r.lease_epoch + 1,
+       lease_acquired_at = ?1,
+       lease_renewed_at = ?1,
+       lease_expires_at = ?1 + ?4,
+       current_lane = r.lane_id,
+       attempt_id = iif(r.next_type IS NULL, r.attempt_id, g.column3),
+       attempt_type = coalesce(r.next_type, r.attempt_type),
+       attempt_index = iif(r.next_type IS NULL, r.attempt_index, r.total_attempt_count),
+       total_attempt_count = r.total_attempt_count + (r.next_type IS NOT NULL),
+       attempt_started_at = iif(r.next_type IS NULL, r.attempt_started_at, ?1),
+       attempt_resumed_at = iif(r.next_type IS NULL, ?1, NULL),
+       started_at = coalesce(r.started_at, ?1),
+       attempt_timeout_at = ?1 + r.next_timeout_ms,
+       last_transition_at = ?1,
+       last_mutation_at = ?1,
+       revision = g.column4
+  FROM (VALUES {rows}) AS g
+ WHERE r.rowid = g.column1;
+
+-- name: tell_taken
+-- One event for each of these rows, in their order; after the time.
+INSERT INTO ff_event (at, execution_id, namespace, tags, flow_id, lease, lease_id, lease_epoch, attempt_id,
+                      attempt_index, worker_id, worker_instance_id, reason)
+SELECT ?1, r.execution_id, r.namespace, r.tags, r.flow_id, 'acquired', r.lease_id, r.lease_epoch, r.attempt_id,
+       r.attempt_index, r.worker_id, r.worker_instance_id, iif(r.attempt_resumed_at IS NULL, NULL, 'claim_resumed')
+  FROM (VALUES {rows}) AS g
+ CROSS JOIN ff_exec_core AS r ON r.rowid = g.column1;
+
+-- name: taken
+-- These rows as one JSON array, in their order; their payload bytes follow end to end, with each length in its row.
+SELECT json_group_array(json_array({columns}, {payload_columns})), CAST(group_concat(p.input_payload, '') AS BLOB)
+  FROM (VALUES {rows}) AS g
+ CROSS JOIN ff_exec_core AS r ON r.rowid = g.column1
+ CROSS JOIN ff_payload AS p ON p.execution_id = r.execution_id;
 
 -- name: refused_renewals
 -- The number of each lease that is not in force, among rows of (number, execution, attempt index and id, lease id and

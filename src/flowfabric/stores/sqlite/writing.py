@@ -13,16 +13,17 @@ from typing import Any
 
 import apsw
 import msgspec
-from msgspec.structs import astuple, replace
+from msgspec.structs import astuple
 
 from flowfabric.model.event import Event
-from flowfabric.model.execution import Execution, LineKey, Payload
-from flowfabric.rules.change import Change, Delete, LeaseWant, Patch, Put, Write
-from flowfabric.stores.base import Held, Take, Taken, Unstorable, lease_event
+from flowfabric.model.execution import LineKey
+from flowfabric.rules.change import Change, Delete, Form, LeaseWant, Patch, Put, Write
+from flowfabric.stores.base import Held, Take, Taken, Unstorable
 from flowfabric.stores.codec import CODEC, encode_column, row_of, target
 from flowfabric.stores.rows import TABLE
 from flowfabric.stores.sqlite import sql
 from flowfabric.stores.sqlite.lines import UNKNOWN, LinesOfWriter
+from flowfabric.stores.taking import PAYLOAD, taken
 
 _MOST = 128  # rows per statement
 _WIDEST = 6000  # values per statement: the driver keeps prepared ones only up to 16 KiB of text
@@ -41,23 +42,55 @@ def commit(db: apsw.Connection, lines: LinesOfWriter, changes: Sequence[Change],
     for line in {line for change in accepted for line in change.lines}:
         lines.number_to_write(db, line)
     _tell(db, lines, [event for change in accepted for event in change.events], now)
+    _fill_in(db, accepted, now)
     return [None if number in refused else now for number in range(len(changes))]
+
+
+def _fill_in(db: apsw.Connection, changes: Iterable[Change], now: int) -> None:
+    """Write what the forms of these changes mean for their roots."""
+    formed: dict[Form, list[Row]] = {}
+    for change in changes:
+        if change.form is not None:
+            formed.setdefault(change.form, []).append((change.id, now, *change.guards[0].key))
+    for form, rows in formed.items():
+        for statement in sql.form(form):
+            many(db, statement, rows)
 
 
 def take(db: apsw.Connection, lines: LinesOfWriter, take: Take, now: int) -> Taken:
     """Claim the first rows of the lines."""
-    gathered: Gathered = {}
-    rows: list[tuple[Execution, Payload]] = []
-    events: list[Event] = []
-    for (row, payload), stamp in zip(_heads(db, lines, take, now), take.stamps, strict=False):
-        fields = take.fields(row, stamp, now)
-        _gather(gathered, Patch(Execution, (row.execution_id,), fields), stamp.revision)
-        taken = replace(row, **fields)
-        rows.append((taken, payload))
-        events.append(lease_event(taken, "acquired", "claim_resumed" if row.next_type is None else None))
-    _write(db, lines, gathered, now)
-    _tell(db, lines, events, now)
-    return Taken(now, rows)
+    numbers = {lines.number(db, line) for line in take.lines} - {UNKNOWN}
+    if not numbers or not take.stamps:
+        return Taken(now, [])
+    asked = [value for number in numbers for value in (number, now)]
+    ((heads,),) = db.execute(sql.heads(len(numbers)), (*asked, len(take.stamps)))
+    heads = msgspec.json.decode(heads)
+    if not heads:
+        return Taken(now, [])
+    stamps = take.stamps[: len(heads)]
+    stamped = [
+        (row, stamp.lease_id, stamp.attempt_id, stamp.revision) for row, stamp in zip(heads, stamps, strict=True)
+    ]
+    given = (now, take.worker_id, take.worker_instance_id, take.lease_ttl_ms)
+    many(db, sql.take(tuple(take.becomes.items())), stamped, first=given)
+    rows = [(row,) for row in heads]
+    many(db, sql.TELL_TAKEN, rows, first=(now,))
+    found = [row for answer in many(db, sql.taken(tuple(take.becomes)), rows) for row in _with_bytes(*answer)]
+    return Taken(now, taken(take, stamps, now, zip(*found, strict=True), lambda number: lines.line(db, number)))
+
+
+_BYTES = PAYLOAD.index("input_payload") - len(PAYLOAD)
+
+
+def _with_bytes(listed: str, blob: bytes) -> list[list[Any]]:
+    """Rows of an answer, with the bytes of each payload in the place of their length."""
+    found: list[list[Any]] = msgspec.json.decode(listed)
+    begin = 0
+    for row in found:
+        if (length := row[_BYTES]) is not None:
+            row[_BYTES] = blob[begin : begin + length] if length else b""
+            begin += length
+    return found
 
 
 def renew(db: apsw.Connection, leases: Sequence[Held], now: int) -> list[int | None]:
@@ -193,32 +226,10 @@ def _tell(db: apsw.Connection, lines: LinesOfWriter, events: Sequence[Event], no
         many(db, sql.TELL, _encoded(db, lines, columns, now))
 
 
-def _heads(db: apsw.Connection, lines: LinesOfWriter, take: Take, now: int) -> list[tuple[Execution, Payload]]:
-    """The rows to claim as they are now, in rank order, and their payloads."""
-    numbers = {lines.number(db, line) for line in take.lines} - {UNKNOWN}
-    if not numbers or not take.stamps:
-        return []
-    asked = [value for number in numbers for value in (number, now)]
-    ((listed, blob),) = db.execute(sql.heads(len(numbers)), (*asked, len(take.stamps)))
-    execution, payload = CODEC[Execution], CODEC[Payload]
-    width, bytes_place, begin = len(execution.columns), payload.columns.index("input_payload"), 0
-    found: list[tuple[Execution, Payload]] = []
-    for values in msgspec.json.decode(listed):
-        cold = values[width:]
-        if (length := cold[bytes_place]) is not None:
-            cold[bytes_place] = blob[begin : begin + length] if length else b""
-            begin += length
-        row = execution.decode(values[:width], lambda number: lines.line(db, number))
-        found.append((row, payload.decode(cold, lambda number: lines.line(db, number))))
-    return sorted(found, key=_rank)
-
-
-def _rank(found: tuple[Execution, Payload]) -> tuple[int, str]:
-    return found[0].rank, found[0].execution_id
-
-
-def many(db: apsw.Connection, statement: sql.Rows, rows: Sequence[Row], *rest: Any) -> list[Row]:
-    """Run a statement over rows, many at a time; what it answers."""
+def many(
+    db: apsw.Connection, statement: sql.Rows, rows: Sequence[Row], *rest: Any, first: tuple[Any, ...] = ()
+) -> list[Row]:
+    """Run a statement over rows, many at a time, with what stands before and after them; what it answers."""
     answers: list[Row] = []
     begin, left = 0, len(rows)
     while left > 0:
@@ -229,7 +240,7 @@ def many(db: apsw.Connection, statement: sql.Rows, rows: Sequence[Row], *rest: A
         values = [*chain.from_iterable(rows[begin : begin + size])]
         values += [None] * (size * width - len(values))
         try:
-            answers += db.execute(statement(size), (*values, *rest))
+            answers += db.execute(statement(size), (*first, *values, *rest))
         except TypeError as error:  # of the driver, which takes only what SQLite knows
             raise Unstorable(str(error)) from error
         begin, left = begin + size, left - size

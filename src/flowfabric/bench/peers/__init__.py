@@ -1,0 +1,81 @@
+"""Other task queues, measured in the same run: each in an environment of its own, told what to do on its command line.
+
+The pages `with_*.py` run there, without FlowFabric: they import the standard library, their peer, and `starts`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+
+HERE = Path(__file__).parent
+HOME_VARIABLE = "FF_BENCH_PEERS"  # where their environments are kept
+INSTALL_S = 300
+
+
+class PeerMissing(Exception):
+    """The peer could not be installed; the message says what to do."""
+
+
+class Peer(msgspec.Struct, frozen=True):
+    """A task queue to compare with."""
+
+    name: str
+    packages: tuple[str, ...]
+    durability: str
+    share: float = 1.0  # of the jobs, for one whose rate is known after fewer
+
+    @property
+    def version(self) -> str:
+        """The version that is measured."""
+        return self.packages[0].partition("==")[2]
+
+    def python(self) -> Path:
+        """The interpreter of its environment, which is made when it is first asked for."""
+        home = Path(os.environ.get(HOME_VARIABLE) or ".dev/peers").absolute() / f"{self.name}-{self.version}"
+        python = home / "bin" / "python"
+        if not (home / "complete").exists():
+            shutil.rmtree(home, ignore_errors=True)
+            self._install(home, python)
+            (home / "complete").touch()
+        return python
+
+    def _install(self, home: Path, python: Path) -> None:
+        uv = shutil.which("uv", path=os.pathsep.join((str(Path(".dev/tools/bin").absolute()), os.environ["PATH"])))
+        if uv:
+            make = [uv, "venv", "--quiet", "--no-project", "--python", sys.executable, str(home)]
+            fill = [uv, "pip", "install", "--quiet", "--python", str(python), *self.packages]
+        else:
+            make = [sys.executable, "-m", "venv", str(home)]
+            fill = [str(python), "-m", "pip", "install", "--quiet", *self.packages]
+        for command in (make, fill):
+            environ = {"UV_SYSTEM_CERTS": "1", **os.environ, "VIRTUAL_ENV": ""}
+            try:
+                done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=INSTALL_S)
+                said, good = done.stderr.strip(), done.returncode == 0
+            except (OSError, subprocess.TimeoutExpired) as fault:
+                said, good = str(fault), False
+            if not good:
+                shutil.rmtree(home, ignore_errors=True)
+                last = said.splitlines()[-1:] or ["no reason given"]
+                raise PeerMissing(
+                    f"{self.name} {self.version} could not be installed ({last[0]}); is the package index reachable? "
+                    f"{HOME_VARIABLE} names the folder that is used"
+                )
+
+    def command(self, *words: object) -> list[str]:
+        """What to run."""
+        return [str(self.python()), str(HERE / f"with_{self.name}.py"), *map(str, words)]
+
+
+PGQUEUER = Peer(
+    "pgqueuer",
+    ("pgqueuer[asyncpg]==1.6.0", "uvloop==0.23.0"),
+    "Postgres commit; finished jobs are buffered and flushed late; no result kept, no fence",
+)
+HUEY = Peer("huey", ("huey==3.5.4",), "SQLite with fsync; taking a job deletes it, so a crash loses it", share=0.25)

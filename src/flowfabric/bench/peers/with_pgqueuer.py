@@ -1,0 +1,53 @@
+"""pgqueuer on Postgres: `with_pgqueuer.py submit DSN JOBS`, then `with_pgqueuer.py work DSN`.
+
+Its fastest documented way: batches in both directions, a pool, uvloop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from datetime import timedelta
+
+import asyncpg
+import uvloop
+from pgqueuer import PgQueuer
+from pgqueuer.db import AsyncpgDriver, AsyncpgPoolDriver
+from pgqueuer.models import Job
+from pgqueuer.queries import Queries
+from starts import body, note
+
+BATCH = 1000
+SLOTS = 100
+
+
+async def submit(dsn: str, jobs: int) -> None:
+    """Make its tables and hand the jobs in."""
+    connection = await asyncpg.connect(dsn)
+    queries = Queries(AsyncpgDriver(connection))
+    await queries.install()
+    payload = json.dumps(body()).encode()
+    for begin in range(0, jobs, BATCH):
+        some = min(BATCH, jobs - begin)
+        await queries.enqueue(["noop"] * some, [payload] * some, [0] * some)
+    await connection.close()
+
+
+async def work(dsn: str) -> None:
+    """Work until told to stop."""
+    queue = PgQueuer(AsyncpgPoolDriver(await asyncpg.create_pool(dsn, min_size=4, max_size=8)))
+
+    @queue.entrypoint("noop")  # type: ignore[untyped-decorator]
+    async def noop(job: Job) -> None:
+        json.loads(job.payload)
+        note()
+
+    await queue.run(batch_size=SLOTS, dequeue_timeout=timedelta(seconds=30))
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "submit":
+        asyncio.run(submit(sys.argv[2], int(sys.argv[3])))
+    else:
+        uvloop.run(work(sys.argv[2]))

@@ -1,0 +1,268 @@
+"""`ff bench sdk`: tasks through a real worker process, beside another task queue in the same run."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import AsyncExitStack, contextmanager
+from pathlib import Path
+from statistics import median, quantiles
+from time import monotonic, perf_counter
+from urllib.parse import urlsplit
+
+import msgspec
+
+from flowfabric import Engine, __version__
+from flowfabric.bench import sdk_app
+from flowfabric.bench.ground import Ground, ground
+from flowfabric.bench.peers import HUEY, PGQUEUER, Peer, PeerMissing
+from flowfabric.bench.peers.starts import RECORD_VARIABLE, body, count, per_second
+from flowfabric.bench.throughput import PER_SECOND, Progress, Steps
+from flowfabric.errors import InvalidInput
+
+SLOTS = 100
+IN_FLIGHT = 16
+SILENCE_S = 30.0
+LOOK_S = 0.02
+
+
+class PeerReport(msgspec.Struct, frozen=True):
+    """What the other task queue made of the same jobs."""
+
+    name: str
+    version: str
+    durability: str
+    jobs: int
+    drain_per_s: float
+
+
+class SdkReport(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What was measured; rates are medians over the rounds, counted from the first start to the last."""
+
+    store: str
+    durability: str
+    versions: dict[str, str]
+    cores: int
+    rounds: int
+    jobs: int
+    payload_bytes: int
+    slots: int
+    drain_per_s: float
+    submit_to_done_p50_ms: float
+    submit_to_done_p99_ms: float
+    durable_steps: int
+    durable_in_flight: int
+    durable_per_s: float
+    peer: PeerReport | None = None
+    drain_ratio: float | None = None  # to the peer
+    peer_missing: str | None = None  # why there is none
+
+
+async def sdk(
+    url: str,
+    *,
+    jobs: int = 10_000,
+    samples: int = 200,
+    functions: int = 600,
+    rounds: int = 3,
+    with_peer: bool = True,
+    progress: Progress | None = None,
+) -> SdkReport:
+    """Measure on a scratch store beside the named one."""
+    tell = Steps(progress, 3 * rounds + 2)
+    tell("preparing")
+    peer, missing = _peer(url) if with_peer else (None, "not asked for")
+    ours, theirs, durable = [], [], []
+    async with AsyncExitStack() as stack:
+        place = await stack.enter_async_context(ground(url))
+        if not place.shared:
+            raise InvalidInput("store: a worker of another process has to see it; use SQLite or Postgres")
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ff-bench-")))
+        app = sdk_app.app
+        app.url = place.url
+        await stack.enter_async_context(app)
+        for number in range(rounds):
+            gc.collect()
+            tell(f"round {number + 1}: drain")
+            ours.append(await _drain(place, folder / f"starts-{number}", jobs))
+            tell(f"round {number + 1}: {peer.name if peer else 'no peer'}")
+            if peer is not None:
+                async with ground(url) as beside:
+                    theirs.append(await _peer_drain(peer, beside, folder / f"peer-{number}", jobs))
+            tell(f"round {number + 1}: durable functions")
+            durable.append(await _durable(place, folder / "unused", functions))
+        tell("submit → done")
+        times = await _latencies(place, folder / "latency", samples)
+        tell.finish()
+    percentiles = quantiles(times, n=100)
+    drained, compared = median(ours), median(theirs) if theirs else None
+    return SdkReport(
+        store=place.url.partition("://")[0],
+        durability=place.durability,
+        versions={"flowfabric": __version__, "python": platform.python_version(), **place.versions},
+        cores=os.cpu_count() or 1,
+        rounds=rounds,
+        jobs=jobs,
+        payload_bytes=len(msgspec.json.encode(body())),
+        slots=SLOTS,
+        drain_per_s=round(drained),
+        submit_to_done_p50_ms=round(percentiles[49], 2),
+        submit_to_done_p99_ms=round(percentiles[98], 2),
+        durable_steps=sdk_app.STEPS,
+        durable_in_flight=IN_FLIGHT,
+        durable_per_s=round(median(durable), 1),
+        peer=None
+        if peer is None or compared is None
+        else PeerReport(peer.name, peer.version, peer.durability, _share(peer, jobs), round(compared)),
+        drain_ratio=None if compared is None else round(drained / compared, 2),
+        peer_missing=missing,
+    )
+
+
+# -- FlowFabric -------------------------------------------------------------------------------------------------------
+
+
+async def _drain(place: Ground, starts: Path, jobs: int) -> float:
+    """Jobs that all stand in line when the worker starts; how many it started a second."""
+    runs = await sdk_app.noop.submit_many([body()] * jobs)
+    with _worker(place.url, starts):
+        await _started(starts, jobs)
+        async with asyncio.timeout(SILENCE_S):
+            for run in runs[-SLOTS:]:
+                if await run.result() != {"ok": True}:
+                    raise AssertionError(f"{run} has another result")
+    engine = await sdk_app.app.engine()
+    left = [state for state in ("waiting", "active") if await _any(engine, state)]
+    if left:
+        raise AssertionError(f"not everything was completed: some are {' and '.join(left)}")
+    return per_second(str(starts))
+
+
+async def _any(engine: Engine, state: str) -> bool:
+    return bool((await engine.search_executions(public_state=state, limit=1)).executions)
+
+
+async def _durable(place: Ground, starts: Path, functions: int) -> float:
+    """Durable functions, so many of them at any time; how many a second."""
+    left = iter(range(functions))
+
+    async def one_after_another() -> None:
+        for number in left:
+            run = await sdk_app.ten_steps.submit(number)
+            if await run.result(timeout=SILENCE_S) != number + sdk_app.STEPS:
+                raise AssertionError(f"{run} lost a step")
+
+    with _worker(place.url, starts, "--slots", str(IN_FLIGHT), "--lanes", "durable"):
+        await (await sdk_app.ten_steps.submit(0)).result(timeout=SILENCE_S)  # the worker is up
+        began = perf_counter()
+        await asyncio.gather(*(one_after_another() for _ in range(IN_FLIGHT)))
+        return functions / (perf_counter() - began)
+
+
+async def _latencies(place: Ground, starts: Path, samples: int) -> list[float]:
+    """Milliseconds from the call that submits to its result, at a low rate."""
+    times: list[float] = []
+
+    async def one() -> None:
+        began = perf_counter()
+        run = await sdk_app.noop.submit(body())
+        await run.result(timeout=SILENCE_S)
+        times.append((perf_counter() - began) * 1000)
+
+    with _worker(place.url, starts, "--slots", "10"):
+        for _ in range(20):
+            await one()
+        times.clear()
+        begun, running = perf_counter(), []
+        for number in range(samples):
+            await asyncio.sleep(max(0.0, begun + number / PER_SECOND - perf_counter()))
+            running.append(asyncio.create_task(one()))
+        await asyncio.gather(*running)
+    return times
+
+
+@contextmanager
+def _worker(url: str, starts: Path, *arguments: str) -> Iterator[None]:
+    command = [sys.executable, "-m", "flowfabric.cli", "worker", "flowfabric.bench.sdk_app:app", "--store", url]
+    options = arguments or ("--slots", str(SLOTS), "--lanes", "noop")
+    with _process([*command, "--lease-ttl", "60s", *options], starts, {}):
+        yield
+
+
+# -- the peer ---------------------------------------------------------------------------------------------------------
+
+
+def _peer(url: str) -> tuple[Peer | None, str | None]:
+    """The peer on this kind of store, ready to run, or why there is none."""
+    peer = HUEY if url.startswith("sqlite") else PGQUEUER
+    try:
+        peer.python()
+    except PeerMissing as missing:
+        return None, str(missing)
+    return peer, None
+
+
+def _share(peer: Peer, jobs: int) -> int:
+    return max(2, round(jobs * peer.share))
+
+
+async def _peer_drain(peer: Peer, place: Ground, starts: Path, jobs: int) -> float:
+    at = place.url if peer is PGQUEUER else str(Path(urlsplit(place.url).path[1:]).with_name("peer.db"))
+    some = _share(peer, jobs)
+    submitting = await asyncio.create_subprocess_exec(
+        *peer.command("submit", at, some), env={**os.environ, RECORD_VARIABLE: str(starts), "PYTHONPATH": ""}
+    )
+    if await submitting.wait():
+        raise AssertionError(f"{peer.name} could not submit")
+    with _process(peer.command("work", at), starts, {"PYTHONPATH": ""}):
+        await _started(starts, some)
+    return per_second(str(starts))
+
+
+# -- processes --------------------------------------------------------------------------------------------------------
+
+
+async def _started(starts: Path, jobs: int) -> None:
+    """Wait until so many have started, for as long as more start."""
+    seen, seen_at = 0, monotonic()
+    while seen < jobs:
+        await asyncio.sleep(LOOK_S)
+        now = count(str(starts))
+        if now > seen:
+            seen, seen_at = now, monotonic()
+        elif monotonic() - seen_at > SILENCE_S:
+            raise AssertionError(f"only {seen} of {jobs} jobs started")
+
+
+@contextmanager
+def _process(command: list[str], starts: Path, environ: Mapping[str, str]) -> Iterator[None]:
+    """A process and what it started, ended afterwards; what it said is told when something went wrong."""
+    log = starts.with_suffix(".log")
+    with log.open("wb") as said:
+        started = subprocess.Popen(
+            command,
+            env={**os.environ, RECORD_VARIABLE: str(starts), **environ},
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=said,
+            start_new_session=True,
+        )
+    try:
+        yield
+    except BaseException as fault:
+        fault.add_note(log.read_text()[-2000:])
+        raise
+    finally:
+        started.terminate()
+        try:
+            started.wait(10)
+        except subprocess.TimeoutExpired:
+            os.killpg(started.pid, signal.SIGKILL)
+            started.wait()

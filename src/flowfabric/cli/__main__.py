@@ -1,0 +1,5 @@
+"""`python -m flowfabric.cli`."""
+
+from flowfabric.cli import main
+
+main()

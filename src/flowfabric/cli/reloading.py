@@ -1,0 +1,94 @@
+"""`--reload`: a process that starts the worker, looks at the code, and starts it anew when the code has changed.
+
+The worker is a process of its own, so that what it imported is really gone. What it runs gets a moment to end and is
+then handed back, which costs no attempt. A worker that ends by itself, as one with a mistake in its code does, is
+started again after the next change.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+
+import typer
+
+PARENT = "FF_RELOADED_BY"  # tells the worker whose end is its own
+LOOK_S = 0.25
+MOMENT_S = 2.0
+SKIPPED = {"__pycache__", "node_modules", "site-packages"}
+
+
+def reloading() -> int:
+    """Run the same command without `--reload`, again after every change; the exit code."""
+    command = [sys.executable, "-m", "flowfabric.cli", *(word for word in sys.argv[1:] if word != "--reload")]
+    reloader = Reloader(command, Path.cwd())
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, reloader.told)
+    return reloader.run()
+
+
+class Reloader:
+    """One worker process after the other."""
+
+    def __init__(self, command: list[str], folder: Path) -> None:
+        self._command = command
+        self._folder = folder
+        self._told = threading.Event()
+        self._worker: subprocess.Popen[bytes] | None = None
+
+    def told(self, number: int, _: FrameType | None) -> None:
+        """Pass a signal on, so that the worker drains, and hurries when it is told twice."""
+        self._told.set()
+        if self._worker is not None and self._worker.poll() is None:
+            self._worker.send_signal(signal.SIGTERM)
+
+    def run(self) -> int:
+        """Watch until told to stop; the exit code of the last worker."""
+        seen = stamps(self._folder)
+        self._start()
+        while not self._told.wait(LOOK_S):
+            now = stamps(self._folder)
+            if now != seen:
+                changed = sorted({path for path, _ in seen ^ now})
+                typer.echo(f"↻ {', '.join(changed[:3])} changed", err=True)
+                seen = now
+                self._end()
+                self._start()
+        return self._worker.wait() if self._worker is not None else 0
+
+    def _start(self) -> None:
+        if not self._told.is_set():
+            environ = {**os.environ, PARENT: str(os.getpid())}
+            # A group of its own: Ctrl-C reaches the worker once, through `told`, and not twice.
+            self._worker = subprocess.Popen(self._command, env=environ, process_group=0)
+
+    def _end(self) -> None:
+        worker = self._worker
+        if worker is None or worker.poll() is not None:
+            return
+        worker.send_signal(signal.SIGTERM)
+        try:
+            worker.wait(MOMENT_S)
+        except subprocess.TimeoutExpired:
+            worker.send_signal(signal.SIGTERM)
+            worker.wait()
+
+
+def stamps(folder: Path) -> set[tuple[str, int]]:
+    """The Python files below a folder, each with the time of its last change."""
+    found = set()
+    for here, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in SKIPPED]
+        for name in files:
+            if name.endswith(".py"):
+                path = Path(here, name)
+                try:
+                    found.add((str(path.relative_to(folder)), path.stat().st_mtime_ns))
+                except FileNotFoundError:
+                    continue  # removed meanwhile, which is a change as well
+    return found

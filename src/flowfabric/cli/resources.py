@@ -1,0 +1,115 @@
+"""`ff workers`, `ff budgets`: who is there to work, and what may still be spent."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flowfabric.cli.stores import StoreOption, on_store
+from flowfabric.cli.telling import JsonOption, document, instant, table
+
+if TYPE_CHECKING:
+    from flowfabric import Engine
+    from flowfabric.model.verdicts import BudgetStatus
+
+
+def add_to(app: typer.Typer) -> None:
+    """Hang the commands up."""
+    for command in (workers, budgets):
+        app.command()(command)
+
+
+def workers(
+    namespace: Annotated[str, typer.Option(help="Of this namespace.")] = "default",
+    store: StoreOption = None,
+    json: JsonOption = False,
+) -> None:
+    """List the live workers: which lanes they serve, what they can do, when they were last heard of."""
+
+    async def found(engine: Engine) -> list[Any]:
+        page = await engine.list_workers(namespace)
+        entries = page.entries
+        while page.cursor is not None:
+            page = await engine.list_workers(namespace, after=page.cursor)
+            entries += page.entries
+        return entries
+
+    live = on_store(store, found)
+    if json:
+        document({"workers": live})
+    elif not live:
+        typer.echo(f"No live workers in namespace {namespace}.")
+    else:
+        table(
+            "",
+            ("worker", "lanes", "capabilities", "since", "last heard of"),
+            [
+                (
+                    one.worker_instance_id,
+                    ", ".join(one.lanes),
+                    ", ".join(one.capabilities),
+                    instant(one.registered_at_ms),
+                    instant(one.last_heartbeat_ms),
+                )
+                for one in live
+            ],
+        )
+
+
+def budgets(
+    budget_id: Annotated[str | None, typer.Argument(metavar="[ID]", help="Only this one.", show_default=False)] = None,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="How many at a time.")] = 50,
+    cursor: Annotated[str | None, typer.Option(help="Go on after this id.", show_default=False)] = None,
+    store: StoreOption = None,
+    json: JsonOption = False,
+) -> None:
+    """List budgets: what was used and promised of each dimension, its limits, and when it begins anew."""
+
+    async def found(engine: Engine) -> list[BudgetStatus]:
+        names = [budget_id] if budget_id else await engine.list_budgets(cursor=cursor, limit=limit)
+        return [await engine.get_budget_status(name) for name in names]
+
+    known = on_store(store, found)
+    more = known[-1].budget_id if budget_id is None and len(known) == limit else None
+    if json:
+        document({"budgets": known, "next_cursor": more})
+    elif not known:
+        typer.echo("No budgets." if cursor is None else "No more budgets.")
+    else:
+        table(
+            "",
+            (
+                "budget",
+                "of",
+                "dimension",
+                "used",
+                "promised",
+                "soft limit",
+                "hard limit",
+                "begins anew",
+                "at the limit",
+            ),
+            [row for one in known for row in _rows(one)],
+        )
+        if more:
+            typer.echo(f"More: ff budgets --cursor '{more}'")
+
+
+def _rows(status: BudgetStatus) -> list[tuple[object, ...]]:
+    """A row for each dimension; what is true of the whole budget stands in the first."""
+    of = ":".join(part for part in (status.scope_type, status.scope_id) if part)
+    resets = instant(int(status.next_reset_at)) if status.next_reset_at else ""
+    rows: list[tuple[object, ...]] = []
+    for dimension in dict.fromkeys((*status.hard_limits, *status.usage)):
+        hard, soft = status.hard_limits.get(dimension, 0), status.soft_limits.get(dimension, 0)
+        used, promised = status.usage.get(dimension, 0), status.reserved.get(dimension, 0)
+        share = f"{used:,}" + (f" ({used * 100 // hard} %)" if hard else "")
+        first = (status.budget_id, of) if not rows else ("", "")
+        last = (resets, status.on_hard_limit) if not rows else ("", "")
+        rows.append((*first, dimension, share, promised or "", _limit(soft), _limit(hard), *last))
+    return rows
+
+
+def _limit(value: int) -> str:
+    return f"{value:,}" if value else "none"

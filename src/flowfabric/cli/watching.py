@@ -1,0 +1,164 @@
+"""`ff explain`, `ff tail`: why an execution is not running, and what one says while it runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flowfabric.cli.executions import IdArgument
+from flowfabric.cli.stores import StoreOption, on_store
+from flowfabric.cli.telling import JsonOption, console, document, instant, line
+
+if TYPE_CHECKING:
+    from flowfabric import Engine
+    from flowfabric.engine.pulling import Ended
+    from flowfabric.model.obstacles import Explanation
+
+INSTANTS = ("until", "at", "since", "lease_expires_at", "resets_at", "retry_at")
+BLOCK_MS = 1000  # how long one look waits for a frame before it looks at progress and end
+
+
+def add_to(app: typer.Typer) -> None:
+    """Hang the commands up."""
+    for command in (explain, tail):
+        app.command()(command)
+
+
+def explain(execution_id: IdArgument, store: StoreOption = None, json: JsonOption = False) -> None:
+    """Say why an execution is not running: the one thing that is in the way, with its facts."""
+    answer = on_store(store, lambda engine: engine.explain(execution_id))
+    facts = _facts(answer)
+    if json:
+        document(
+            {
+                "execution_id": answer.execution_id,
+                "public_state": answer.public_state,
+                "obstacle": type(answer.obstacle).__name__,
+                "facts": facts,
+                "sentence": answer.sentence,
+            }
+        )
+        return
+    out = console()
+    out.print(f"{answer.execution_id} is {answer.public_state.value}.", style="bold", markup=False)
+    out.print(_for_people(answer.sentence, facts), markup=False)
+
+
+def _facts(answer: Explanation) -> dict[str, Any]:
+    import msgspec
+
+    return {name: msgspec.to_builtins(value) for name, value in msgspec.structs.asdict(answer.obstacle).items()}
+
+
+def _for_people(sentence: str, facts: Mapping[str, Any]) -> str:
+    """The sentence with instants as people read them."""
+    for name in INSTANTS:
+        if isinstance(facts.get(name), int):
+            sentence = sentence.replace(str(facts[name]), instant(facts[name]))
+    return sentence
+
+
+def tail(
+    execution_id: IdArgument,
+    name: Annotated[
+        str | None, typer.Option(help="Only the stream of this name; otherwise all.", show_default=False)
+    ] = None,
+    follow: Annotated[bool, typer.Option(help="Wait for more until it has ended.")] = True,
+    store: StoreOption = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document a line instead.")] = False,
+) -> None:
+    """Print what an execution writes while it runs, and how far it says it is; exit code 1 when it does not succeed."""
+    ended = on_store(store, lambda engine: _Tail(engine, execution_id, name, json=json).run(follow=follow))
+    if ended is None:
+        return
+    if json:
+        line({"ended": ended.outcome.value, "reason": ended.reason})
+    else:
+        typer.echo(f"· {ended.outcome.value}" + (f": {ended.reason}" if ended.reason else ""), err=True)
+    if ended.outcome.value != "success":
+        raise typer.Exit(1)
+
+
+class _Tail:
+    """Follows one execution from attempt to attempt."""
+
+    def __init__(self, engine: Engine, execution_id: str, name: str | None, *, json: bool) -> None:
+        self._engine = engine
+        self._id = execution_id
+        self._name = name
+        self._json = json
+        self._attempt = 0
+        self._after = "0-0"
+        self._progress: tuple[int | None, str | None] = (None, None)
+        self._mid_line = False
+
+    async def run(self, *, follow: bool) -> Ended | None:
+        """Print until there is no more; how it ended, when it has."""
+        ended = await self._engine.await_end(self._id)
+        while True:
+            wait_ms = BLOCK_MS if follow and ended is None else 0
+            page = await self._engine.tail_stream(self._id, self._attempt, self._after, wait_ms, 1000)
+            for frame in page.frames:
+                self._after = frame.id
+                self._print(frame.fields)
+            await self._tell_progress()
+            if page.frames:
+                continue
+            latest = await self._engine.read_current_attempt_index(self._id)
+            if latest > self._attempt:
+                self._reset(latest)
+            elif ended is not None or not follow:
+                if self._mid_line:
+                    typer.echo()
+                return ended
+            elif page.closed_at is not None:  # nothing more comes from this attempt; the end or another may
+                ended = await self._engine.await_end(self._id, max_wait_ms=BLOCK_MS)
+            else:
+                ended = await self._engine.await_end(self._id)
+
+    def _print(self, fields: Mapping[str, str]) -> None:
+        kind = fields.get("frame_type", "")
+        if self._name is not None and kind != self._name:
+            return
+        text = _text(fields)
+        if self._json:
+            line({"attempt": self._attempt, "name": kind, "at": self._after, "text": text})
+            return
+        typer.echo(text, nl=False)
+        self._mid_line = sys.stdout.isatty() and bool(text) and not text.endswith("\n")
+
+    def _reset(self, attempt: int) -> None:
+        self._attempt, self._after = attempt, "0-0"
+        if self._json:
+            line({"attempt": attempt, "reset": True})
+        else:
+            self._aside(f"attempt {attempt + 1} begins anew")
+
+    async def _tell_progress(self) -> None:
+        progress = await self._engine.read_progress(self._id)
+        if progress in (self._progress, (None, None)):
+            return
+        self._progress = progress
+        pct, message = progress
+        if self._json:
+            line({"attempt": self._attempt, "progress": pct, "message": message})
+        else:
+            self._aside(" ".join(word for word in (f"{pct} %" if pct is not None else "", message) if word))
+
+    def _aside(self, words: str) -> None:
+        if self._mid_line:
+            typer.echo()
+            self._mid_line = False
+        typer.echo(f"· {words}", err=True)
+
+
+def _text(fields: Mapping[str, str]) -> str:
+    payload = fields.get("payload", "")
+    if fields.get("encoding") != "base64":
+        return payload
+    from base64 import b64decode
+
+    return b64decode(payload).decode("utf-8", "replace")

@@ -1,0 +1,79 @@
+"""Completing many: what was claimed together may end together, in one trip and without a task for each.
+
+Each end is decided by the same rule as a single one, on the sheet that its claim left here. Whatever that does not
+settle (a sheet that is not known, a refusal, an answer that got lost) is settled on its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from flowfabric import errors
+from flowfabric.engine.core import Doubt
+from flowfabric.engine.executions import Executions, fence_of
+from flowfabric.handles import Handle
+from flowfabric.model import answers
+from flowfabric.model.execution import Execution
+from flowfabric.rules import finish, limits
+from flowfabric.rules.change import Change, Decision
+from flowfabric.stores.base import Want
+
+
+class Finishing(Executions):
+    """The batched form of `complete`."""
+
+    async def complete_many(
+        self, results: Sequence[tuple[Handle, bytes | None]], *, encoding: str | None = None
+    ) -> list[answers.Completed | errors.FabricError]:
+        """Complete each of these with its result; one answer for each, in their order, refusals included."""
+        label = limits.optional_text("result_encoding", encoding, limit=limits.MAX_NAME_BYTES)
+        found: list[Any] = [None] * len(results)
+        sent: dict[str, tuple[int, Change, Decision[answers.Completed], Execution]] = {}
+        alone: dict[int, tuple[Doubt, ...]] = {}
+        now = self.estimate.now()
+        for place, (handle, result) in enumerate(results):
+            try:
+                execution_id = self.opened(handle).execution_id
+                payload = None if result is None else limits.payload("result_payload", result)
+            except errors.FabricError as refused:
+                found[place] = refused
+                continue
+            row = self._seen.get(execution_id)
+            if row is None or row.successors is not None or execution_id in sent:
+                alone[place] = ()
+                continue
+            decision = finish.complete(row, fence_of(handle), None, payload, label, now)
+            if decision.change is None or isinstance(decision.answer, errors.FabricError):
+                alone[place] = ()
+                continue
+            change = msgspec.structs.replace(decision.change, id=self.minter.change_id())
+            sent[execution_id] = (place, change, decision, row)
+        verdicts = await self.commits.add_all([change for _, change, _, _ in sent.values()])
+        for (place, change, decision, row), verdict in zip(sent.values(), verdicts, strict=True):
+            if isinstance(verdict, int):
+                self.note(change, [[row]], verdict)
+                found[place] = decision.unwrap(verdict)
+            elif isinstance(verdict, errors.StoreUnavailable) and verdict.in_doubt:
+                alone[place] = (Doubt(change, decision, [[row]]),)
+            else:
+                alone[place] = ()
+        singly = (self._complete_alone(*results[place], label, doubts) for place, doubts in alone.items())
+        for place, answer in zip(alone, await asyncio.gather(*singly, return_exceptions=True), strict=True):
+            if isinstance(answer, BaseException) and not isinstance(answer, errors.FabricError):
+                raise answer
+            found[place] = answer
+        return found
+
+    async def _complete_alone(
+        self, handle: Handle, payload: bytes | None, label: str | None, doubts: tuple[Doubt, ...]
+    ) -> answers.Completed:
+        shown = fence_of(handle)
+        return await self.settle(
+            (Want(Execution, (handle.fields.execution_id,)),),
+            lambda rows, now: finish.complete(rows[0][0] if rows[0] else None, shown, None, payload, label, now),
+            doubts=doubts,
+        )

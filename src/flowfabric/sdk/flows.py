@@ -1,0 +1,275 @@
+"""Flows whose shape is known: nodes are calls of tasks, and an argument that is a node is an edge.
+
+    flow = app.flow("nightly")
+    rows = flow.add(extract, day)
+    clean = flow.add(scrub, rows)
+    flow.add(publish, clean, rows)
+    flow.add(alert, join=AnyOf(rows.failed, clean.failed))
+    run = await flow.submit()
+
+The whole graph is created at once or not at all. A node reads the results it refers to when it starts; one that the
+join did not need may have none, and is None then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+
+import msgspec
+
+from flowfabric import ids
+from flowfabric.engine.flows import GraphEdge
+from flowfabric.errors import InvalidInput
+from flowfabric.model.states import PublicState
+from flowfabric.sdk.failing import RunEnded, RunSkipped
+from flowfabric.sdk.joins import AllOf, Join
+from flowfabric.sdk.run import Run
+from flowfabric.sdk.task import Call, Task
+
+if TYPE_CHECKING:
+    from flowfabric.sdk.fabric import Fabric
+    from flowfabric.sdk.sync import SyncFlow, SyncFlowRun
+
+R = TypeVar("R")
+
+ALL = AllOf()
+
+
+class Edge(msgspec.Struct, frozen=True):
+    """The end of a node that another one waits for."""
+
+    node: Node[Any]
+    kind: str = "success_only"
+
+
+class Node(Generic[R]):
+    """A call in a flow. Given as an argument of another call it carries its result there."""
+
+    def __init__(self, flow: Flow, name: str, call: Call[R]) -> None:
+        self.flow = flow
+        self.name = name
+        self.call = call
+        self.edges: list[Edge] = []  # what it waits for
+        self.join: Join = ALL
+        self.results: dict[str, Any] = {}  # parameter -> node, or list of nodes
+        self.arguments: dict[str, Any] = {}  # the others
+
+    @property
+    def failed(self) -> Edge:
+        """Its end without success, for a join."""
+        return Edge(self, "failure_only")
+
+    @property
+    def done(self) -> Edge:
+        """Its end, whatever it is, for a join."""
+        return Edge(self, "any_outcome")
+
+    def __repr__(self) -> str:
+        return f"<Node {self.name} of {self.flow.name}>"
+
+
+class Graph(msgspec.Struct, frozen=True):
+    """The shape of a flow: its nodes with their tasks, and who waits for whom for which end."""
+
+    nodes: dict[str, str]
+    edges: list[tuple[str, str, str]]
+
+    def mermaid(self) -> str:
+        """The same as a diagram."""
+        places = {name: f"n{number}" for number, name in enumerate(self.nodes)}
+        lines = ["flowchart LR", *(f'    {place}["{name}"]' for name, place in places.items())]
+        arrows = {"success_only": "-->", "failure_only": "-. failed .->", "any_outcome": "-. done .->"}
+        lines += [f"    {places[above]} {arrows[kind]} {places[below]}" for above, below, kind in self.edges]
+        return "\n".join(lines)
+
+
+class Flow:
+    """A flow in the making. It can be submitted any number of times."""
+
+    def __init__(self, app: Fabric, name: str) -> None:
+        if not name:
+            raise InvalidInput("flow: it needs a name")
+        self.app = app
+        self.name = name
+        self.nodes: dict[str, Node[Any]] = {}
+
+    @overload
+    def add(
+        self,
+        task: Task[..., R],
+        /,
+        *args: Any,
+        join: Join = ALL,
+        after: Iterable[Node[Any] | Edge] = (),
+        **kwargs: Any,
+    ) -> Node[R]: ...
+    @overload
+    def add(self, task: Call[R], /, *, join: Join = ALL, after: Iterable[Node[Any] | Edge] = ()) -> Node[R]: ...
+    def add(
+        self,
+        task: Task[..., R] | Call[R],
+        /,
+        *args: Any,
+        join: Join = ALL,
+        after: Iterable[Node[Any] | Edge] = (),
+        **kwargs: Any,
+    ) -> Node[R]:
+        """A call that runs when its upstreams let it: the nodes among its arguments, those of the join, and `after`."""
+        call = task if isinstance(task, Call) else task.s(*args, **kwargs)
+        name = call.task.__name__
+        while name in self.nodes:
+            base, _, number = name.partition("-")
+            name = f"{base}-{int(number or 1) + 1}"
+        node = Node(self, name, call)
+        for parameter, value in call.task.signature.bound(call.args, call.kwargs).items():
+            if isinstance(value, Node) or _are_nodes(value):
+                node.results[parameter] = value
+            else:
+                node.arguments[parameter] = value
+        call.task.signature.plain(node.arguments)  # wrong input is refused here
+        upstreams = [one for value in node.results.values() for one in ([value] if isinstance(value, Node) else value)]
+        node.edges = list(dict.fromkeys(_edge(one) for one in (*upstreams, *join.of, *after)))
+        for edge in node.edges:
+            if edge.node.flow is not self:
+                raise InvalidInput(f"flow {self.name}: {edge.node} is of another flow")
+        node.join = join
+        if node.edges:
+            join.needed(len(node.edges))
+        self.nodes[name] = node
+        return node
+
+    @property
+    def sync(self) -> SyncFlow:
+        """The same for code that cannot await."""
+        from flowfabric.sdk.sync import SyncFlow
+
+        return SyncFlow(self)
+
+    def graph(self) -> Graph:
+        """Its shape."""
+        return Graph(
+            {name: node.call.task.name for name, node in self.nodes.items()},
+            [(edge.node.name, node.name, edge.kind) for node in self.nodes.values() for edge in node.edges],
+        )
+
+    async def submit(self, *, key: str | None = None) -> FlowRun:
+        """Hand the whole flow over; it is kept when this returns. `key` makes that idempotent."""
+        if not self.nodes:
+            raise InvalidInput(f"flow {self.name}: it has no nodes")
+        engine = await self.app.engine()
+        flow_id = engine.minter.uuid()
+        if key is not None:
+            flow_id = str(uuid.uuid5(uuid.NAMESPACE_URL, f"flowfabric|{self.app.namespace}|flow|{self.name}|{key}"))
+        partition = ids.flow_partition(ids.FlowId(flow_id), engine.partitions)
+        run_ids = {
+            name: f"{{fp:{partition}}}:{uuid.uuid5(uuid.UUID(flow_id), name)}" for name in self.nodes
+        }  # derived, so that a lost answer and a second try mean the same flow
+        asks = [
+            await node.call.task.ask(
+                engine,
+                node.arguments,
+                options=node.call.options,
+                execution_id=run_ids[name],
+                results={parameter: _runs(value, run_ids) for parameter, value in node.results.items()},
+            )
+            for name, node in self.nodes.items()
+        ]
+        edges = [
+            GraphEdge(
+                run_ids[edge.node.name],
+                run_ids[node.name],
+                edge.kind,
+                edge_id=str(uuid.uuid5(uuid.UUID(flow_id), f"{edge.node.name}|{edge.kind}|{node.name}")),
+            )
+            for node in self.nodes.values()
+            for edge in node.edges
+        ]
+        policies = {
+            run_ids[node.name]: policy
+            for node in self.nodes.values()
+            if node.edges and (policy := node.join.policy()) is not None
+        }
+        await engine.create_flow_graph(
+            flow_id, asks, edges, policies=policies, flow_kind=self.name, namespace=self.app.namespace
+        )
+        return FlowRun(self, flow_id, run_ids)
+
+
+class FlowRun:
+    """A flow that was handed over."""
+
+    def __init__(self, flow: Flow, flow_id: str, run_ids: dict[str, str]) -> None:
+        self.flow = flow
+        self.id = flow_id
+        self._run_ids = run_ids
+
+    def __getitem__(self, node: Node[R]) -> Run[R]:
+        """The run of one node."""
+        return node.call.task.run(self._run_ids[node.name])
+
+    @property
+    def sync(self) -> SyncFlowRun:
+        """The same for code that cannot await."""
+        from flowfabric.sdk.sync import SyncFlowRun
+
+        return SyncFlowRun(self, self.flow.app.portal())
+
+    async def result(self, timeout: float | None = None) -> dict[str, Any]:
+        """What the last nodes returned, by name, once all have ended; what was skipped is left out.
+
+        Raises what the first failed node would raise, unless some node of the flow waited for that failure or ran
+        without it.
+        """
+        nodes = list(self.flow.nodes.values())
+        async with asyncio.timeout(timeout):
+            ends = await asyncio.gather(*(self[node].result() for node in nodes), return_exceptions=True)
+        awaited = {edge.node.name for node in nodes for edge in node.edges if edge.kind != "success_only"}
+        awaited |= {  # a join that was met without them
+            edge.node.name
+            for node, end in zip(nodes, ends, strict=True)
+            if not isinstance(node.join, AllOf) and not isinstance(end, BaseException)
+            for edge in node.edges
+        }
+        followed = {edge.node.name for node in nodes for edge in node.edges if edge.kind == "success_only"}
+        results: dict[str, Any] = {}
+        for node, end in zip(nodes, ends, strict=True):
+            if isinstance(end, RunSkipped):
+                continue
+            if isinstance(end, BaseException):
+                if isinstance(end, RunEnded) and node.name in awaited:
+                    continue
+                raise end
+            if node.name not in followed:
+                results[node.name] = end
+        return results
+
+    async def states(self) -> dict[str, PublicState]:
+        """What each node is doing."""
+        states = await asyncio.gather(*(self[node].state() for node in self.flow.nodes.values()))
+        return dict(zip(self.flow.nodes, states, strict=True))
+
+    async def cancel(self, reason: str = "") -> None:
+        """End everything in it that has not ended."""
+        await (await self.flow.app.engine()).cancel_flow(self.id, reason=reason)
+
+    def graph(self) -> Graph:
+        """Its shape."""
+        return self.flow.graph()
+
+    def __repr__(self) -> str:
+        return f"<FlowRun {self.flow.name} {self.id}>"
+
+
+def _edge(given: Node[Any] | Edge) -> Edge:
+    return given if isinstance(given, Edge) else Edge(given)
+
+
+def _are_nodes(value: Any) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and all(isinstance(one, Node) for one in value)
+
+
+def _runs(value: Any, run_ids: dict[str, str]) -> str | list[str]:
+    return run_ids[value.name] if isinstance(value, Node) else [run_ids[one.name] for one in value]

@@ -1,0 +1,196 @@
+"""Budgets and limits as an application declares them. They are made in the store when first needed, by name."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from flowfabric.errors import InvalidInput
+from flowfabric.model.verdicts import BudgetExists
+from flowfabric.sdk.durations import Duration, to_ms
+
+if TYPE_CHECKING:
+    from flowfabric.engine.engine import Engine
+
+MONEY = frozenset({"usd", "eur", "gbp", "chf"})
+MILLIONTHS = "_millionths"  # a dimension with fractions is kept as a whole number of millionths
+
+Scope = str | Callable[..., Any]  # a parameter, a field of one or a tag; or a function of the task's arguments
+
+
+class Budget:
+    """How much may be spent: of each dimension, by everybody or per something, until it begins anew.
+
+    `soft` is the part of the limits from which on people are warned. At a hard limit `fail` fails the attempt that
+    wanted more, and `suspend` puts it to sleep until there is room. Money, and what is limited by a number with a
+    fraction, may be spent in fractions.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        limits: Mapping[str, int | float],
+        *,
+        soft: float | None = None,
+        per: Scope | None = None,
+        reset: Duration | None = None,
+        on_hard: Literal["fail", "suspend"] = "fail",
+    ) -> None:
+        if not name or not limits:
+            raise InvalidInput("budget: it needs a name and at least one limit")
+        if soft is not None and not 0 < soft <= 1:
+            raise InvalidInput(f"budget {name}: soft is a part of the limits, between 0 and 1")
+        if on_hard not in ("fail", "suspend"):
+            raise InvalidInput(f'budget {name}: on_hard is "fail" or "suspend", not {on_hard!r}')
+        self.name = name
+        self.limits = dict(limits)
+        self.per = per
+        self.on_hard = on_hard
+        self._soft = soft
+        self._reset_ms = 0 if reset is None else to_ms(reset, "reset")
+        self._fractional = MONEY | {one for one, limit in limits.items() if isinstance(limit, float)}
+
+    def amounts(self, given: Mapping[str, int | float]) -> dict[str, int]:
+        """What is spent, as it is counted in the store."""
+        return {self.kept_as(one): self._counted(one, amount) for one, amount in given.items()}
+
+    def kept_as(self, dimension: str) -> str:
+        """The name of a dimension in the store."""
+        return f"{dimension}{MILLIONTHS}" if dimension in self._fractional else dimension
+
+    def _counted(self, dimension: str, amount: int | float) -> int:
+        if isinstance(amount, bool) or amount < 0:
+            raise InvalidInput(f"budget {self.name}: {dimension}={amount!r} is no amount")
+        if dimension in self._fractional:
+            return round(amount * 1_000_000)
+        if int(amount) != amount:
+            hint = f"write its limit with a fraction ({dimension}=10.0) to allow that"
+            raise InvalidInput(f"budget {self.name}: {dimension}={amount!r} is not whole; {hint}")
+        return int(amount)
+
+    def id(self, namespace: str, scope: str = "") -> str:
+        """Its id in the store."""
+        return _named(namespace, "budget", self.name, scope)
+
+    async def declare(self, engine: Engine, budget_id: str, scope: str = "") -> None:
+        """Let it exist with these limits; numbers that were changed since take effect."""
+        hard = self.amounts(self.limits)
+        soft = {one: 0 if self._soft is None else round(limit * self._soft) for one, limit in hard.items()}
+        numbers: dict[str, Any] = {
+            "dimensions": [*hard],
+            "hard_limits": [*hard.values()],
+            "soft_limits": [*soft.values()],
+        }
+        made = await engine.create_budget(
+            budget_id,
+            **numbers,
+            scope_type=self.per if isinstance(self.per, str) else "key" if self.per else "app",
+            scope_id=f"{self.name}:{scope}" if scope else self.name,
+            enforcement_mode="strict",
+            on_hard_limit=self.on_hard,
+            on_soft_limit="warn",
+            reset_interval_ms=self._reset_ms,
+        )
+        if isinstance(made, BudgetExists):
+            _, bounds = await engine.read_budget_usage_and_limits(budget_id)
+            wanted = {f"hard:{one}": limit for one, limit in hard.items()}
+            wanted |= {f"soft:{one}": limit for one, limit in soft.items()}
+            if any(bounds.get(name) != limit for name, limit in wanted.items()):
+                await engine.change_budget_limits(budget_id, **numbers)
+
+
+class Limit:
+    """How much may run: so many at once, so many starts in a while ("100/1m"), by everybody or per `key`.
+
+    Without a name it belongs to its task; a named one is shared by all tasks that name it with the same numbers.
+    """
+
+    def __init__(
+        self,
+        *,
+        concurrency: int = 0,
+        rate: str | None = None,
+        key: Scope | None = None,
+        name: str | None = None,
+        spread: Duration = 0,
+    ) -> None:
+        """`spread` is by how much the starts that had to wait for the rate are spread."""
+        if concurrency < 0 or (not concurrency and rate is None):
+            raise InvalidInput('limit: say how many at once (concurrency=10) or how fast (rate="100/1m")')
+        self.concurrency = concurrency
+        self.rate = rate
+        self.per = key
+        self.name = name
+        self._starts, self._window_s = (0, 0) if rate is None else _rate(rate)
+        self._spread_ms = to_ms(spread, "spread")
+
+    def id(self, namespace: str, task: str, scope: str = "") -> str:
+        """Its id in the store. Other numbers are another limit: those of a deploy do not fight those of the last."""
+        numbers = f"{self.concurrency}|{self._starts}/{self._window_s}|{self._spread_ms}"
+        return _named(namespace, "limit", self.name or task, f"{numbers}|{scope}")
+
+    async def declare(self, engine: Engine, limit_id: str) -> None:
+        """Let it exist."""
+        await engine.create_quota_policy(
+            limit_id,
+            window_seconds=self._window_s,
+            max_requests_per_window=self._starts,
+            max_concurrent=self.concurrency,
+            jitter_ms=self._spread_ms,
+        )
+
+
+class Bound(msgspec.Struct, frozen=True):
+    """The budgets and limits that hold for one call, by their ids in the store."""
+
+    budgets: dict[str, tuple[Budget, str, str]] = {}  # by name: the budget, its id, whose it is
+    limits: dict[str, Limit] = {}  # by id
+    fairness_key: str | None = None
+
+    async def declare(self, engine: Engine, known: set[str]) -> None:
+        """Let all of them exist; `known` are those that do."""
+        for budget, budget_id, scope in self.budgets.values():
+            if budget_id not in known:
+                await budget.declare(engine, budget_id, scope)
+                known.add(budget_id)
+        for limit_id, limit in self.limits.items():
+            if limit_id not in known:
+                await limit.declare(engine, limit_id)
+                known.add(limit_id)
+
+
+def scope_of(per: Scope | None, what: str, arguments: Mapping[str, Any], tags: Mapping[str, str]) -> str:
+    """Whose budget or limit it is for a call with these arguments; empty when it is everybody's."""
+    if per is None:
+        return ""
+    value = per(*arguments.values()) if callable(per) else _found(per, arguments, tags)
+    if value is None:
+        raise InvalidInput(f"{what}: the call does not say which {per if isinstance(per, str) else 'one'} it is for")
+    return str(value)
+
+
+def _found(name: str, arguments: Mapping[str, Any], tags: Mapping[str, str]) -> Any:
+    if name in arguments:
+        return arguments[name]
+    for value in arguments.values():
+        found = value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
+        if found is not None:
+            return found
+    return tags.get(name, tags.get(f"app.{name}"))
+
+
+def _rate(text: str) -> tuple[int, int]:
+    count, found, window = text.partition("/")
+    if not found or not count.strip().isdecimal() or not int(count):
+        raise InvalidInput(f'rate: {text!r} is no rate; write it like "100/1m"')
+    window_ms = to_ms(window if window.strip()[:1].isdigit() else f"1{window.strip()}", "rate")
+    if window_ms < 1000 or window_ms % 1000:
+        raise InvalidInput(f"rate: {text!r} counts in less than whole seconds")
+    return int(count), window_ms // 1000
+
+
+def _named(namespace: str, *words: str) -> str:
+    return str(uuid.uuid5(uuid.NAMESPACE_URL, "|".join(("flowfabric", namespace, *words))))

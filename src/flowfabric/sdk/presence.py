@@ -1,0 +1,54 @@
+"""Presence: a worker's entry in the registry, so that people see it and work that needs it is not called hopeless."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import msgspec
+
+from flowfabric.engine.engine import Engine
+from flowfabric.errors import FabricError
+from flowfabric.model.worker import NotRegistered
+
+logger = logging.getLogger("flowfabric.worker")
+
+
+class Presence(msgspec.Struct, frozen=True, kw_only=True):
+    """Who a worker is and what it offers; the entry lapses when nothing is heard of it for `ttl_ms`."""
+
+    namespace: str
+    worker_id: str
+    instance_id: str
+    lanes: Sequence[str]
+    capabilities: Sequence[str]
+    ttl_ms: int
+
+    async def announce(self, engine: Engine) -> None:
+        """Enter the registry; work that waited for these capabilities can be claimed from now on."""
+        await engine.register_worker(
+            namespace=self.namespace,
+            worker_instance_id=self.instance_id,
+            worker_id=self.worker_id,
+            lanes=self.lanes,
+            capabilities=self.capabilities,
+            liveness_ttl_ms=self.ttl_ms,
+        )
+
+    async def keep(self, engine: Engine) -> None:
+        """Stay in it; an entry that lapsed meanwhile is made anew. A store that is away is asked again next time."""
+        try:
+            heard = await engine.heartbeat_worker(namespace=self.namespace, worker_instance_id=self.instance_id)
+            if isinstance(heard, NotRegistered):
+                await self.announce(engine)
+        except FabricError as refused:
+            logger.warning("the registry did not hear of this worker: %s", refused)
+
+    async def leave(self, engine: Engine) -> None:
+        """Leave the registry; one that cannot be told finds out when the entry lapses."""
+        try:
+            await engine.mark_worker_dead(
+                namespace=self.namespace, worker_instance_id=self.instance_id, reason="stopped"
+            )
+        except FabricError as refused:
+            logger.info("the registry could not be told of the end: %s", refused)

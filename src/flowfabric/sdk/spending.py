@@ -1,0 +1,127 @@
+"""What a handler does with budgets: spend, and keep room free before it does."""
+
+from __future__ import annotations
+
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from flowfabric.engine.asks import GateArgs, Need
+from flowfabric.errors import InvalidInput
+from flowfabric.model import verdicts
+from flowfabric.model.gate import GateKind
+from flowfabric.sdk.durations import Duration, to_ms
+from flowfabric.sdk.failing import BudgetExceeded
+from flowfabric.sdk.limits import Budget
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from flowfabric.engine.engine import Engine
+    from flowfabric.sdk.durable import Durable
+    from flowfabric.sdk.fabric import Fabric
+
+
+class Reservation:
+    """Room that is kept free; say what was really used with `spend`."""
+
+    def __init__(self) -> None:
+        self.used: dict[str, int | float] = {}
+
+    def spend(self, **amounts: int | float) -> None:
+        """What was used of it, counted when the reservation ends."""
+        for dimension, amount in amounts.items():
+            self.used[dimension] = self.used.get(dimension, 0) + amount
+
+
+class Spending(ABC):
+    """The part of a context that deals with budgets."""
+
+    app: Fabric
+    engine: Engine
+    run_id: str
+    attempt: int
+    _budgets: Mapping[str, str]
+
+    @property
+    @abstractmethod
+    def durable(self) -> Durable:
+        """What earlier attempts left behind."""
+
+    @abstractmethod
+    async def remembered(self, label: str, ask: Callable[[str], Awaitable[Any]]) -> Any:
+        """Ask once, under a key that is the same on every attempt."""
+
+    async def spend(self, budget: Budget, **amounts: int | float) -> None:
+        """Count what was spent: once, however often the attempt is retried.
+
+        Beyond a hard limit nothing is counted: `BudgetExceeded` is raised, or the run sleeps until there is room.
+        """
+        budget_id = await self._id_of(budget)
+        counted = budget.amounts(amounts)
+
+        async def report(key: str) -> str:
+            while True:
+                answer = await self.engine.record_spend(budget_id, self.run_id, counted, idempotency_key=key)
+                if not isinstance(answer, verdicts.HardBreach):
+                    return type(answer).__name__
+                await self._meet_limit(budget, budget_id, answer, counted)
+
+        await self.remembered(f"spend:{budget.name}", report)
+
+    @asynccontextmanager
+    async def reserve(
+        self, budget: Budget, *, lasts: Duration = "1h", **amounts: int | float
+    ) -> AsyncIterator[Reservation]:
+        """Keep room free while the block runs; what it `spend`s is counted at its end, and the rest given back.
+
+        Without room `BudgetExceeded` is raised, or the run sleeps until there is some. A reservation whose process died
+        is over after `lasts`, or taken up again by the next attempt.
+        """
+        budget_id = await self._id_of(budget)
+        counted = budget.amounts(amounts)
+        name, occurrence = self.durable.place(f"reserve:{budget.name}")
+        reservation_id = str(uuid.uuid5(uuid.NAMESPACE_OID, f"{self.run_id}|{name}|{occurrence}"))
+        while True:
+            answer = await self.engine.reserve_budget(
+                budget_id, self.run_id, counted, ttl_ms=to_ms(lasts, "lasts"), reservation_id=reservation_id
+            )
+            if not isinstance(answer, verdicts.HardBreach):
+                break
+            await self._meet_limit(budget, budget_id, answer, counted)
+        reservation = Reservation()
+        try:
+            yield reservation
+        except BaseException:
+            if not self.durable.parked:  # a run that waits keeps its room, for as long as it lasts
+                await self.engine.refund_budget(budget_id, reservation_id)
+                if reservation.used:
+                    key, used = f"{reservation_id}|{self.attempt}", budget.amounts(reservation.used)
+                    await self.engine.record_spend(budget_id, self.run_id, used, idempotency_key=key)
+            raise
+        await self.engine.settle_budget(budget_id, self.run_id, reservation_id, budget.amounts(reservation.used))
+
+    async def _meet_limit(
+        self, budget: Budget, budget_id: str, breach: verdicts.HardBreach, amounts: Mapping[str, int]
+    ) -> None:
+        """Fail, or sleep until there is room."""
+        if budget.on_hard != "suspend":
+            used = breach.current_usage + breach.reserved
+            raise BudgetExceeded(budget.name, breach.dimension, used=used, limit=breach.hard_limit)
+        if amounts[breach.dimension] > breach.hard_limit:
+            asked = f"{breach.dimension}={amounts[breach.dimension]}"
+            raise InvalidInput(f"budget {budget.name}: {asked} is more than it ever has room for")
+        need = Need(budget_id, breach.dimension, amounts[breach.dimension])
+        await self.durable.wait(
+            GateArgs(name=self.durable.gate_name("budget"), kind=GateKind.MAILBOX, mailbox=need.key),
+            then=lambda: self.engine.wake_budget(budget_id),
+        )
+
+    async def _id_of(self, budget: Budget) -> str:
+        if (found := self._budgets.get(budget.name)) is not None:
+            return found
+        if budget.per is not None:
+            raise InvalidInput(f"budget {budget.name}: it is per {budget.per}; name it in budgets=[…] of the task")
+        return await self.app.declared(self.engine, budget)

@@ -1,0 +1,120 @@
+"""Steps: how one is told apart from others, and what it returned."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import inspect
+import typing
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from flowfabric.errors import InvalidInput
+from flowfabric.model.gate import StepMemo
+from flowfabric.sdk.approvals import Link
+from flowfabric.sdk.codec import Shape, from_json, json_bytes
+
+if TYPE_CHECKING:
+    from flowfabric.sdk.durable import Durable
+
+
+class Step(msgspec.Struct, frozen=True):
+    """One step of a durable function: by name and occurrence, with a digest of its input as a check."""
+
+    label: str
+    name: str
+    occurrence: int
+    digest: str
+    shape: Shape
+    memo: StepMemo | None = None
+
+    @property
+    def point(self) -> str:
+        """How a test names it."""
+        return f"step:{self.label}"
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it ran before."""
+        return self.memo is not None
+
+    def known_as(self, memo: StepMemo) -> Step:
+        """The step with what it returned."""
+        return msgspec.structs.replace(self, memo=memo)
+
+    def dumped(self, value: Any) -> bytes:
+        """What it returned, on its way into the store."""
+        return json_bytes(self.shape.dump(value, self.label))
+
+    def value(self) -> Any:
+        """What it returned."""
+        assert self.memo is not None
+        return self.shape.load(from_json(self.memo.result), self.label)
+
+
+def step_of(
+    durable: Durable, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str | None, key: str | None
+) -> Step:
+    """The step that this call is, at the place where it stands."""
+    label = str(key or name or getattr(function, "__name__", "step"))
+    known, occurrence = (f"key:{key}", 0) if key else durable.place(label)
+    return Step(label, known, occurrence, _digest(args, kwargs), _shape_of(getattr(function, "handler", function)))
+
+
+async def run_step(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call it; a plain function runs in a thread, so that it cannot block the loop."""
+    function = getattr(function, "handler", function)  # a task used as a step
+    if inspect.iscoroutinefunction(function):
+        return await function(*args, **kwargs)
+    value = await asyncio.to_thread(function, *args, **kwargs)
+    return await value if inspect.isawaitable(value) else value
+
+
+def _digest(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    try:
+        plain = json_bytes(msgspec.to_builtins(_placed([args, kwargs]), str_keys=True, enc_hook=_plain))
+    except TypeError as fault:
+        raise InvalidInput(f"step: its input cannot be told apart from others: {fault}") from fault
+    return hashlib.sha256(plain).hexdigest()[:32]
+
+
+def _placed(value: Any) -> Any:
+    """Links by where they lead: their tokens come and go."""
+    match value:
+        case Link():
+            return value.place
+        case list() | tuple():
+            return [_placed(item) for item in value]
+        case dict():
+            return {key: _placed(item) for key, item in value.items()}
+        case _:
+            return value
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "model_dump"):
+        return value.model_dump(mode="json")
+    if callable(value):
+        return getattr(value, "__qualname__", repr(type(value)))
+    raise TypeError(f"{type(value).__name__} has no JSON form")
+
+
+def _shape_of(function: Any) -> Shape:
+    try:
+        return _known_shape(function)
+    except TypeError:  # something callable that cannot be remembered
+        return Shape(_result_of(function))
+
+
+@lru_cache(maxsize=1000)
+def _known_shape(function: Any) -> Shape:
+    return Shape(_result_of(function))
+
+
+def _result_of(function: Any) -> Any:
+    try:
+        return typing.get_type_hints(function).get("return", Any)
+    except (TypeError, NameError):
+        return Any

@@ -1,0 +1,87 @@
+"""Threads for plain functions, and the way from a thread back to the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Executor, Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class DaemonThreads(Executor):
+    """As many threads as are needed at once. One that never returns does not keep the process from ending."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._idle = 0
+        self._count = 0
+
+    def submit(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        """Run it in a thread that has nothing to do, or in a new one."""
+        future: Future[T] = Future()
+        with self._lock:
+            if self._idle:
+                self._idle -= 1
+            else:
+                self._count += 1
+                threading.Thread(target=self._run, name=f"{self._name}-{self._count}", daemon=True).start()
+        self._work.put((future, lambda: function(*args, **kwargs)))
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Let idle threads end, and the others when they are done; nobody waits for them."""
+        for _ in range(self._count):
+            self._work.put(None)
+
+    def _run(self) -> None:
+        while (given := self._work.get()) is not None:
+            future, call = given
+            value, error = None, None
+            wanted = future.set_running_or_notify_cancel()
+            if wanted:
+                try:
+                    value = call()
+                except BaseException as raised:
+                    error = raised
+            with self._lock:  # before the answer, so that whoever asks again at once finds this thread free
+                self._idle += 1
+            if wanted and error is None:
+                future.set_result(value)
+            elif wanted:
+                future.set_exception(error)
+            del given, future, call, value, error
+
+
+class Portal:
+    """Lets threads run coroutines on a loop and wait for them."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, on_wait: Callable[[int], None] | None = None) -> None:
+        """`on_wait` is told on the loop how many more threads wait for it (1 or -1); for tests in virtual time."""
+        self._loop = loop
+        self._on_wait = on_wait
+
+    def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """What the coroutine returns on the loop; this thread waits for it."""
+        try:
+            running = asyncio.get_running_loop()
+        except RuntimeError:
+            running = None
+        if running is not None:
+            coroutine.close()
+            raise RuntimeError("this would block the event loop that runs here: await the method without .sync instead")
+        return asyncio.run_coroutine_threadsafe(self._counted(coroutine), self._loop).result()
+
+    async def _counted(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        if self._on_wait is None:
+            return await coroutine
+        self._on_wait(1)
+        try:
+            return await coroutine
+        finally:
+            self._on_wait(-1)

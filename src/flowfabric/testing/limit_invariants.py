@@ -1,0 +1,67 @@
+"""What is true of every budget and quota policy at every moment: counters are recounts.
+
+    await check_limit_invariants(engine)        # raises InvariantBroken with every sentence that does not hold
+
+Rows are read one after the other, so nothing else may be under way meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from flowfabric.engine.engine import Engine
+from flowfabric.model.budget import Budget, BudgetDimension, BudgetSpend, Reservation
+from flowfabric.model.quota import QuotaPolicy, QuotaSlot
+from flowfabric.testing.invariants import InvariantBroken, every
+
+
+async def check_limit_invariants(engine: Engine) -> None:
+    """Look at every row of every budget and quota policy; raises `InvariantBroken`."""
+    store = engine.store
+    broken = [
+        *_broken_policies(await every(store, QuotaPolicy), await every(store, QuotaSlot)),
+        *_broken_dimensions(
+            await every(store, BudgetDimension), await every(store, Reservation), await every(store, BudgetSpend)
+        ),
+        *_broken_budgets(await every(store, Budget), await every(store, Reservation)),
+    ]
+    if broken:
+        raise InvariantBroken("\n".join(broken))
+
+
+def _broken_policies(policies: Sequence[QuotaPolicy], slots: Sequence[QuotaSlot]) -> Iterator[str]:
+    counted = Counter(slot.quota_policy_id for slot in slots if slot.counted)
+    for policy in policies:
+        name = policy.quota_policy_id
+        if policy.active != counted[name]:
+            yield f"quota {name}: {policy.active} active, counted {counted[name]}"
+    yield from (
+        f"quota {name}: slots without a policy" for name in counted.keys() - {one.quota_policy_id for one in policies}
+    )
+
+
+def _broken_dimensions(
+    dimensions: Sequence[BudgetDimension], reservations: Sequence[Reservation], spends: Sequence[BudgetSpend]
+) -> Iterator[str]:
+    reserved, spent = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    for one in reservations:
+        reserved[one.budget_id, one.dimension] += one.amount
+    for spend in spends:
+        spent[spend.budget_id, spend.dimension] += spend.amount
+    for row in dimensions:
+        key = row.budget_id, row.dimension
+        if row.reserved != reserved[key]:
+            yield f"budget {row.budget_id}: {row.dimension}: {row.reserved} reserved, counted {reserved[key]}"
+        if (row.usage or 0) < spent[key]:
+            yield f"budget {row.budget_id}: {row.dimension}: {row.usage} used, ledgers say {spent[key]}"
+
+
+def _broken_budgets(budgets: Sequence[Budget], reservations: Sequence[Reservation]) -> Iterator[str]:
+    ends: dict[str, int] = {}
+    for one in reservations:
+        ends[one.budget_id] = min(one.expires_at, ends.get(one.budget_id, one.expires_at))
+    for budget in budgets:
+        first = ends.get(budget.budget_id)
+        if budget.lapse_at != first:
+            yield f"budget {budget.budget_id}: looks again at {budget.lapse_at}, the first reservation ends at {first}"

@@ -1,0 +1,100 @@
+"""Limits while worker processes are killed: caps hold, nothing is counted twice, and nothing admitted is leaked."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+
+import flowfabric
+from flowfabric.engine.engine import Engine
+from flowfabric.model.execution import Execution
+from flowfabric.model.quota import QuotaPolicy, QuotaSlot
+from flowfabric.model.states import LifecyclePhase, OwnershipState, PublicState
+from flowfabric.stores.base import Scan, Want, Where
+from flowfabric.testing.invariants import check_invariants, every
+from flowfabric.testing.limit_invariants import check_limit_invariants
+from tests.chaos.crew import Hand, crew
+from tests.chaos.worker import LANE, LEDGER, SCARCE, SCARCE_EACH, SPENT
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+Q = "0c000000-0000-4000-8000-00000000000a"
+CAP, COUNT, HARD, DEATHS = 3, 36, 100, 3
+TTL_MS = 800
+RUNNING = (
+    Where("lifecycle_phase", "=", LifecyclePhase.ACTIVE),
+    Where("ownership_state", "=", OwnershipState.LEASED),
+)
+
+
+async def prepared(engine: Engine) -> None:
+    await engine.create_quota_policy(Q, window_seconds=1, max_requests_per_window=0, max_concurrent=CAP)
+    await engine.create_budget(LEDGER, dimensions=["tokens", "calls"], hard_limits=[0, 0], soft_limits=[0, 0])
+    await engine.create_budget(SCARCE, dimensions=["tokens"], hard_limits=[HARD], soft_limits=[0])
+    for _ in range(COUNT):
+        execution = engine.new_execution_id(LANE)
+        await engine.create_execution(
+            execution_id=execution, namespace="chaos", lane_id=LANE, policy={"quota_policy_ids": [Q]}
+        )
+
+
+async def watch(engine: Engine) -> int:
+    """Look again and again; the most that ran at once."""
+    most = 0
+    while True:
+        most = max(most, len(await engine.store.scan(Scan(Execution, RUNNING, limit=100))))
+        assert most <= CAP
+        if await ended(engine) == COUNT:
+            return most
+        await asyncio.sleep(0.01)
+
+
+async def ended(engine: Engine) -> int:
+    done = (Where("lifecycle_phase", "=", LifecyclePhase.TERMINAL),)
+    return len(await engine.store.scan(Scan(Execution, done, limit=1000)))
+
+
+async def kill_some(hire: Any, url: str) -> list[Hand]:
+    """Three workers at any time; one after the other is killed wherever it is, and another takes its place."""
+    chance = random.Random(7)
+    hands = [hire("spend", url, "--ttl", TTL_MS) for _ in range(3)]
+    for victim in hands[:DEATHS]:
+        await asyncio.to_thread(victim.until, lambda: bool(victim.heard("claimed")))  # noqa: B023
+        await asyncio.sleep(chance.random() * 0.05)
+        await asyncio.to_thread(victim.kill)
+        hands.append(hire("spend", url, "--ttl", TTL_MS))
+    return hands
+
+
+async def test_killed_spenders_leave_no_slot_no_promise_and_no_double_entry(url: str) -> None:
+    async with await flowfabric.connect(url) as engine:
+        await prepared(engine)
+        with crew() as hire:
+            sweeper = hire("sweep", url)
+            killing = asyncio.create_task(kill_some(hire, url))
+            async with asyncio.timeout(90):
+                most = await watch(engine)
+                hands = await killing
+
+        assert most == CAP
+        assert [hand.complaints for hand in (sweeper, *hands)] == [[]] * (len(hands) + 1)
+        assert {row.public_state for row in await every(engine.store, Execution)} == {PublicState.COMPLETED}
+        async with asyncio.timeout(30):  # a promise of a killed worker ends by itself, a slot with the window
+            while not await at_rest(engine):
+                for sweep in ("outbox_relay", "quota_reconciler", "budget_reservations"):
+                    await engine.sweep_once(sweep)
+                await asyncio.sleep(0.05)
+        ledger, scarce = await engine.get_budget_status(LEDGER), await engine.get_budget_status(SCARCE)
+        assert ledger.usage == {"tokens": SPENT * COUNT, "calls": COUNT}
+        assert scarce.usage == {"tokens": HARD // SCARCE_EACH * SCARCE_EACH}
+        await check_limit_invariants(engine)
+        await check_invariants(engine)
+
+
+async def at_rest(engine: Engine) -> bool:
+    loaded = await engine.load((Want(QuotaPolicy, (Q,)), Want(QuotaSlot, (Q,))))
+    reserved = (await engine.get_budget_status(LEDGER)).reserved
+    return loaded.rows[0][0].active == 0 and not loaded.rows[1] and not reserved

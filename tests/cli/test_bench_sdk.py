@@ -1,0 +1,124 @@
+"""`ff bench sdk` measures tasks through a worker process, and a peer beside it when there is one."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from flowfabric.bench import peers
+from flowfabric.bench.peers import HUEY, PeerMissing
+from flowfabric.bench.sdk import PeerReport, SdkReport, sdk
+from tests.cli.terminal import Terminal
+
+REPORT = SdkReport(
+    store="sqlite",
+    durability="WAL",
+    versions={"python": "3"},
+    cores=2,
+    rounds=1,
+    jobs=10,
+    payload_bytes=1000,
+    slots=100,
+    drain_per_s=5000,
+    submit_to_done_p50_ms=3.5,
+    submit_to_done_p99_ms=9.5,
+    durable_steps=10,
+    durable_in_flight=16,
+    durable_per_s=300.5,
+    peer=PeerReport("huey", "3", "little", 10, 1000),
+    drain_ratio=5.0,
+)
+
+
+def assert_sensible(report: SdkReport) -> None:
+    assert report.drain_per_s > 0
+    assert report.durable_per_s > 0
+    assert 0 < report.submit_to_done_p50_ms <= report.submit_to_done_p99_ms
+
+
+@pytest.fixture
+def other_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that is there: it only starts jobs, one after the other."""
+    home, scripts = tmp_path / "peers" / f"huey-{HUEY.version}", tmp_path / "scripts"
+    (home / "bin").mkdir(parents=True)
+    (home / "complete").touch()
+    (home / "bin" / "python").symlink_to(sys.executable)
+    scripts.mkdir()
+    (scripts / "with_huey.py").write_text(
+        "import sys, time\n"
+        f"sys.path.insert(0, {str(peers.HERE)!r})\n"
+        "from pathlib import Path\n"
+        "from starts import note\n"
+        "if sys.argv[1] == 'submit': Path(sys.argv[2]).write_text(sys.argv[3])\n"
+        "else:\n"
+        "    for _ in range(int(Path(sys.argv[2]).read_text())): note()\n"
+        "    time.sleep(60)\n"
+    )
+    monkeypatch.setattr(peers, "HERE", scripts)
+    monkeypatch.setenv(peers.HOME_VARIABLE, str(tmp_path / "peers"))
+
+
+@pytest.mark.slow
+async def test_a_drain_is_compared_with_the_peers(tmp_path: Path, other_queue: None) -> None:
+    report = await sdk(f"sqlite:///{tmp_path}/app.db", jobs=200, samples=20, functions=16, rounds=1)
+
+    assert_sensible(report)
+    assert report.peer is not None
+    assert (report.peer.name, report.peer.version, report.peer.jobs) == ("huey", HUEY.version, 50)
+    assert report.drain_ratio == pytest.approx(report.drain_per_s / report.peer.drain_per_s, abs=0.02)
+    assert report.peer_missing is None
+
+
+@pytest.mark.slow
+async def test_tasks_are_measured_on_a_server(database: str) -> None:
+    report = await sdk(database, jobs=200, samples=20, functions=16, rounds=1, with_peer=False)
+
+    assert_sensible(report)
+    assert (report.peer, report.drain_ratio, report.peer_missing) == (None, None, "not asked for")
+
+
+def test_a_peer_that_cannot_be_installed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(peers.HOME_VARIABLE, str(tmp_path / "peers"))
+    for variable in ("UV_DEFAULT_INDEX", "UV_INDEX_URL", "PIP_INDEX_URL"):
+        monkeypatch.setenv(variable, "http://127.0.0.1:1/nothing")
+    monkeypatch.setenv("UV_HTTP_RETRIES", "0")
+    monkeypatch.setenv("UV_NO_CACHE", "1")
+
+    with pytest.raises(PeerMissing, match=f"huey {HUEY.version} could not be installed .*FF_BENCH_PEERS names"):
+        HUEY.python()
+    assert not list((tmp_path / "peers").glob("*"))
+
+
+@pytest.mark.parametrize("missing", [None, "huey could not be installed"])
+def test_people_get_a_table(missing: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def measured(url: str, **_: object) -> SdkReport:
+        return REPORT if missing is None else msgspec.structs.replace(REPORT, peer=None, peer_missing=missing)
+
+    monkeypatch.setattr("flowfabric.bench.sdk.sdk", measured)
+    answer = Terminal("sqlite:///unused.db").run("bench", "sdk")
+
+    assert answer.exit_code == 0, answer.stderr
+    assert re.search(r"functions of 10 steps, 16 in flight +300.5/s", answer.stdout)
+    assert ("huey 3" in answer.stdout) == (missing is None)
+    assert answer.stderr == ("" if missing is None else f"ff: no peer: {missing}\n")
+
+
+def test_an_interpreter_without_venv_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(peers.HOME_VARIABLE, str(tmp_path / "peers"))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "no-python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+
+    with pytest.raises(PeerMissing, match="could not be installed"):
+        HUEY.python()
+    assert not (tmp_path / "peers" / f"huey-{HUEY.version}").exists()
+
+
+def test_a_store_of_one_process_is_refused(tmp_path: Path) -> None:
+    said = Terminal("memory://").refuses("bench", "sdk", "--no-peer")
+
+    assert "a worker of another process has to see it" in said

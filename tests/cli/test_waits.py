@@ -1,0 +1,227 @@
+"""`ff signal`, `approvals`, `explain` and `tail`, on a store where a worker has been at work."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import threading
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowfabric import Context, Engine, Fabric, Fatal, Run
+from flowfabric.sdk.worker import Worker
+from tests.cli.terminal import Terminal
+
+
+@dataclass
+class Decision:
+    ok: bool
+
+
+class Shop:
+    """An app on the terminal's store, and a worker for as long as something is to happen."""
+
+    def __init__(self, store: str) -> None:
+        self.app = Fabric(store)
+
+        @self.app.task(name="deploy")
+        async def deploy(ctx: Context, version: str) -> str:
+            gate = await ctx.approval("approve", Decision, need=2, expires="3d", show={"version": version})
+            votes = await gate
+            return "deployed" if all(vote.value.ok for vote in votes) else "rejected"
+
+        @self.app.task(name="steered")
+        async def steered(ctx: Context) -> list[str]:
+            first = await ctx.receive("steer", str)
+            second = await ctx.receive("steer", str)
+            return [str(first), str(second)]
+
+        @self.app.task(name="ask")
+        async def ask(ctx: Context, fails: bool) -> str:
+            out = ctx.stream("answer")
+            await out.write("forty")
+            await ctx.stream("log").write("thinking\n")
+            await ctx.progress("almost there", pct=90)
+            if fails:
+                raise Fatal("no idea")
+            await out.write("-two\n")
+            return out.text()
+
+        self.deploy, self.steered, self.ask = deploy, steered, ask
+
+    def work(self, until: Callable[[], Awaitable[object]]) -> None:
+        """Let a worker work until this returns something true."""
+
+        async def working() -> None:
+            async with self.app, asyncio.timeout(30):
+                worker = Worker(self.app, lease_ttl="5s")
+                running = asyncio.create_task(worker.work())
+                while not await until():  # noqa: ASYNC110 - looks at the store as people do
+                    await asyncio.sleep(0.01)
+                worker.stop()
+                await running
+
+        asyncio.run(working())
+
+    def submit(self, handing_over: Callable[[], Awaitable[Run[Any]]]) -> str:
+        async def submitted() -> str:
+            async with self.app:
+                return (await handing_over()).id
+
+        return asyncio.run(submitted())
+
+    def work_until(self, run_id: str, *states: str) -> None:
+        async def reached() -> bool:
+            engine = await self.app.engine()
+            return str(await engine.read_execution_state(run_id)) in states
+
+        self.work(reached)
+
+
+@pytest.fixture
+def shop(ff: Terminal) -> Shop:
+    return Shop(ff.store)
+
+
+def test_approvals_are_listed_and_answered_with_their_links(ff: Terminal, shop: Shop) -> None:
+    run = shop.submit(lambda: shop.deploy.submit("v7"))
+    assert ff.says("approvals") == "Nothing waits for an answer.\n"
+    shop.work_until(run, "suspended")
+
+    [asked] = ff.document("approvals")["approvals"]
+    assert (asked["execution_id"], asked["name"], asked["answers"], asked["need"]) == (run, "approve", 0, 2)
+    assert asked["expires_at"] - asked["opened_at"] == 3 * 86_400_000
+    assert (json.loads(asked["about"]), asked["links"]) == ({"version": "v7"}, [])
+
+    [listed] = ff.document("approvals", "--links", "--public-url", "https://ff.example/")["approvals"]
+    first, second = listed["links"]
+    assert first.startswith(f"https://ff.example/v1/waitpoints/{run}/")
+    assert ff.says("signal", first, "--value", '{"ok": true}', "--by", "ana").startswith("✓ voted")
+    told = ff.says("approvals", "--links")
+    assert re.search(rf"{re.escape(run)} +approve +1 of 2 ", told)
+    assert second.rpartition("?")[2] in told
+
+    assert ff.document("signal", second, "--value", '{"ok": true}', "--by", "bo")["effect"]
+    shop.work_until(run, "completed")
+    assert ff.document("show", run)["result"]["text"] == '"deployed"'
+    assert ff.document("approvals")["approvals"] == []
+
+
+def test_signal_reaches_a_function_that_receives(ff: Terminal, shop: Shop) -> None:
+    run = shop.submit(lambda: shop.steered.submit())
+
+    assert ff.says("signal", run, "steer", "--value", '"left"', "--key", "k1").startswith("✓ sent")
+    assert ff.says("signal", run, "steer", "--value", '"left"', "--key", "k1") == "✓ heard before\n"
+    assert ff.document("signal", run, "steer", "--value", '"right"')["signal_id"]
+    shop.work_until(run, "completed")
+
+    assert json.loads(ff.document("show", run)["result"]["text"]) == ["left", "right"]
+
+
+def test_a_wrong_signal_is_told_with_a_hint(ff: Terminal, shop: Shop) -> None:
+    run = shop.submit(lambda: shop.deploy.submit("v7"))
+    shop.work_until(run, "suspended")
+    [listed] = ff.document("approvals", "--links")["approvals"]
+    forged = listed["links"][0].replace("token=", "token=x")
+
+    assert "invalid_token" in ff.refuses("signal", forged)
+    assert "link: not one of an approval" in ff.refuses("signal", "http://x/v1/waitpoints/nonsense")
+    for arguments, text in (
+        ((run,), "say which NAME"),
+        ((listed["links"][0], "vote"), "leave NAME out"),
+        ((run, "steer", "--value", "left"), "a text wants its quotes"),
+    ):
+        answer = ff.run("signal", *arguments)
+        assert (answer.exit_code, text in " ".join(answer.stderr.split())) == (2, True), answer.stderr
+    [asked] = ff.document("approvals")["approvals"]
+    assert asked["answers"] == 0
+
+
+def test_explain_names_the_obstacle(ff: Terminal, shop: Shop) -> None:
+    run = shop.submit(lambda: shop.deploy.submit("v7"))
+    later = ff.submit("--delay", "1h")
+
+    assert ff.document("explain", run)["obstacle"] == "NoWorker"
+    shop.work_until(run, "suspended")
+    found, delayed = ff.document("explain", run), ff.document("explain", later)
+
+    assert (found["obstacle"], found["public_state"]) == ("Suspended", "suspended")
+    assert found["facts"]["waits_on"] == ["approval:approve#0"]
+    assert delayed["obstacle"] == "Delayed"
+    told = ff.says("explain", later)
+    assert f"{later} is delayed." in told
+    assert re.search(r"delayed until \d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}Z", told)
+    assert str(delayed["facts"]["until"]) not in told
+
+
+def test_tail_prints_what_was_written_and_how_it_ended(ff: Terminal, shop: Shop) -> None:
+    good, bad = shop.submit(lambda: shop.ask.submit(False)), shop.submit(lambda: shop.ask.submit(True))
+    shop.work_until(good, "completed")
+    shop.work_until(bad, "failed")
+
+    answer = ff.run("tail", good)
+    assert (answer.exit_code, answer.stdout) == (0, "fortythinking\n-two\n")
+    assert "· 90 % almost there" in answer.stderr
+    assert answer.stderr.endswith("· success\n")
+    assert ff.says("tail", good, "--name", "answer") == "forty-two\n"
+
+    lines = [json.loads(line) for line in ff.says("tail", good, "--json").splitlines()]
+    assert [line["text"] for line in lines if line.get("name") == "answer"] == ["forty", "-two\n"]
+    assert lines[-1] == {"ended": "success", "reason": None}
+
+    failed = ff.run("tail", bad)
+    assert failed.exit_code == 1
+    assert failed.stdout == "fortythinking\n"
+    assert "· failed: Fatal: no idea" in failed.stderr
+
+
+def test_tail_follows_until_the_end(ff: Terminal, shop: Shop) -> None:
+    run = shop.submit(lambda: shop.ask.submit(False))
+    assert ff.says("tail", run, "--no-follow") == ""
+    heard: list[str] = []
+
+    listener = threading.Thread(target=lambda: heard.append(ff.says("tail", run, "--name", "answer")))
+    listener.start()
+    shop.work_until(run, "completed")
+    listener.join(30)
+
+    assert heard == ["forty-two\n"]
+
+
+def test_workers_and_budgets_are_listed(ff: Terminal) -> None:
+    assert ff.says("workers") == "No live workers in namespace default.\n"
+    assert ff.says("budgets") == "No budgets.\n"
+
+    async def prepare(engine: Engine) -> str:
+        await engine.register_worker(
+            worker_instance_id="w-1", worker_id="w", lanes={"mail"}, capabilities={"smtp"}, liveness_ttl_ms=60_000
+        )
+        budget = engine.minter.uuid()
+        await engine.create_budget(
+            budget, dimensions=["tokens", "usd"], hard_limits=[2000, 0], soft_limits=[1500, 0], on_hard_limit="suspend"
+        )
+        await engine.report_usage_admin(budget, dimensions=["tokens"], deltas=[500])
+        return budget
+
+    budget = ff.engine(prepare)
+    [live] = ff.document("workers")["workers"]
+    [known] = ff.document("budgets")["budgets"]
+
+    assert (live["worker_instance_id"], live["lanes"], live["capabilities"]) == ("w-1", ["mail"], ["smtp"])
+    assert re.search(r"w-1 +mail +smtp ", ff.says("workers"))
+    assert ff.document("workers", "--namespace", "other")["workers"] == []
+    assert (known["budget_id"], known["usage"]["tokens"], known["hard_limits"]["tokens"]) == (budget, 500, 2000)
+    assert re.search(rf"{budget} +tokens +500 \(25 %\) +1,500 +2,000 +suspend", ff.says("budgets", budget))
+    assert "`ff budgets` shows" in ff.refuses("budgets", "6c1f2c2e-3a51-4a3c-9b1e-0d8a8f6f0000")
+
+
+@pytest.mark.parametrize("command", [("explain", "nonsense"), ("tail", "nonsense"), ("signal", "nonsense", "x")])
+def test_an_id_that_is_none_is_told_with_a_hint(ff: Terminal, command: tuple[str, ...], tmp_path: Path) -> None:
+    assert "Hint: an execution id looks like" in ff.refuses(*command)
+    unknown = "{fp:1}:1a255fe9-f16a-4af0-8cb6-6085de2ea47d"
+    assert "execution_not_found" in ff.refuses(command[0], unknown, *command[2:])

@@ -1,0 +1,197 @@
+"""`ff worker`, as a process: it finds the app, works, drains on SIGTERM, and starts anew when the code changes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from flowfabric.cli.reloading import stamps
+from tests.cli.terminal import Terminal
+from tests.postgres_install import ROOT
+
+CODE = """
+import asyncio
+from pathlib import Path
+from flowfabric import Fabric
+
+app = Fabric()
+
+@app.task(name="say", lane="{lane}")
+async def say(word: str) -> str:
+    Path("began").touch()
+    while Path("hold").exists():
+        await asyncio.sleep(0.01)
+    return "{version} " + word
+"""
+
+
+class Yard:
+    """A folder with an app, and a worker process in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.ff = Terminal(f"sqlite:///{folder}/ff.db")
+        self.process: subprocess.Popen[bytes] | None = None
+        self.write("old")
+
+    def write(self, version: str, lane: str = "default") -> None:
+        (self.folder / "shop.py").write_text(CODE.format(version=version, lane=lane))
+
+    def start(self, *arguments: str, url: str = "sqlite:///ff.db") -> None:
+        command = [sys.executable, "-m", "flowfabric.cli", "worker", "shop:app", *arguments]
+        environ = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "FLOWFABRIC_URL": url}
+        self.log = (self.folder / "log").open("w")
+        self.process = subprocess.Popen(command, cwd=self.folder, env=environ, stderr=self.log, stdout=self.log)
+
+    def said(self) -> str:
+        return (self.folder / "log").read_text()
+
+    def until(self, condition: Callable[[], bool], seconds: float = 30) -> None:
+        end = time.monotonic() + seconds
+        while not condition():
+            assert self.process is not None
+            assert self.process.poll() is None, self.said()
+            assert time.monotonic() < end, self.said()
+            time.sleep(0.02)
+
+    def submit(self, word: str) -> str:
+        return self.ff.submit("--kind", "say", "--payload", f'{{"word": "{word}"}}')
+
+    def result(self, execution: str) -> str | None:
+        found = self.ff.document("show", execution)["result"]
+        return found and str(found["text"])
+
+    def end(self) -> int:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(30)
+
+    def close(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.terminate()
+            self.process.wait(30)
+        self.log.close()
+
+
+@pytest.fixture
+def yard(tmp_path: Path) -> Iterator[Yard]:
+    yard = Yard(tmp_path)
+    yard.ff.says("migrate")
+    yield yard
+    yard.close()
+
+
+def test_a_worker_works_and_sigterm_drains_it(yard: Yard) -> None:
+    (yard.folder / "hold").touch()
+    yard.start("--slots", "1", "--lanes", "default", "--capabilities", "gpu,cpu")
+    running, waiting = yard.submit("hello"), yard.submit("again")
+    yard.until((yard.folder / "began").exists)
+
+    assert yard.process is not None
+    yard.process.send_signal(signal.SIGTERM)
+    (yard.folder / "hold").unlink()
+
+    assert yard.process.wait(30) == 0, yard.said()
+    states = {one: yard.ff.document("show", one)["execution"]["public_state"] for one in (running, waiting)}
+    assert sorted(states.values()) == ["completed", "waiting"]
+    assert "1 tasks, lanes default, 1 slots" in yard.said()
+    assert "stopped after" in yard.said()
+
+
+def test_the_store_option_wins_over_the_apps_own(yard: Yard) -> None:
+    yard.start("--store", yard.ff.store, url="sqlite:///unused.db")
+    execution = yard.submit("hello")
+    yard.until(lambda: yard.result(execution) is not None)
+
+    assert yard.end() == 0
+    assert not (yard.folder / "unused.db").exists()
+
+
+def test_a_second_sigterm_hands_work_back_without_costing_an_attempt(yard: Yard) -> None:
+    (yard.folder / "hold").touch()
+    yard.start("--grace", "1h")
+    execution = yard.submit("hello")
+    yard.until((yard.folder / "began").exists)
+
+    assert yard.process is not None
+    yard.process.send_signal(signal.SIGTERM)
+    time.sleep(0.05)  # two signals of one number at the same instant are one
+    yard.process.send_signal(signal.SIGTERM)
+
+    assert yard.process.wait(30) == 0, yard.said()
+    found = yard.ff.document("show", execution)
+    assert len(found["attempts"]) == 1
+    assert found["execution"]["public_state"] in ("waiting", "delayed")
+
+
+@pytest.mark.slow
+def test_reload_starts_the_new_code(yard: Yard) -> None:
+    yard.start("--reload")
+    first = yard.submit("one")
+    yard.until(lambda: yard.result(first) is not None)
+    assert yard.result(first) == '"old one"'
+
+    (yard.folder / "shop.py").write_text("this is no Python")
+    yard.until(lambda: "SyntaxError" in yard.said())
+    yard.write("new")
+    second = yard.submit("two")
+    yard.until(lambda: yard.result(second) is not None)
+
+    assert yard.result(second) == '"new two"'
+    assert yard.said().count("↻ shop.py changed") == 2
+    assert yard.end() == 0, yard.said()
+
+
+@pytest.mark.slow
+def test_a_worker_whose_reloader_was_killed_drains(yard: Yard) -> None:
+    yard.start("--reload")
+    first = yard.submit("one")
+    yard.until(lambda: yard.result(first) is not None)
+
+    assert yard.process is not None
+    yard.process.kill()
+    yard.process.wait()
+
+    end = time.monotonic() + 20
+    while "stopped after" not in yard.said():
+        assert time.monotonic() < end, yard.said()
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("target", "text"),
+    [
+        ("nowhere:app", "there is no module 'nowhere' here"),
+        ("shop.nowhere:app", "there is no module 'shop.nowhere' here"),
+        ("shop:wrong", "shop has no Fabric named 'wrong'; it has app"),
+        (":app", "':app' is not MODULE:APP"),
+    ],
+)
+def test_an_app_that_is_not_there_is_told(yard: Yard, target: str, text: str) -> None:
+    command = [sys.executable, "-m", "flowfabric.cli", "worker", target]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+
+    done = subprocess.run(command, cwd=yard.folder, env=environ, capture_output=True, text=True, timeout=30)
+    yard.log = (yard.folder / "log").open("w")
+
+    assert (done.returncode, done.stdout) == (1, "")
+    assert text in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_files_that_matter_are_watched(tmp_path: Path) -> None:
+    for name in ("a.py", "deep/b.py", "notes.txt", ".venv/c.py", "__pycache__/d.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+
+    assert {name for name, _ in stamps(tmp_path)} == {"a.py", "deep/b.py"}
+    before = stamps(tmp_path)
+    os.utime(tmp_path / "a.py", ns=(1, 1))
+    assert stamps(tmp_path) != before

@@ -1,0 +1,135 @@
+"""Forms: the short telling of an ordinary end says exactly what the long one says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowfabric.model.execution import Execution, Result
+from flowfabric.model.states import (
+    AttemptRecordState,
+    AttemptState,
+    AttemptType,
+    BlockingReason,
+    EligibilityState,
+    LifecyclePhase,
+    OwnershipState,
+    PublicState,
+    TerminalOutcome,
+)
+from flowfabric.rules import finish, step
+from flowfabric.rules.change import Change, Insert, Patch, Put, as_form, live, seen, spelled_out
+from flowfabric.rules.lease import Fence
+
+NOW = 1_700_000_000_000
+HELD = Fence("lease-1", 3, "attempt-1")
+
+
+def running(**fields: Any) -> Execution:
+    """An execution in the middle of its second attempt."""
+    row = Execution(
+        execution_id="{fp:86}:11111111-1111-4111-8111-111111111111",
+        partition=86,
+        namespace="n",
+        lane_id="default",
+        priority=0,
+        created_at=NOW - 1000,
+        last_transition_at=NOW - 10,
+        last_mutation_at=NOW - 10,
+        lifecycle_phase=LifecyclePhase.ACTIVE,
+        ownership_state=OwnershipState.LEASED,
+        eligibility_state=EligibilityState.NOT_APPLICABLE,
+        blocking_reason=BlockingReason.NONE,
+        terminal_outcome=TerminalOutcome.NONE,
+        attempt_state=AttemptState.RUNNING_ATTEMPT,
+        public_state=PublicState.ACTIVE,
+        total_attempt_count=2,
+        started_at=NOW - 500,
+        attempt_index=1,
+        attempt_id="attempt-1",
+        attempt_type=AttemptType.RETRY,
+        attempt_started_at=NOW - 10,
+        lease_epoch=3,
+        lease_id="lease-1",
+        worker_id="w",
+        worker_instance_id="w-1",
+        current_lane="default",
+        lease_expires_at=NOW + 1000,
+        revision=7,
+    )
+    return msgspec.structs.replace(row, **fields)
+
+
+def at_length(row: Execution, *also: Put) -> Change:
+    return step.ended(
+        row,
+        TerminalOutcome.SUCCESS,
+        attempt=AttemptRecordState.ENDED_SUCCESS,
+        released="completed",
+        guard=seen(row, live(row)),
+        also=also,
+    )
+
+
+@given(
+    tags=st.none() | st.just('{"a.b":"c"}'),
+    lineage=st.none() | st.just('{"retry_reason":"it\'s"}'),
+    resumed_at=st.none() | st.just(NOW - 5),
+    timeout_at=st.none() | st.just(NOW + 5),
+    terms=st.none() | st.just('{"retention_ttl_ms":5000}') | st.just('{"retry":{"max_retries":1}}'),
+    result=st.none() | st.just(b"R"),
+)
+def test_an_ordinary_success_spelled_out_is_what_the_long_rule_says(
+    tags: str | None,
+    lineage: str | None,
+    resumed_at: int | None,
+    timeout_at: int | None,
+    terms: str | None,
+    result: bytes | None,
+) -> None:
+    row = running(tags=tags, lineage=lineage, attempt_resumed_at=resumed_at, attempt_timeout_at=timeout_at, terms=terms)
+    change = finish.complete(row, HELD, None, result, None, NOW).change
+    assert change is not None
+    assert change.form is not None
+    kept = () if result is None else (Put(Result(row.execution_id, result, None)),)
+    assert spelled_out(change, row) == at_length(row, *kept)
+
+
+@pytest.mark.parametrize(
+    "attached",
+    [
+        {"flow_id": "f"},
+        {"stream_index": 1},
+        {"parent_id": "p"},
+        {"successors": "many"},
+        {"deadline_at": NOW + 5},
+        {"current_suspension_id": "s"},
+        {"blocking_text": "why"},
+        {"terms": '{"quota_policy_ids":["q"]}'},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_an_end_that_concerns_others_is_told_at_length(attached: dict[str, Any]) -> None:
+    row = running(**attached)
+    change = finish.complete(row, HELD, None, None, None, NOW).change
+    assert change is not None
+    assert change.form is None
+    assert change == at_length(row)
+
+
+def test_a_change_without_a_form_is_spelled_out_already() -> None:
+    change = at_length(running())
+    assert spelled_out(change, running()) is change
+
+
+def test_only_a_patch_and_one_new_row_make_a_form() -> None:
+    change = at_length(running())
+    patch, insert = change.writes
+    assert isinstance(patch, Patch)
+    assert isinstance(insert, Insert)
+    with pytest.raises(TypeError, match="a form patches its root and adds one row"):
+        as_form(msgspec.structs.replace(change, writes=(insert, patch)))

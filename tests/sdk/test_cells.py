@@ -1,0 +1,120 @@
+"""Handlers in processes of their own: they keep processors busy, survive nothing they should not, and can be killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from flowfabric import Fabric, RunFailed, errors
+from flowfabric.model.states import PublicState
+from tests.sdk import service
+from tests.sdk.conftest import until, until_so, working
+
+
+@pytest.fixture
+async def local(file_app: Fabric, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fabric]:
+    """The service's app on a file."""
+    monkeypatch.setattr(service.app, "url", file_app.url)
+    async with service.app as app:
+        yield app
+
+
+@pytest.fixture
+async def shared(shared_app: Fabric, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fabric]:
+    """The service's app on a store that its processes can open."""
+    monkeypatch.setattr(service.app, "url", shared_app.url)
+    async with service.app as app:
+        yield app
+
+
+async def test_a_handler_runs_in_a_process_and_its_context_works_there(shared: Fabric) -> None:
+    async with working(shared, slots=2):
+        total, pid = await (await service.squares.submit(1000)).result(30)
+        again, same = await (await service.squares.submit(1000)).result(30)
+    assert total == again == 2 * sum(n * n for n in range(1000))
+    assert pid == same != os.getpid(), "a process is used again"
+
+
+async def test_a_timeout_kills_the_process(local: Fabric, tmp_path: Path) -> None:
+    async with working(local):
+        run = await service.stubborn.submit(str(tmp_path / "pid"))
+        with pytest.raises(RunFailed, match="has not returned after 0.7 s; its process was killed"):
+            await run.result(30)
+        [attempt] = await run.attempts()
+        assert attempt.failure_category == "timeout"
+        await until_so(lambda: _is_gone(tmp_path / "pid"))
+
+
+async def test_a_cancelled_run_kills_its_process(
+    local: Fabric, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service.stubborn, "timeout_s", None)
+    async with working(local, lease_ttl="300ms"):
+        run = await service.stubborn.submit(str(tmp_path / "pid"))
+        await until_so(lambda: _is_written(tmp_path / "pid"), 30)
+        await run.cancel("no longer needed")
+        await until_so(lambda: _is_gone(tmp_path / "pid"))
+
+
+async def test_the_death_of_a_process_fails_the_attempt_and_says_how(local: Fabric) -> None:
+    async with working(local):
+        run = await service.hopeless.submit()
+        with pytest.raises(RunFailed, match=r"died \(exit code 7\)"):
+            await run.result(30)
+        assert [attempt.failure_category for attempt in await run.attempts()] == ["infra_crash"]
+        assert (await (await service.squares.submit(3)).result(30))[0] == 10
+
+
+async def test_a_failure_comes_back_with_its_reason(local: Fabric) -> None:
+    async with working(local):
+        run = await service.wrong.submit()
+        with pytest.raises(RunFailed, match="ValueError: no good"):
+            await run.result(30)
+        assert [attempt.failure_category for attempt in await run.attempts()] == ["ValueError"]
+
+
+async def test_a_durable_function_parks_in_its_process_and_goes_on(shared: Fabric, tmp_path: Path) -> None:
+    marks = tmp_path / "marks"
+    async with working(shared):
+        run = await service.sleeper.submit(str(marks))
+
+        async def suspended() -> bool:
+            return await run.state() is PublicState.SUSPENDED
+
+        await until(suspended, 30)
+        await run.signal("go", "hello")
+        assert await run.result(30) == "slept after hello"
+    assert marks.read_text() == "step\n"
+
+
+async def test_an_async_handler_can_have_a_process_too(local: Fabric) -> None:
+    async with working(local):
+        assert await (await service.awaiting.submit(0.01)).result(30) != os.getpid()
+
+
+async def test_two_processes_work_at_once(local: Fabric) -> None:
+    async with working(local, slots=2):
+        runs = [await service.awaiting.submit(0.05) for _ in range(2)]
+        first, second = await asyncio.gather(*(run.result(30) for run in runs))
+    assert first != second
+
+
+def test_a_function_that_no_process_could_find_is_refused() -> None:
+    app = Fabric("memory://")
+    with pytest.raises(errors.InvalidInput, match="top level of a module"):
+
+        @app.task(isolation="process")
+        def inner() -> None: ...
+
+
+def _is_written(file: Path) -> bool:
+    return file.exists() and bool(file.read_text())
+
+
+def _is_gone(file: Path) -> bool:
+    stat = Path(f"/proc/{file.read_text()}/stat")
+    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"

@@ -1,0 +1,101 @@
+"""A worker process that is told to stop drains, hands back, hurries; one that is killed leaves its work to others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from flowfabric import Fabric, Run
+from flowfabric.model.states import PublicState
+from tests.sdk import service
+from tests.sdk.conftest import until, until_so, working
+from tests.sdk.processes import Process, process
+
+
+@asynccontextmanager
+async def serving(app: Fabric, *, grace: str) -> AsyncIterator[Process]:
+    """A worker process of the service, whose tasks can be submitted here meanwhile."""
+    before = service.app.bind(await app.engine())
+    try:
+        with process(app.url, 2, grace) as worker:
+            yield worker
+    finally:
+        service.app.unbind(before)
+
+
+async def until_said(worker: Process, words: str) -> None:
+    def said() -> bool:
+        assert worker.process.poll() is None, "".join(worker.said)
+        return worker.heard(words)
+
+    await until_so(said, 30)
+
+
+async def test_sigterm_finishes_what_runs_and_takes_nothing_more(file_app: Fabric) -> None:
+    async with serving(file_app, grace="30s") as worker:
+        run = await service.quick.submit(0.5)
+        await until_said(worker, "began quick")
+        worker.terminate()
+        await until_said(worker, "draining")
+        later = await service.quick.submit(0.0)
+        assert worker.join() == 0
+        assert await run.result(5) == "done"
+        assert await later.state() is PublicState.WAITING
+
+
+async def test_what_does_not_finish_in_time_is_handed_back_and_costs_no_attempt(shared_app: Fabric) -> None:
+    async with serving(shared_app, grace="200ms") as worker:
+        run = await service.endless.submit()
+        await until_said(worker, "began endless 0")
+        worker.terminate()
+        assert worker.join() == 0
+        assert worker.heard("cancelled endless")
+        await _is_claimable_as_the_same_attempt(shared_app, run)
+
+
+async def test_a_second_sigterm_hurries(file_app: Fabric) -> None:
+    async with serving(file_app, grace="1h") as worker:
+        run = await service.endless.submit()
+        await until_said(worker, "began endless 0")
+        worker.terminate()
+        await until_said(worker, "draining")
+        worker.terminate()
+        assert worker.join() == 0
+        await _is_claimable_as_the_same_attempt(file_app, run)
+
+
+async def test_a_thread_that_does_not_listen_does_not_keep_the_process_from_ending(file_app: Fabric) -> None:
+    async with serving(file_app, grace="100ms") as worker:
+        run = await service.deaf.submit()
+        await until_said(worker, "began deaf 0")
+        worker.terminate()
+        assert worker.join() == 0
+        await _is_claimable_as_the_same_attempt(file_app, run)
+
+
+async def test_the_work_of_a_killed_process_runs_again_elsewhere(shared_app: Fabric) -> None:
+    async with serving(shared_app, grace="1s") as worker:
+        run = await service.endless.submit()
+        await until_said(worker, "began endless 0")
+        worker.kill()
+        killed_at = time.monotonic()
+        with process(shared_app.url, 2, "1s") as second:
+            await until_said(second, "began endless 1")
+            assert time.monotonic() - killed_at < 20
+        await run.cancel("enough")
+
+
+async def _is_claimable_as_the_same_attempt(app: Fabric, run: Run[Any]) -> None:
+    engine = await app.engine()
+    assert await run.state() in (PublicState.DELAYED, PublicState.WAITING)
+    assert await engine.read_total_attempt_count(run.id) == 1
+    async with working(app, lanes=["default"]):  # it knows no such task: claiming is enough
+
+        async def touched() -> bool:
+            [attempt] = await run.attempts()
+            return attempt.lease_epoch >= 2
+
+        await until(touched)
+    assert await engine.read_total_attempt_count(run.id) == 1

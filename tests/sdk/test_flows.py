@@ -1,0 +1,193 @@
+"""Flows: the nodes among the arguments are edges and carry results; joins say when a node may run."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from flowfabric import AnyOf, Context, Fabric, Quorum, RunFailed, errors
+from flowfabric.model.states import PublicState
+from flowfabric.testing.flow_invariants import check_flow_invariants
+from flowfabric.testing.world import World
+from tests.sdk.conftest import working
+
+app = Fabric("sqlite:////nowhere/at/all.db")
+ran: list[str] = []
+
+
+@pytest.fixture(autouse=True)
+def _clean() -> None:
+    ran.clear()
+
+
+@app.task
+async def extract(day: str) -> list[int]:
+    ran.append("extract")
+    return [len(day), 2, 3]
+
+
+@app.task
+async def scrub(rows: list[int], least: int = 0) -> list[int]:
+    ran.append("scrub")
+    if least < 0:
+        raise ValueError("scrubbing failed")
+    return [row for row in rows if row >= least]
+
+
+@app.task
+def rank(rows: list[int]) -> int:
+    ran.append("rank")
+    return max(rows)
+
+
+@app.task
+async def publish(clean: list[int], score: int) -> str:
+    ran.append("publish")
+    return f"{clean} {score}"
+
+
+@app.task
+async def alert() -> str:
+    ran.append("alert")
+    return "alerted"
+
+
+@app.task
+async def total(parts: list[int | None]) -> int:
+    return sum(part or 0 for part in parts)
+
+
+@app.task
+async def slow(ctx: Context, n: int) -> int:
+    await ctx.sleep(f"{n}s")
+    return n
+
+
+async def test_an_argument_that_is_a_node_is_an_edge_and_carries_its_result() -> None:
+    flow = app.flow("nightly")
+    rows = flow.add(extract, "monday")
+    clean = flow.add(scrub, rows, least=3)
+    score = flow.add(rank, rows)
+    flow.add(publish, clean, score)
+    flow.add(alert, join=AnyOf(clean.failed, score.failed))
+    async with World(app) as world:
+        run = await flow.submit()
+        assert await run.result() == {"publish": "[6, 3] 6"}
+        assert await run[score].result() == 6
+        assert (await run.states())["alert"] is PublicState.SKIPPED
+        await world.assert_invariants()
+        await check_flow_invariants(world.engine)
+    assert ran[0] == "extract"
+    assert ran[-1] == "publish"
+
+
+async def test_a_failure_that_a_node_waits_for_is_handled() -> None:
+    flow = app.flow("nightly")
+    rows = flow.add(extract, "monday")
+    clean = flow.add(scrub, rows, least=-1)
+    flow.add(publish, clean, flow.add(rank, rows))
+    flow.add(alert, join=AnyOf(clean.failed))
+    async with World(app):
+        run = await flow.submit()
+        assert await run.result() == {"alert": "alerted"}
+        with pytest.raises(RunFailed, match="scrubbing failed"):
+            await run[clean].result()
+        assert (await run.states())["publish"] is PublicState.SKIPPED
+
+
+async def test_a_failure_that_nobody_waits_for_is_raised() -> None:
+    flow = app.flow("nightly")
+    flow.add(scrub, flow.add(extract, "monday"), least=-1)
+    async with World(app):
+        with pytest.raises(RunFailed, match="scrubbing failed"):
+            await (await flow.submit()).result()
+
+
+async def test_a_quorum_is_enough_and_the_rest_is_cancelled() -> None:
+    flow = app.flow("race")
+    parts = [flow.add(slow, n) for n in (2, 3, 500)]
+    flow.add(total, parts, join=Quorum(2, cancel_rest=True))
+    async with World(app) as world:
+        run = await flow.submit()
+        await world.advance("1m")
+        assert await run[parts[2]].state() is PublicState.CANCELLED
+        assert (await run.states())["total"] is PublicState.COMPLETED
+        assert await run.result() == {"total": 5}
+
+
+async def test_a_key_makes_submitting_idempotent() -> None:
+    flow = app.flow("nightly")
+    flow.add(rank, flow.add(extract, "monday"))
+    async with World(app):
+        first, again = await flow.submit(key="2026-11-16"), await flow.submit(key="2026-11-16")
+        other = await flow.submit(key="2026-11-17")
+        assert first.id == again.id != other.id
+        assert await again.result() == {"rank": 6}
+        assert await other.result() == {"rank": 6}
+    assert len(ran) == 4
+
+
+async def test_cancelling_ends_everything_that_has_not_ended() -> None:
+    flow = app.flow("nightly")
+    one = flow.add(slow, 3600)
+    two = flow.add(total, [one])
+    async with World(app) as world:
+        run = await flow.submit()
+        await world.advance("1s")
+        await run.cancel("changed my mind")
+        await world.advance("1m")
+        assert set((await run.states()).values()) == {PublicState.CANCELLED}
+        assert (await run[two].describe()).execution_id in str(run[two])
+
+
+def test_the_graph_is_told_and_drawn() -> None:
+    flow = app.flow("nightly")
+    rows = flow.add(extract, "monday")
+    first, second = flow.add(scrub, rows), flow.add(scrub, rows)
+    flow.add(alert, after=[first, second.done])
+    graph = flow.graph()
+    assert list(graph.nodes) == ["extract", "scrub", "scrub-2", "alert"]
+    assert graph.edges == [
+        ("extract", "scrub", "success_only"),
+        ("extract", "scrub-2", "success_only"),
+        ("scrub", "alert", "success_only"),
+        ("scrub-2", "alert", "any_outcome"),
+    ]
+    assert graph.mermaid().splitlines()[-1] == "    n2 -. done .-> n3"
+
+
+def test_wrong_input_is_refused_when_a_node_is_added() -> None:
+    flow, other = app.flow("one"), app.flow("other")
+    with pytest.raises(errors.InvalidInput, match="day"):
+        flow.add(extract, 7)
+    with pytest.raises(errors.InvalidInput, match="score"):
+        flow.add(publish, flow.add(extract, "a"))
+    with pytest.raises(errors.InvalidInput, match="of another flow"):
+        flow.add(rank, other.add(extract, "a"))
+    with pytest.raises(errors.InvalidInput, match="3 cannot come from 2"):
+        flow.add(total, [flow.add(slow, 1), flow.add(slow, 2)], join=Quorum(3))
+    assert "publish" not in flow.nodes
+
+
+async def test_an_empty_flow_is_refused() -> None:
+    async with World(app):
+        with pytest.raises(errors.InvalidInput, match="no nodes"):
+            await app.flow("empty").submit()
+
+
+async def test_flows_run_on_every_store_and_without_await(app: Fabric) -> None:
+    @app.task
+    async def give(n: int) -> int:
+        return n
+
+    @app.task
+    def add(numbers: list[int], more: int) -> int:
+        return sum(numbers) + more
+
+    flow = app.flow("sum")
+    last = flow.add(add, [flow.add(give, n) for n in range(5)], flow.add(give, 100))
+    async with working(app, slots=8):
+        run = await flow.submit()
+        assert await run.result(20) == {"add": 110}
+        assert await asyncio.to_thread(lambda: flow.sync.submit()[last].result(timeout=20)) == 110

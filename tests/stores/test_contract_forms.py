@@ -1,0 +1,84 @@
+"""Forms: a store fills them in from the roots, which gives the same rows as the change spelled out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from flowfabric.clock import ManualClock
+from flowfabric.model.event import FeedEvent, Topic
+from flowfabric.model.execution import Attempt, Execution, Result
+from flowfabric.model.states import AttemptType, LifecyclePhase
+from flowfabric.rules.change import Change, Guard, Insert, LeaseCheck, LeaseWant, Put
+from flowfabric.rules.lease import CLAIMED
+from flowfabric.rules.step import success_form
+from flowfabric.stores.base import Store, Want
+from tests.stores.samples import a_take, change, event, line_up, one, waiting
+
+TAGS = '{"it\'s":"a \\"tag\\""}'
+
+
+async def claimed(store: Store, *names: str, **fields: Any) -> list[Execution]:
+    await line_up(store, *(waiting(name, rank, **fields) for rank, name in enumerate(names)))
+    return [row for row, _ in (await store.take(a_take(len(names), prefix=names[0], **CLAIMED))).rows]
+
+
+def finished(row: Execution, revision: int | None = None) -> Change:
+    held = LeaseCheck(LeaseWant.LIVE, row.lease_id or "", row.lease_epoch)
+    seen = Guard(Execution, (row.execution_id,), revision or row.revision, held)
+    result = Put(Result(row.execution_id, b"R"))
+    return msgspec.structs.replace(change(result, guards=[seen]), form=success_form(row))
+
+
+async def told(store: Store, after: int) -> list[FeedEvent]:
+    return (await store.feed(Topic.COMPLETION, after, 100)).events
+
+
+async def test_a_form_ends_its_root_and_leaves_attempt_event_and_result(store: Store, clock: ManualClock) -> None:
+    (row,) = await claimed(store, "a", tags=TAGS, lineage='{"retry_reason":"it\'s"}', next_timeout_ms=50)
+    clock.pass_ms(5)
+    made = finished(row)
+    assert made.form is not None
+
+    assert await store.commit([made]) == [clock.now]
+
+    ended = await one(store, Execution, "a")
+    assert (ended.lifecycle_phase, ended.revision) == (LifecyclePhase.TERMINAL, made.id)
+    assert (ended.completed_at, ended.lease_expires_at, ended.attempt_timeout_at) == (clock.now, None, None)
+    attempt = await one(store, Attempt, "a", 0)
+    assert (attempt.attempt_id, attempt.attempt_type, attempt.started_at, attempt.ended_at, attempt.lineage) == (
+        row.attempt_id,
+        AttemptType.INITIAL,
+        clock.now - 5,
+        clock.now,
+        row.lineage,
+    )
+    assert (await one(store, Result, "a")).payload == b"R"
+    (fed,) = await told(store, 0)
+    assert (fed.at, fed.event.tags, fed.event.lease_id, fed.event.outcome) == (clock.now, TAGS, row.lease_id, "success")
+
+
+async def test_forms_share_a_batch_with_refused_ones_and_with_ordinary_changes(store: Store) -> None:
+    first, stale, second = await claimed(store, "a", "b", "c")
+    (timed,) = await claimed(store, "d", next_timeout_ms=50)
+    other = change(Insert(waiting("x")), events=[event("x", outcome="failed"), event("x", outcome="skipped")])
+    batch = [finished(first), finished(stale, revision=1), other, finished(timed), finished(second)]
+    assert len({made.form for made in batch if made.form is not None}) == 2
+
+    verdicts = await store.commit(batch)
+
+    assert [verdict is not None for verdict in verdicts] == [True, False, True, True, True]
+    assert await one(store, Execution, "b") == stale
+    assert (await store.load([Want(Attempt, ("b",)), Want(Result, ("b",))])).rows == [[], []]
+    fed = await told(store, 0)
+    assert sorted(one.event.execution_id for one in fed) == ["a", "c", "d", "x", "x"]
+    assert len({one.position for one in fed}) == 5
+
+
+async def test_a_form_about_a_lapsed_lease_is_refused(store: Store, clock: ManualClock) -> None:
+    (row,) = await claimed(store, "a")
+    clock.pass_ms(row.lease_expires_at - clock.now)  # type: ignore[operator]
+    assert await store.commit([finished(row)]) == [None]
+    assert await one(store, Execution, "a") == row
+    assert await told(store, 0) == []
