@@ -300,9 +300,11 @@ class Core:
                 self._takeovers.add(line.lane_id)
             self._seen.pop(execution_id, None)
             return
+        if owned is None and execution_id not in self._seen:
+            return  # it was not held before, and is not now
         for found in rows:
             for row in found:
-                if isinstance(row, Execution) and row.execution_id == execution_id:
+                if type(row) is Execution and row.execution_id == execution_id:
                     self.remember(applied(row, fields, revision, committed_at))
 
     def remember(self, row: Execution) -> None:
