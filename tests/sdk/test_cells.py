@@ -62,10 +62,10 @@ async def test_a_cancelled_run_kills_its_process(
 
 async def test_a_failure_and_the_death_of_a_process_come_back_with_their_reasons(local: Fabric) -> None:
     async with working(local, slots=1):
-        run = await service.wrong.submit()
+        failed = await service.wrong.submit()
         with pytest.raises(RunFailed, match="ValueError: no good"):
-            await run.result(30)
-        assert [attempt.failure_category for attempt in await run.attempts()] == ["ValueError"]
+            await failed.result(30)
+        assert [attempt.failure_category for attempt in await failed.attempts()] == ["ValueError"]
         run = await service.hopeless.submit()
         with pytest.raises(RunFailed, match=r"died \(exit code 7\)"):
             await run.result(30)
