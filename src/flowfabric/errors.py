@@ -134,7 +134,7 @@ class NotFound(FabricError):
     entity: str
 
     def __init__(self, entity: str, detail: str = "", **facts: object) -> None:
-        """`entity` is one of execution, flow, attempt, budget, quota_policy, stream, waitpoint, suspension."""
+        """`entity` says what is missing: execution, flow, budget, quota_policy, waitpoint, api_token…"""
         super().__init__(detail, entity=entity, **facts)
         self.kind = f"{entity}_not_found"
 

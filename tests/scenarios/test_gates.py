@@ -413,7 +413,7 @@ async def test_an_end_that_nobody_carried_over_is_found_by_the_sweep(function: F
     child = await function.child()
     await function.children("one", child.execution_id)
     await function.park("one")
-    function.engine.after_commit.clear()  # as if the process had died right after the commit
+    function.engine.followers.clear()  # as if the process had died right after the commit
 
     await function.engine.complete(child.handle)
     assert await play.vector(function.e) == WAITS

@@ -145,7 +145,7 @@ async def test_the_release_of_an_earlier_life_does_not_take_the_slot_of_a_later_
     await policy(play, cap=1)
     e = await play.create(policy=LIMITED)
     engine = play.engine
-    engine.after_commit.remove(engine.follow_messages)  # the process dies before it delivers
+    engine.followers.pop(Message)  # the process dies before it delivers
     await engine.complete((await take(play)).handle)
     [message] = await engine.scan(Scan(Message))
     await engine.replay_execution(e)
@@ -176,7 +176,7 @@ async def test_what_a_dead_process_did_not_deliver_the_relay_delivers(play: Play
     first, second = await two(play, LIMITED)
     held = await take(play)
     assert (held.execution_id, await pull(play)) == (first, [])
-    play.engine.after_commit.remove(play.engine.follow_messages)
+    play.engine.followers.pop(Message)
     await play.engine.complete(held.handle)
     assert await books(play) == (1, 1)
 

@@ -29,6 +29,7 @@ def add_to(app: typer.Typer) -> None:
     bench.command()(flow)
     bench.command()(capability)
     bench.command()(sdk)
+    bench.command()(http)
     app.add_typer(bench, name="bench")
 
 
@@ -79,6 +80,28 @@ def suspend(
         document(report)
     else:
         _print_waits(report)
+
+
+def http(
+    requests: Annotated[int, typer.Option(min=100, help="Requests of each kind per round.")] = 3000,
+    rounds: Annotated[int, typer.Option(min=1, help="Ours and the bare route take turns this often.")] = 3,
+    clients: Annotated[int, typer.Option(min=1, help="Keep-alive connections.")] = 32,
+    store: StoreOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Create, claim and complete through the server, beside a bare FastAPI route."""
+
+    from flowfabric.bench.http import http as measured
+    from flowfabric.bench.http import shown
+
+    with telling_errors(), _progress(quiet=json) as progress:
+        url = chosen_store(store)
+        report = loops.run(measured(url, requests=requests, rounds=rounds, clients=clients, progress=progress))
+    if json:
+        document(report)
+        return
+    table(f"{report.clients} clients, {report.store}: {report.durability}", ("", "per s", "p99 ms"), shown(report))
+    typer.echo(f"create: {report.create_ratio} of a bare FastAPI route")
 
 
 def _print_waits(report: WaitReport) -> None:
@@ -145,13 +168,12 @@ def sdk(
     json: JsonOption = False,
 ) -> None:
     """Tasks through a real worker process, beside pgqueuer (Postgres) or huey (SQLite), in a scratch store."""
-    import asyncio
 
     from flowfabric.bench.sdk import sdk as measured
 
     with telling_errors(), _progress(quiet=json) as progress:
         url = chosen_store(store)
-        report = asyncio.run(
+        report = loops.run(
             measured(
                 url,
                 jobs=jobs,

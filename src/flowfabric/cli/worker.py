@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flowfabric import loops
 from flowfabric.cli.stores import StoreOption, shown
 from flowfabric.cli.telling import telling_errors
 
@@ -51,9 +52,8 @@ def worker(
         app = found_app(target)
         if store is not None:
             app.url = store
-        import asyncio
 
-        asyncio.run(
+        loops.run(
             _work(
                 app,
                 slots=slots,

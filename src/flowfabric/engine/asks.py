@@ -6,32 +6,45 @@ from flowfabric.model.condition import AllOf, ByName, Count, CountKind, Operator
 from flowfabric.rules.budgets import Need
 from flowfabric.rules.change import Change
 from flowfabric.rules.create import CreateExecution
-from flowfabric.rules.frames import StreamPage
+from flowfabric.rules.feeds import Filter
+from flowfabric.rules.flow_views import FlowSnapshot
+from flowfabric.rules.flows import EdgeSnapshot
+from flowfabric.rules.frames import StreamPage, SummaryView
 from flowfabric.rules.lease import Fence
 from flowfabric.rules.mailbox import MailArgs
 from flowfabric.rules.parking import GateArgs
-from flowfabric.rules.signals import SignalArgs
-from flowfabric.rules.suspend_args import Fresh, SuspendArgs
+from flowfabric.rules.signals import Accepted, Duplicate, SignalArgs
+from flowfabric.rules.streams import BestEffort
+from flowfabric.rules.suspend_args import Fresh, ResumePolicy, SuspendArgs, UsePending
 from flowfabric.rules.tokens import WaitpointToken
 
 __all__ = [
+    "Accepted",
     "AllOf",
+    "BestEffort",
     "ByName",
     "Change",
     "Count",
     "CountKind",
     "CreateExecution",
+    "Duplicate",
+    "EdgeSnapshot",
     "Fence",
+    "Filter",
+    "FlowSnapshot",
     "Fresh",
     "GateArgs",
     "MailArgs",
     "Need",
     "OperatorOnly",
+    "ResumePolicy",
     "SignalArgs",
     "Single",
     "StreamPage",
+    "SummaryView",
     "SuspendArgs",
     "TimeoutOnly",
+    "UsePending",
     "WaitpointToken",
     "Wildcard",
 ]

@@ -9,6 +9,7 @@ import msgspec
 
 from flowfabric.engine import intake, wait_sweeps
 from flowfabric.engine.admission_sweeps import admission_sweeps
+from flowfabric.engine.api_tokens import ApiTokens
 from flowfabric.engine.cancelling import Cancelling
 from flowfabric.engine.dispatch import Dispatcher
 from flowfabric.engine.finishing import Finishing
@@ -45,7 +46,9 @@ class Capabilities(msgspec.Struct, frozen=True):
     operations: tuple[str, ...]
 
 
-class Engine(Finishing, FlowCancels, FlowReads, Sleeping, Signals, Streams, Pulling, Reads, Retention, Subscriptions):
+class Engine(
+    Finishing, FlowCancels, FlowReads, Sleeping, Signals, Streams, Pulling, Reads, Retention, Subscriptions, ApiTokens
+):
     """A durable execution engine on one store. Use it as an async context manager, or call `close`."""
 
     def __init__(

@@ -34,7 +34,13 @@ class Meters:
 
     def took(self, name: str, seconds: float, **labels: str) -> None:
         """Something took this long."""
-        timing = self.timings.setdefault((name, tuple(sorted(labels.items()))), Timing())
+        self.took_by(name, tuple(sorted(labels.items())), seconds)
+
+    def took_by(self, name: str, labels: Labels, seconds: float) -> None:
+        """The same for labels that stand ready, in order."""
+        timing = self.timings.get((name, labels))
+        if timing is None:
+            timing = self.timings[name, labels] = Timing()
         timing.buckets[bisect_left(BUCKETS_S, seconds)] += 1
         timing.count += 1
         timing.total_s += seconds

@@ -21,7 +21,7 @@ from flowfabric.engine.taking import claimed_of
 from flowfabric.engine.workers import LiveWorkers, Workers
 from flowfabric.model import answers
 from flowfabric.model.execution import Execution
-from flowfabric.model.states import EligibilityState
+from flowfabric.model.states import AttemptState, EligibilityState
 from flowfabric.rules import capabilities, claim, fairness, reclaim
 from flowfabric.rules.claim import GrantOrder
 from flowfabric.stores.base import Where
@@ -159,8 +159,9 @@ class Scheduler(Claims, Admitting, Workers):
         await self.settle_execution(
             execution, lambda row, now: claim.issue_claim_grant(row, order, now, signer, unblocking=True)
         )
+        resumes = row.attempt_state is AttemptState.ATTEMPT_INTERRUPTED
         return answers.ClaimGrant(
-            execution, partition_key(execution), signer.grant_key, signer.expires_at, order.lane_id
+            execution, partition_key(execution), signer.grant_key, signer.expires_at, order.lane_id, resumes
         )
 
     async def _reclaim_grant(self, row: Execution, order: GrantOrder, key: Any) -> answers.ReclaimGrant | None:

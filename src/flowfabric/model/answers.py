@@ -34,6 +34,7 @@ class ClaimGrant(msgspec.Struct, frozen=True, gc=False):
     grant_key: str
     expires_at_ms: int
     lane_id: str
+    resumes: bool = False  # to be redeemed by the resumed claim
 
 
 class ReclaimGrant(msgspec.Struct, frozen=True, gc=False):

@@ -100,6 +100,10 @@ class Worker:
         for task, _ in self._running.values():
             task.cancel()
 
+    def forsake(self, lease_id: str) -> None:
+        """Renew a lease no more although its handler goes on; for tests."""
+        self._leases.drop(lease_id)
+
     async def work(self) -> None:
         """Work until `stop`; returns when everything was finished or handed back."""
         self._engine = engine = await self._app.engine()

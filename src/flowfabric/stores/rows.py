@@ -12,6 +12,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
+from flowfabric.model.api_token import ApiToken
 from flowfabric.model.budget import Budget, BudgetDimension, BudgetSpend, Reservation, UsageKey
 from flowfabric.model.execution import Attempt, Execution, IdempotencyKey, LineKey, Payload, Result
 from flowfabric.model.flow import (
@@ -115,6 +116,7 @@ TABLES: tuple[Table, ...] = (
     _table("ff_attempt", Attempt, "execution_id", "attempt_index", root=Execution),
     _table("ff_idempotency", IdempotencyKey, "partition", "digest", indexes=(("expires_at",),)),
     _table("ff_sweep", SweepLease, "sweep"),
+    _table("ff_api_token", ApiToken, "token_id"),
     _table("ff_keystore", Keystore, "keystore_id"),
     _table("ff_waitpoint_hmac", SigningKey, "keystore_id", "kid", root=Keystore),
     _table("ff_suspension", Suspension, "execution_id", indexes=(("due_at", "execution_id"),)),

@@ -1,0 +1,70 @@
+"""The two servers that `ff bench http` compares, each in a process of its own: ours, and a bare FastAPI route."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+from pydantic import BaseModel
+
+
+class Creation(BaseModel):
+    """The body of a create, as a FastAPI application would declare it."""
+
+    execution_id: str
+    namespace: str
+    lane_id: str
+    execution_kind: str
+    input_payload: list[int]
+    priority: int
+    creator_identity: str
+    partition_id: int
+    now: int
+
+
+async def create(body: Creation) -> dict[str, Any]:
+    """The bare route: looks at the body and says that it was created."""
+    return {"Created": {"execution_id": body.execution_id, "public_state": "waiting"}}
+
+
+def control() -> uvicorn.Server:
+    """A FastAPI application with that one route."""
+    app = FastAPI()
+    app.post("/v1/executions", status_code=201)(create)
+    return uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, access_log=False, lifespan="off"))
+
+
+async def fabric(url: str) -> None:
+    """Our server on a store."""
+    from flowfabric.server.app import create_app
+    from flowfabric.server.serving import Server, prepared
+    from flowfabric.server.settings import ServerSettings
+
+    settings = ServerSettings(port=0)
+    async with prepared(url, settings) as engine:
+        await _run(Server(create_app(engine, settings)))
+
+
+async def _run(server: uvicorn.Server) -> None:
+    """Serve; the port is printed once there is one."""
+    serving = asyncio.create_task(server.serve())
+    while not server.started and not serving.done():  # noqa: ASYNC110 - uvicorn tells nobody
+        await asyncio.sleep(0.01)
+    print(server.servers[0].sockets[0].getsockname()[1], flush=True)
+    await serving
+
+
+def main() -> None:
+    """`control`, or `fabric URL`; ends when it is told to, or when its parent does."""
+    asyncio.run(_run(control()) if sys.argv[1] == "control" else fabric(sys.argv[2]))
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if os.getppid() > 1:
+        main()

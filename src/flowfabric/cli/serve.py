@@ -1,0 +1,54 @@
+"""`ff serve`: the REST server."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from flowfabric import loops
+from flowfabric.cli.stores import StoreOption, chosen_store
+from flowfabric.cli.telling import telling_errors
+
+
+def add_to(app: typer.Typer) -> None:
+    """Hang the command up."""
+    app.command()(serve)
+
+
+def serve(
+    store: StoreOption = None,
+    host: Annotated[
+        str | None, typer.Option(help="Address to listen on; FF_LISTEN_ADDR, else 127.0.0.1.", show_default=False)
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65_535, help="Port; FF_LISTEN_ADDR, else 9090.", show_default=False)
+    ] = None,
+    allow_unauthenticated: Annotated[
+        bool, typer.Option(help="Listen beyond this machine although no FF_API_TOKEN is set.")
+    ] = False,
+    sweeps: Annotated[bool, typer.Option(help="Run the background sweeps in this process, too.")] = True,
+) -> None:
+    """Serve the REST API until told to stop; what is under way is finished then."""
+
+    import msgspec
+
+    from flowfabric.errors import InvalidInput
+
+    with telling_errors():
+        try:
+            from flowfabric.server import logs, serving
+            from flowfabric.server.settings import from_environment
+        except ImportError as missing:
+            raise InvalidInput("the server needs more: pip install 'flowfabric[server]'") from missing
+        settings = from_environment()
+        settings = msgspec.structs.replace(
+            settings,
+            host=settings.host if host is None else host,
+            port=settings.port if port is None else port,
+            allow_unauthenticated=settings.allow_unauthenticated or allow_unauthenticated,
+            run_sweeps=settings.run_sweeps and sweeps,
+        )
+        settings.check()
+        logs.log_to_stderr(settings.log)
+        loops.run(serving.serve(chosen_store(store), settings))

@@ -1,0 +1,273 @@
+"""The application: one request from its first byte to its last.
+
+The layers, from outside in: request id, CORS, metrics, bearer token, rate, size, body, handler. A route is a line of
+the table (`table.py`); what it may not decide for itself is decided here, once for all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable, MutableMapping
+from json import dumps
+from time import perf_counter
+from typing import Any
+
+import msgspec
+
+from flowfabric import errors
+from flowfabric.engine.engine import Engine
+from flowfabric.server import logs, openapi, traces
+from flowfabric.server.ask import JSON, Ask, encode, execution_in, uuid_in
+from flowfabric.server.auth import ANYBODY, Guard, Principal, RateLimit
+from flowfabric.server.cors import Cors
+from flowfabric.server.metrics import HttpMeters
+from flowfabric.server.problems import Problem, Refused, TooLarge, exact, problem_of
+from flowfabric.server.routes import PAGES
+from flowfabric.server.settings import ServerSettings
+from flowfabric.server.table import Live, Operation, Reply, Resource, Subject, Table
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Any]]
+Send = Callable[[Any], Awaitable[None]]
+
+_JSON_TYPE = re.compile(rb"application/(?:[^;\s]+\+)?json\s*(?:;.*)?", re.IGNORECASE | re.DOTALL).fullmatch
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}").fullmatch
+_UNSUPPORTED = "invalid JSON: Unsupported Media Type"
+_MALFORMED = "invalid JSON: Bad Request"
+_UNPROCESSABLE = "invalid JSON: Unprocessable Entity"
+_TIMED_OUT = "timeout: request"
+LONGEST_HEADER = 4096
+MOST_HEADER_BYTES = 32 * 1024
+
+
+def create_app(engine: Engine, settings: ServerSettings | None = None) -> App:
+    """The server on an engine, as an ASGI application. Closing the engine is left to whoever opened it."""
+    return App(engine, settings or ServerSettings())
+
+
+class App:
+    """An ASGI application."""
+
+    def __init__(self, engine: Engine, settings: ServerSettings) -> None:
+        self.engine = engine
+        self.settings = settings
+        self.table = Table(*PAGES)
+        self.http = HttpMeters()
+        self.closing = asyncio.Event()
+        self.on_closing: set[Callable[[], None]] = set()
+        self.rotating = asyncio.Lock()
+        self.guard = Guard(settings, engine)
+        self.spans = traces.spans()
+        self._rate = RateLimit(settings.rate_limit)
+        self._cors = Cors(settings)
+        self._timeout_s = settings.request_timeout_ms / 1000 or None
+
+    def begin_closing(self) -> None:
+        """Let everything that waits come to its end, cleanly and at once."""
+        self.closing.set()
+        for end in list(self.on_closing):
+            end()
+
+    def openapi(self) -> dict[str, Any]:
+        """What can be asked, as a document."""
+        return openapi.document(self.table)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        match scope["type"]:
+            case "http":
+                await self._http(scope, receive, send)
+            case "lifespan":
+                await _lifespan(receive, send)
+            case _:
+                await send({"type": "websocket.close", "code": 1000})
+
+    async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        began = perf_counter()
+        method: str = scope["method"]
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        shown = headers.get(b"x-request-id")
+        request_id = shown.decode() if shown and _REQUEST_ID(shown) else self.engine.minter.uuid()
+        resource, params = self.table.find(scope["raw_path"])
+        if (preflight := self._cors.preflight(method, headers)) is not None:
+            await _whole(send, preflight, request_id, method)
+            return
+        ask: Ask[Any] = Ask(self, params, scope["query_string"], headers, ANYBODY, request_id, receive)
+        operation = None if resource is None else resource.operation(method)
+        template = "unknown" if resource is None else resource.template
+        with self.spans.request(method, template, headers):
+            reply = await self._answered(ask, method, resource, operation)
+        allowing = self._cors.allowing(headers) if self._cors.is_on else ()
+        if isinstance(reply, Live):
+            status = 200
+            await _live(send, reply, request_id, method, allowing)
+        else:
+            status = reply.status
+            await _whole(send, reply, request_id, method, allowing)
+        if template != "/metrics":
+            seconds = perf_counter() - began
+            self.http.note(method, template, status, seconds)
+            logs.note_request(method, template, status, seconds, request_id, ask.principal.name)
+
+    async def _answered(
+        self, ask: Ask[Any], method: str, resource: Resource | None, operation: Operation | None
+    ) -> Reply | Live:
+        """The handler's answer, or the refusal that came before or instead of it."""
+        try:
+            if sum(map(len, ask.headers.values())) > MOST_HEADER_BYTES:
+                raise Refused(431, "headers too large")
+            if operation is None or operation.scope is not None:
+                ask.principal = await self.guard.admit(ask.headers.get(b"authorization"))
+                self._rate.take(ask.principal.name)
+            if resource is None:
+                return Reply(404)
+            if operation is None:
+                return Reply(405, headers=(("allow", resource.allow),))
+            if operation.scope is not None:
+                ask.principal.needs(operation.scope)
+            if method not in ("GET", "HEAD"):
+                await self._read(ask, operation)
+            if ask.principal.namespaces is not None and operation.scope is not None:
+                await _within_namespaces(ask, operation)
+            if self._timeout_s is not None and not operation.long:
+                async with asyncio.timeout(self._timeout_s):
+                    reply: Reply | Live = await operation.handle(ask)
+            else:
+                reply = await operation.handle(ask)
+            if operation.audit:
+                self._audit(ask, operation, "done")
+            return reply
+        except Refused as refused:
+            body = b"" if refused.body is None else encode(refused.body)
+            if operation is not None and operation.audit and refused.status != 401:
+                self._audit(ask, operation, f"refused: {refused.status}")
+            return Reply(refused.status, body, JSON if body else "", tuple(refused.headers.items()))
+        except errors.FabricError as error:
+            return self._problem(ask, operation, error)
+        except TimeoutError:
+            return Reply(504, encode(Problem(_TIMED_OUT, "timeout", False)), JSON)
+        except Exception:
+            logs.logger.exception("a request failed", extra={"fields": {"request_id": ask.request_id}})
+            return Reply(500, encode(Problem("engine: bug", None, False)), JSON)
+
+    def _problem(self, ask: Ask[Any], operation: Operation | None, error: errors.FabricError) -> Reply:
+        status, problem = problem_of(error)
+        self.engine.meters.count("ff_errors", kind=error.kind)
+        if operation is not None and operation.audit:
+            self._audit(ask, operation, f"refused: {error.kind}")
+        if status >= 500:
+            logs.logger.error("a request failed", extra={"fields": {"request_id": ask.request_id, "cause": str(error)}})
+        wait_ms = getattr(error, "retry_after_ms", None)
+        headers = (("retry-after", str(max(1, round(wait_ms / 1000)))),) if wait_ms else ()
+        headers = (*headers, ("x-ff-error", _one_line(error)))
+        return Reply(status, encode(problem), JSON, headers)
+
+    def _audit(self, ask: Ask[Any], operation: Operation, outcome: str) -> None:
+        about = ask.params[0] if ask.params else None
+        logs.note_audit(
+            operation.name,
+            {"who": ask.principal.name, "about": about, "outcome": outcome, "request_id": ask.request_id},
+        )
+
+    # -- the body -------------------------------------------------------------------------------------------------
+
+    async def _read(self, ask: Ask[Any], operation: Operation) -> None:
+        """Read the body within its limit and make of it what the route expects."""
+        limit = operation.limit
+        length = ask.headers.get(b"content-length")
+        if length is not None and length.isdigit() and int(length) > limit:
+            raise TooLarge(limit, operation.path)
+        decoder = operation.decoder
+        if decoder is not None and not _JSON_TYPE(ask.headers.get(b"content-type", b"")):
+            raise Refused(415, _UNSUPPORTED)
+        message = await ask.receive()
+        body: bytes = message.get("body", b"")
+        if message.get("more_body"):
+            body = await _rest(ask.receive, body, limit, operation.path)
+        if len(body) > limit:
+            raise TooLarge(limit, operation.path)
+        if decoder is None:
+            ask.body = body
+            return
+        try:
+            ask.body = decoder.decode(body)
+        except msgspec.ValidationError:
+            raise Refused(422, _UNPROCESSABLE) from None
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            raise Refused(400, _MALFORMED) from None
+
+
+async def _rest(receive: Receive, body: bytes, limit: int, route: str) -> bytes:
+    parts, size, more = [body], len(body), True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise Refused(400, _MALFORMED)
+        part = message.get("body", b"")
+        size += len(part)
+        if size > limit:
+            raise TooLarge(limit, route)
+        parts.append(part)
+        more = message.get("more_body", False)
+    return b"".join(parts)
+
+
+async def _within_namespaces(ask: Ask[Any], operation: Operation) -> None:
+    match operation.subject:
+        case Subject.EXECUTION:
+            await ask.may_touch(execution_in(ask.params[0]))
+        case Subject.FLOW:
+            await ask.may_touch_flow(uuid_in("flow_id", ask.params[0]))
+        case Subject.HANDLE:
+            await ask.may_touch(ask.body.holder.fields.execution_id)
+        case Subject.OWN:
+            pass
+        case None:
+            raise Refused(403, "token is bound to namespaces; this concerns all", kind="forbidden", retryable=False)
+
+
+def _one_line(error: errors.FabricError) -> str:
+    """What an error is exactly, for clients that raise it again; just its code when it would be a long story."""
+    line = dumps(exact(error))  # ASCII only, as headers want it
+    return line if len(line) <= LONGEST_HEADER else dumps({"code": error.kind})
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The wire
+
+
+async def _whole(
+    send: Send, reply: Reply, request_id: str, method: str, more: tuple[tuple[str, str], ...] = ()
+) -> None:
+    head = [(b"x-request-id", request_id.encode())]
+    if reply.status not in (204, 304):
+        head.append((b"content-length", str(len(reply.body)).encode()))
+    if reply.content_type:
+        head.append((b"content-type", reply.content_type.encode()))
+    if reply.headers or more:
+        head += [(name.encode(), value.encode("latin-1", "replace")) for name, value in (*reply.headers, *more)]
+    await send({"type": "http.response.start", "status": reply.status, "headers": head})
+    await send({"type": "http.response.body", "body": b"" if method == "HEAD" else reply.body})
+
+
+async def _live(send: Send, live: Live, request_id: str, method: str, more: tuple[tuple[str, str], ...] = ()) -> None:
+    head = [
+        (b"x-request-id", request_id.encode()),
+        (b"content-type", live.content_type.encode()),
+        (b"cache-control", b"no-store"),
+        *((name.encode(), value.encode("latin-1", "replace")) for name, value in more),
+    ]
+    await send({"type": "http.response.start", "status": 200, "headers": head})
+    if method != "HEAD":
+        async for part in live.events:
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def _lifespan(receive: Receive, send: Send) -> None:
+    while (message := await receive())["type"] != "lifespan.shutdown":
+        await send({"type": f"{message['type']}.complete"})
+    await send({"type": "lifespan.shutdown.complete"})
+
+
+__all__ = ["App", "Principal", "create_app"]

@@ -1,0 +1,180 @@
+"""A request as a route sees it, and the words in which routes answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from urllib.parse import parse_qsl
+
+import msgspec
+
+from flowfabric import errors, ids
+from flowfabric.engine.engine import Engine
+from flowfabric.server.auth import Principal
+from flowfabric.server.problems import Refused, bad_request, not_found
+from flowfabric.server.table import Reply
+
+if TYPE_CHECKING:
+    from flowfabric.server.app import App
+
+B = TypeVar("B")
+Receive = Callable[[], Awaitable[Any]]
+
+JSON = "application/json"
+encode = msgspec.json.Encoder().encode
+
+
+class Ask(Generic[B]):
+    """One request: who asks, with which words."""
+
+    __slots__ = ("_query", "_query_string", "app", "body", "headers", "params", "principal", "receive", "request_id")
+
+    def __init__(
+        self,
+        app: App,
+        params: list[str],
+        query_string: bytes,
+        headers: dict[bytes, bytes],
+        principal: Principal,
+        request_id: str,
+        receive: Receive,
+    ) -> None:
+        self.app = app
+        self.params = params
+        self.headers = headers
+        self.principal = principal
+        self.request_id = request_id
+        self.receive = receive
+        self.body: B = None  # type: ignore[assignment]
+        self._query_string = query_string
+        self._query: dict[str, str] | None = None
+
+    @property
+    def engine(self) -> Engine:
+        return self.app.engine
+
+    # -- the path -------------------------------------------------------------------------------------------------
+
+    @property
+    def execution_id(self) -> str:
+        """The execution in the path."""
+        return execution_in(self.params[0])
+
+    @property
+    def flow_id(self) -> str:
+        """The flow in the path."""
+        return uuid_in("flow_id", self.params[0])
+
+    # -- the query ------------------------------------------------------------------------------------------------
+
+    def query(self, name: str) -> str | None:
+        """A query parameter; None when it is not given."""
+        if self._query is None:
+            text = self._query_string.decode("utf-8", "replace")
+            self._query = dict(parse_qsl(text, keep_blank_values=True, max_num_fields=100))
+        return self._query.get(name)
+
+    def number(self, name: str, default: int | None = None) -> int:
+        """A query parameter that is a whole number from 0."""
+        text = self.query(name)
+        if text is None:
+            if default is None:
+                raise bad_request(f"{name}: missing")
+            return default
+        if not text.isascii() or not text.isdecimal() or len(text) > 18:
+            raise bad_request(f"{name}: {text[:40]!r} is not a whole number")
+        return int(text)
+
+    # -- who asks -------------------------------------------------------------------------------------------------
+
+    def within(self, namespace: str) -> None:
+        """Refuse what is beyond the namespaces of the token."""
+        if not self.principal.sees(namespace):
+            raise Refused(403, f"token is not good for namespace {namespace}", kind="forbidden", retryable=False)
+
+    async def may_touch(self, execution_id: str) -> None:
+        """Act as if an execution beyond the token's namespaces did not exist."""
+        if self.principal.namespaces is None:
+            return
+        namespace = await self.engine.get_execution_namespace(execution_id)
+        if namespace is None or not self.principal.sees(namespace):
+            raise errors.NotFound("execution", execution_id=execution_id)
+
+    async def may_touch_flow(self, flow_id: str) -> None:
+        """The same for a flow."""
+        if self.principal.namespaces is None:
+            return
+        flow = await self.engine.describe_flow(flow_id)
+        if flow is None or not self.principal.sees(flow.namespace):
+            raise errors.NotFound("flow", flow_id=flow_id)
+
+    @asynccontextmanager
+    async def listening(self, on_end: Callable[[], None]) -> AsyncIterator[Callable[[], bool]]:
+        """While a request waits: whether its caller is still there and the server goes on; `on_end` when not."""
+        gone = False
+
+        async def hang_up() -> None:
+            nonlocal gone
+            while (await self.receive())["type"] != "http.disconnect":
+                pass
+            gone = True
+            on_end()
+
+        watcher = asyncio.create_task(hang_up())
+        self.app.on_closing.add(on_end)
+        try:
+            yield lambda: not gone and not self.app.closing.is_set()
+        finally:
+            self.app.on_closing.discard(on_end)
+            watcher.cancel()
+
+
+def execution_in(text: str) -> str:
+    """An execution id of a path."""
+    try:
+        return ids.parse_execution_id(text)
+    except errors.InvalidInput as fault:
+        raise bad_request(f"invalid execution_id: {fault.detail}") from None
+
+
+def uuid_in(field: str, text: str, prefix: str = "invalid ") -> str:
+    """A UUID of a path."""
+    try:
+        return ids.parse_uuid(text, field)
+    except errors.InvalidInput as fault:
+        raise bad_request(f"{prefix}{field}: {fault.detail.removeprefix(f'{field}: ')}") from None
+
+
+def same(field: str, path: str, body: str) -> None:
+    """A body that names the path's id names the same."""
+    if path != body:
+        raise bad_request(f"path {field} does not match body {field}")
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Answers
+
+
+def json(value: Any, status: int = 200, *headers: tuple[str, str]) -> Reply:
+    """A JSON answer."""
+    return Reply(status, encode(value), JSON, headers)
+
+
+def tagged(answer: msgspec.Struct, status: int = 200, name: str = "") -> Reply:
+    """A variant of an answer: an object with the variant's name, or the bare name of one without fields."""
+    return Reply(status, encode(variant(answer, name)), JSON)
+
+
+def variant(answer: msgspec.Struct, name: str = "") -> Any:
+    """The same, not yet encoded."""
+    known = name or type(answer).__name__
+    return {known: answer} if type(answer).__struct_fields__ else known
+
+
+def found(thing: B | None, text: str) -> B:
+    """What was looked for, or 404 with this text."""
+    if thing is None:
+        raise not_found(text)
+    return thing

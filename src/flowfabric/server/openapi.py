@@ -1,0 +1,160 @@
+"""The OpenAPI document, made from the table of routes: what is served is what is told."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+
+from flowfabric import __version__
+from flowfabric.server.problems import Oversize, Problem
+from flowfabric.server.table import HTML, Operation, Routes, Table
+from flowfabric.server.wire import Variants
+
+REF = "#/components/schemas/{name}"
+REASONS = {
+    200: "Done",
+    201: "Created",
+    204: "Nothing there",
+    400: "The request is wrong",
+    401: "No valid token",
+    403: "The token is not good for this",
+    404: "There is no such thing",
+    409: "The state does not allow it, or another moment is needed",
+    413: "Too large",
+    415: "Not JSON",
+    422: "The JSON has another shape",
+    431: "Too many or too long headers",
+    429: "Too much at once",
+    500: "The store failed",
+    503: "Not now",
+    504: "Took too long",
+}
+ID_FORMS = {
+    "idx": {"type": "integer", "minimum": 0},
+    "waitpoint_id": {"type": "string", "format": "uuid"},
+}
+
+
+def document(table: Table) -> dict[str, Any]:
+    """The document."""
+    operations = [(page, operation) for page in table.pages for operation in page.operations]
+    schemas = _Schemas([operation for _, operation in operations])
+    paths: dict[str, Any] = {}
+    for page, operation in operations:
+        paths.setdefault(operation.path, {})[operation.method.lower()] = _operation(page, operation, schemas)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "FlowFabric",
+            "version": __version__,
+            "description": "A durable execution engine over HTTP. Bytes are arrays of numbers, or base64 in `…_b64`.",
+            "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
+        },
+        "tags": [{"name": page.tag} for page in table.pages],
+        "paths": paths,
+        "components": {
+            "schemas": schemas.components,
+            "responses": {str(status): _refusal(status, schemas) for status in REASONS if status >= 400},
+            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+class _Schemas:
+    """A schema for each type that goes over the wire."""
+
+    def __init__(self, operations: list[Operation]) -> None:
+        types: list[Any] = [Problem, Oversize]
+        for operation in operations:
+            types += [operation.body] if operation.decoder is not None else []
+            for answer in operation.answers.values():
+                if isinstance(answer, Variants):
+                    types += [kind for _, kind in answer.of if kind.__struct_fields__]
+                elif answer is not None and not isinstance(answer, str):
+                    types.append(answer)
+        self._types = list(dict.fromkeys(types))
+        schemas, self.components = msgspec.json.schema_components(self._types, ref_template=REF)
+        self._schemas = dict(zip(self._types, schemas, strict=True))
+
+    def of(self, kind: Any) -> dict[str, Any]:
+        if isinstance(kind, Variants):
+            found = [self._variant(name, each) for name, each in kind.of]
+            return found[0] if len(found) == 1 else {"oneOf": found}
+        schema: dict[str, Any] = self._schemas[kind]
+        return schema
+
+    def _variant(self, name: str, kind: Any) -> dict[str, Any]:
+        if not kind.__struct_fields__:
+            return {"const": name}
+        return {"type": "object", "properties": {name: self._schemas[kind]}, "required": [name]}
+
+
+def _operation(page: Routes, operation: Operation, schemas: _Schemas) -> dict[str, Any]:
+    told: dict[str, Any] = {
+        "tags": [page.tag],
+        "operationId": operation.name,
+        "summary": operation.summary,
+        "responses": {
+            **{str(status): _answer(status, kind, schemas) for status, kind in operation.answers.items()},
+            **{
+                str(status): {"$ref": f"#/components/responses/{status}"}
+                for status in sorted(refusals(operation))
+                if status not in operation.answers
+            },
+        },
+    }
+    names = re.findall(r"{(\w+)}", operation.path)
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": ID_FORMS.get(name, {"type": "string"})}
+        for name in names
+    ]
+    parameters += [
+        {"name": one.name, "in": "query", "required": one.required, "schema": one.schema} for one in operation.query
+    ]
+    if parameters:
+        told["parameters"] = parameters
+    if operation.decoder is not None:
+        content = {"application/json": {"schema": schemas.of(operation.body)}}
+        told["requestBody"] = {"required": True, "content": content}
+    elif operation.body is bytes:
+        form = {"application/x-www-form-urlencoded": {"schema": {"type": "object"}}}
+        told["requestBody"] = {"required": True, "content": form}
+    if operation.scope is not None:
+        told["security"] = [{"token": []}]
+        told["x-scope"] = operation.scope.value
+    return told
+
+
+def refusals(operation: Operation) -> frozenset[int]:
+    """Which refusals an operation may answer with."""
+    found = {431, 500, 503, 504, *operation.refusals}
+    if operation.scope is not None:
+        found |= {401, 403, 429}
+    if operation.query:
+        found |= {400}
+    if "{" in operation.path:
+        found |= {400, 404}
+    if operation.method != "GET":
+        found |= {409, 413}
+    if operation.decoder is not None:
+        found |= {400, 404, 415, 422}
+    return frozenset(found)
+
+
+def _answer(status: int, kind: Any, schemas: _Schemas) -> dict[str, Any]:
+    told: dict[str, Any] = {"description": REASONS[status]}
+    if isinstance(kind, str):
+        told["content"] = {kind: {"schema": {"type": "string"}}}
+    elif kind is not None:
+        told["content"] = {"application/json": {"schema": schemas.of(kind)}}
+    return told
+
+
+def _refusal(status: int, schemas: _Schemas) -> dict[str, Any]:
+    schema = schemas.of(Oversize if status == 413 else Problem)
+    content: dict[str, Any] = {"application/json": {"schema": schema}}
+    if status in (400, 403, 404, 409):
+        content[HTML] = {"schema": {"type": "string"}}
+    return {"description": REASONS[status], "content": content}

@@ -1,0 +1,133 @@
+"""Refusals on the wire: the one place that turns errors into status codes and bodies.
+
+The body is `{"error": text}`, and for conflicts and faults also `kind` and `retryable`. A domain error is never a 500.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from flowfabric import errors
+
+
+class Problem(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A refusal's body."""
+
+    error: str
+    kind: str | None = None
+    retryable: bool | None = None
+
+
+class Oversize(msgspec.Struct, frozen=True):
+    """The body for a request that is too large."""
+
+    limit_bytes: int
+    route: str
+    error: str = "payload_too_large"
+
+
+class Refused(Exception):
+    """A request that is refused before the engine hears of it."""
+
+    def __init__(
+        self, status: int, error: str = "", *, kind: str | None = None, retryable: bool | None = None, **headers: str
+    ) -> None:
+        super().__init__(error)
+        self.status = status
+        self.body: Problem | Oversize | None = Problem(error, kind, retryable) if error else None
+        self.headers = headers
+
+
+class TooLarge(Refused):
+    """More bytes than this route takes."""
+
+    def __init__(self, limit: int, route: str) -> None:
+        super().__init__(413)
+        self.body = Oversize(limit, route)
+
+
+def bad_request(text: str) -> Refused:
+    return Refused(400, text)
+
+
+def not_found(text: str) -> Refused:
+    return Refused(404, text)
+
+
+_NAMED_STATES = frozenset(
+    {
+        "execution_not_terminal",
+        "max_replays_exhausted",
+        "replay_not_allowed",
+        "not_runnable",
+        "terminal",
+        "flow_already_terminal",
+        "budget_exceeded",
+        "budget_soft_exceeded",
+    }
+)
+_DONE_STATES = frozenset(
+    {
+        "already_satisfied",
+        "duplicate_signal",
+        "ok_already_applied",
+        "attempt_already_terminal",
+        "stream_already_closed",
+        "lease_expired",
+        "lease_revoked",
+    }
+)
+_UNREADABLE = frozenset({"corruption", "handle_from_other_backend"})
+
+
+def problem_of(error: errors.FabricError) -> tuple[int, Problem]:
+    """Status and body of a refusal or fault."""
+    variant = type(error).__name__
+    match error:
+        case errors.NotFound(entity=entity):
+            return 404, Problem(f"not found: {entity}")
+        case errors.ValidationError():
+            code = "validation_error" if error.kind in _UNREADABLE else error.kind
+            return 400, Problem(f"{code}: {error.detail}" if error.detail not in ("", code) else code)
+        case errors.RateLimitExceeded() | errors.ConcurrencyLimitExceeded():
+            return 429, Problem(f"{error.kind}: {variant}", error.kind, True)
+        case errors.RetryExhausted():
+            return 500, Problem(f"{error.kind}: {variant}", error.kind, False)
+        case errors.ContentionError():
+            return 409, Problem(f"contention: {variant}", "contention", True)
+        case errors.ConflictError():
+            return 409, Problem(f"{error.kind}: {error.detail or variant}", error.kind, False)
+        case errors.StateError():
+            code = _state_code(error.kind)
+            return 409, Problem(f"{code}: {variant}", code, False)
+        case errors.ResourceExhausted(pool=pool, max=most):
+            words = f"too many concurrent {pool} calls (server max: {most}); retry with backoff"
+            return 429, Problem(words, "resource_exhausted", True)
+        case errors.OperationTimeout(op=op):
+            return 504, Problem(f"timeout: {op}", "timeout", False)
+        case errors.Unavailable(op=op):
+            return 503, Problem(f"backend op unavailable: {op}", "unavailable", False)
+        case errors.StoreUnavailable(source=source):
+            return 500, Problem(f"backend: {source.value}", source.value, error.retryable)
+        case _:
+            return 500, Problem(f"engine: {error.kind}", None, error.retryable)
+
+
+def told(error: errors.FabricError) -> dict[str, Any]:
+    """The body of a refusal among other answers, with its exact `code` and facts, so that a client can tell it."""
+    problem = problem_of(error)[1]
+    return {**msgspec.to_builtins(problem), **exact(error)}
+
+
+def exact(error: errors.FabricError) -> dict[str, Any]:
+    """What an error is, beyond what the reference's body tells."""
+    facts = {name: value for name, value in error.facts.items() if isinstance(value, str | int | bool)}
+    return {"code": error.kind, "detail": error.detail, "facts": facts}
+
+
+def _state_code(kind: str) -> str:
+    if kind in _NAMED_STATES:
+        return kind
+    return "already_satisfied" if kind in _DONE_STATES else "state_conflict"

@@ -1,0 +1,35 @@
+"""The routes, a page for each resource."""
+
+from flowfabric.server.routes import (
+    admin,
+    budgets,
+    claims,
+    durable,
+    executions,
+    feeds,
+    flows,
+    health,
+    lookups,
+    signals,
+    streams,
+    waitpoint_pages,
+    work,
+    workers,
+)
+
+PAGES = (
+    health.routes,
+    executions.routes,
+    lookups.routes,
+    signals.routes,
+    streams.routes,
+    claims.routes,
+    flows.routes,
+    budgets.routes,
+    workers.routes,
+    work.routes,
+    durable.routes,
+    feeds.routes,
+    waitpoint_pages.routes,
+    admin.routes,
+)

@@ -1,0 +1,186 @@
+"""Budgets and quotas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from flowfabric import ids
+from flowfabric.model import verdicts
+from flowfabric.model.api_token import Scope
+from flowfabric.server.ask import Ask, found, json, tagged, uuid_in
+from flowfabric.server.table import Reply, Routes
+from flowfabric.server.wire import CURSOR, LIMIT, Body, Natural, Whole, checked, variants
+
+routes = Routes("budgets")
+
+ONE = "/v1/budgets/{id}"
+
+
+def _budget(ask: Ask[Any]) -> str:
+    return uuid_in("budget_id", ask.params[0])
+
+
+class BudgetRef(msgspec.Struct, frozen=True):
+    budget_id: str
+
+
+class BudgetBody(Body, frozen=True):
+    """A budget; the three lists are positional."""
+
+    budget_id: str
+    scope_type: str
+    scope_id: str
+    enforcement_mode: str
+    on_hard_limit: str
+    on_soft_limit: str
+    reset_interval_ms: Natural
+    dimensions: list[str]
+    hard_limits: list[Natural]
+    soft_limits: list[Natural]
+    now: Whole | None = None
+
+    def __post_init__(self) -> None:
+        checked(ids.parse_uuid, self.budget_id)
+
+
+@routes.post(
+    "/v1/budgets",
+    {201: variants(Created=BudgetRef), 200: variants(AlreadySatisfied=BudgetRef)},
+    body=BudgetBody,
+    scope=Scope.OPERATE,
+    audit=True,
+)
+async def create_budget(ask: Ask[BudgetBody]) -> Reply:
+    """Define a budget; a second definition changes nothing."""
+    body = ask.body
+    answer = await ask.engine.create_budget(
+        body.budget_id,
+        scope_type=body.scope_type,
+        scope_id=body.scope_id,
+        enforcement_mode=body.enforcement_mode,
+        on_hard_limit=body.on_hard_limit,
+        on_soft_limit=body.on_soft_limit,
+        reset_interval_ms=body.reset_interval_ms,
+        dimensions=body.dimensions,
+        hard_limits=body.hard_limits,
+        soft_limits=body.soft_limits,
+    )
+    if isinstance(answer, verdicts.BudgetCreated):
+        return tagged(answer, 201, "Created")
+    return tagged(answer, 200, "AlreadySatisfied")
+
+
+class BudgetIds(msgspec.Struct, frozen=True):
+    budgets: list[str]
+
+
+@routes.get("/v1/budgets", {200: BudgetIds}, query=(CURSOR, LIMIT))
+async def list_budgets(ask: Ask[None]) -> Reply:
+    """The ids of defined budgets, ascending."""
+    return json(
+        BudgetIds(await ask.engine.list_budgets(cursor=ask.query("cursor") or None, limit=ask.number("limit", 50)))
+    )
+
+
+@routes.get(ONE, {200: verdicts.BudgetStatus})
+async def get_budget_status(ask: Ask[None]) -> Reply:
+    """A budget: its limits, what was used, what was refused."""
+    return json(await ask.engine.get_budget_status(_budget(ask)))
+
+
+class UsageBody(Body, frozen=True):
+    dimensions: dict[str, Natural]
+    now: Whole | None = None
+    dedup_key: str | None = None
+
+
+@routes.post(
+    f"{ONE}/usage",
+    {200: variants(verdicts.Ok, verdicts.AlreadyApplied, verdicts.SoftBreach, verdicts.HardBreach)},
+    body=UsageBody,
+    scope=Scope.WORK,
+)
+async def report_usage(ask: Ask[UsageBody]) -> Reply:
+    """Report what was used; a hard breach applies nothing at all."""
+    body = ask.body
+    return tagged(
+        await ask.engine.report_usage_admin(
+            _budget(ask),
+            dimensions=list(body.dimensions),
+            deltas=list(body.dimensions.values()),
+            dedup_key=body.dedup_key,
+        )
+    )
+
+
+@routes.post(f"{ONE}/reset", {200: variants(Reset=verdicts.BudgetReset)}, scope=Scope.OPERATE, audit=True)
+async def reset_budget(ask: Ask[bytes]) -> Reply:
+    """Begin a new period; what waits for the budget goes on."""
+    return tagged(await ask.engine.reset_budget(_budget(ask)), name="Reset")
+
+
+class LimitsBody(Body, frozen=True):
+    dimensions: list[str]
+    hard_limits: list[Natural]
+    soft_limits: list[Natural]
+
+
+@routes.put(f"{ONE}/limits", {200: variants(Changed=BudgetRef)}, body=LimitsBody, scope=Scope.OPERATE, audit=True)
+async def change_budget_limits(ask: Ask[LimitsBody]) -> Reply:
+    """Raise or lower limits; what waits for room goes on when there is some."""
+    body = ask.body
+    answer = await ask.engine.change_budget_limits(
+        _budget(ask), dimensions=body.dimensions, hard_limits=body.hard_limits, soft_limits=body.soft_limits
+    )
+    return tagged(answer, name="Changed")
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Quotas
+
+
+class QuotaRef(msgspec.Struct, frozen=True):
+    quota_policy_id: str
+
+
+class QuotaBody(Body, frozen=True):
+    quota_policy_id: str
+    window_seconds: Natural
+    max_requests_per_window: Natural
+    max_concurrent: Natural
+    jitter_ms: Natural = 0
+    now: Whole | None = None
+
+    def __post_init__(self) -> None:
+        checked(ids.parse_uuid, self.quota_policy_id)
+
+
+@routes.post(
+    "/v1/quotas",
+    {201: variants(Created=QuotaRef), 200: variants(AlreadySatisfied=QuotaRef)},
+    body=QuotaBody,
+    scope=Scope.OPERATE,
+    audit=True,
+)
+async def create_quota_policy(ask: Ask[QuotaBody]) -> Reply:
+    """Define a quota policy; 0 is no limit, and a second definition changes nothing."""
+    body = ask.body
+    answer = await ask.engine.create_quota_policy(
+        body.quota_policy_id,
+        window_seconds=body.window_seconds,
+        max_requests_per_window=body.max_requests_per_window,
+        max_concurrent=body.max_concurrent,
+        jitter_ms=body.jitter_ms,
+    )
+    if isinstance(answer, verdicts.QuotaPolicyCreated):
+        return tagged(answer, 201, "Created")
+    return tagged(answer, 200, "AlreadySatisfied")
+
+
+@routes.get("/v1/quotas/{id}", {200: verdicts.QuotaLimits})
+async def read_quota_policy_limits(ask: Ask[None]) -> Reply:
+    """The numbers of a quota policy."""
+    limits = await ask.engine.read_quota_policy_limits(uuid_in("quota_policy_id", ask.params[0]))
+    return json(found(limits, "not found: quota_policy"))

@@ -1,0 +1,52 @@
+"""Whether the server lives, whether it is ready, what it counts, what it can be asked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from flowfabric import errors
+from flowfabric.server.ask import JSON, Ask, encode, json
+from flowfabric.server.metrics import CONTENT_TYPE, exposition
+from flowfabric.server.problems import Problem
+from flowfabric.server.table import Reply, Routes
+
+routes = Routes("health")
+
+
+class Status(msgspec.Struct, frozen=True):
+    status: str
+
+
+@routes.get("/healthz", {200: Status}, scope=None)
+async def healthz(ask: Ask[None]) -> Reply:
+    """Whether the store answers."""
+    await ask.engine.ping()
+    return json(Status("ok"))
+
+
+@routes.get("/readyz", {200: Status}, scope=None)
+async def readyz(ask: Ask[None]) -> Reply:
+    """Whether this server should be sent requests: not while it shuts down, nor while its store is away."""
+    if ask.app.closing.is_set():
+        return Reply(503, encode(Problem("shutting down", "unavailable", False)), JSON)
+    try:
+        await ask.engine.ping()
+    except errors.StoreUnavailable:
+        return Reply(503, encode(Problem("the store is away", "unavailable", True)), JSON)
+    return json(Status("ready"))
+
+
+@routes.get("/metrics", {200: CONTENT_TYPE}, scope=None, refusals=(404,))
+async def metrics(ask: Ask[None]) -> Reply:
+    """What was counted, as Prometheus reads it."""
+    if not ask.app.settings.serve_metrics:
+        return Reply(404)
+    return Reply(200, exposition(ask.app.http.meters, ask.engine.meters), CONTENT_TYPE)
+
+
+@routes.get("/openapi.json", {200: dict[str, Any]}, scope=None)
+async def openapi_document(ask: Ask[None]) -> Reply:
+    """This document."""
+    return json(ask.app.openapi())

@@ -1,0 +1,161 @@
+"""Reads that the reference keeps to its library: search, history, explanations, lists."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from flowfabric.engine.engine import Capabilities
+from flowfabric.engine.reads import ExecutionSnapshot, HistoryEntry, LanePage, SnapshotPage
+from flowfabric.engine.suspensions import SuspendedPage
+from flowfabric.model.answers import AttemptView
+from flowfabric.server.ask import Ask, found, json
+from flowfabric.server.problems import bad_request
+from flowfabric.server.table import Param, Reply, Routes, Subject
+from flowfabric.server.wire import CURSOR, LIMIT
+
+routes = Routes("lookups")
+
+ONE = "/v1/executions/{id}"
+TEXT = {"type": "string"}
+
+
+@routes.get(
+    "/v1/executions/search",
+    {200: SnapshotPage},
+    subject=Subject.OWN,
+    query=(
+        Param("namespace", TEXT),
+        Param("lane", TEXT),
+        Param("state", TEXT),
+        Param("flow_id", TEXT),
+        Param("tag", {"type": "string", "description": "key=value"}),
+        Param("created_from", {"type": "integer"}),
+        Param("created_before", {"type": "integer"}),
+        CURSOR,
+        LIMIT,
+    ),
+)
+async def search_executions(ask: Ask[None]) -> Reply:
+    """Executions of all partitions that meet every filter, by id."""
+    namespace = ask.query("namespace")
+    if ask.principal.namespaces is not None:
+        if namespace is None:
+            raise bad_request("namespace: needed by a token that is bound to namespaces")
+        ask.within(namespace)
+    tag = ask.query("tag")
+    if tag is not None and "=" not in tag:
+        raise bad_request("tag: not key=value")
+    key, _, value = (tag or "").partition("=")
+    page = await ask.engine.search_executions(
+        namespace=namespace,
+        lane_id=ask.query("lane"),
+        public_state=ask.query("state"),
+        flow_id=ask.query("flow_id"),
+        tag=None if tag is None else (key, value),
+        created_from=ask.number("created_from") if ask.query("created_from") else None,
+        created_before=ask.number("created_before") if ask.query("created_before") else None,
+        cursor=ask.query("cursor") or None,
+        limit=ask.number("limit", 50),
+    )
+    return json(page)
+
+
+@routes.get(f"{ONE}/snapshot", {200: ExecutionSnapshot}, subject=Subject.EXECUTION)
+async def describe_execution(ask: Ask[None]) -> Reply:
+    """An execution with its lease, its waitpoint and its tags."""
+    execution_id = ask.execution_id
+    return json(found(await ask.engine.describe_execution(execution_id), f"execution not found: {execution_id}"))
+
+
+@routes.get(f"{ONE}/attempts", {200: list[AttemptView]}, subject=Subject.EXECUTION)
+async def attempt_history(ask: Ask[None]) -> Reply:
+    """Every attempt by index, the running one included."""
+    return json(await ask.engine.attempt_history(ask.execution_id))
+
+
+@routes.get(f"{ONE}/leases", {200: list[HistoryEntry]}, subject=Subject.EXECUTION)
+async def lease_history(ask: Ask[None]) -> Reply:
+    """What happened to the leases of an execution, oldest first."""
+    return json(await ask.engine.lease_history(ask.execution_id))
+
+
+class Progress(msgspec.Struct, frozen=True):
+    pct: int | None
+    message: str | None
+
+
+@routes.get(f"{ONE}/progress", {200: Progress}, subject=Subject.EXECUTION)
+async def read_progress(ask: Ask[None]) -> Reply:
+    """What the holder last said of its progress."""
+    return json(Progress(*await ask.engine.read_progress(ask.execution_id)))
+
+
+class Explanation(msgspec.Struct, frozen=True):
+    """Why an execution is not running: the obstacle by name, with its facts, and in a sentence."""
+
+    execution_id: str
+    public_state: str
+    obstacle: str
+    facts: dict[str, Any]
+    sentence: str
+
+
+@routes.get(f"{ONE}/explain", {200: Explanation}, subject=Subject.EXECUTION)
+async def explain(ask: Ask[None]) -> Reply:
+    """Why an execution is not running."""
+    told = await ask.engine.explain(ask.execution_id)
+    facts = msgspec.to_builtins(told.obstacle)
+    return json(
+        Explanation(told.execution_id, told.public_state.value, type(told.obstacle).__name__, facts, told.sentence)
+    )
+
+
+class Ended(msgspec.Struct, frozen=True):
+    execution_id: str
+    outcome: str
+    has_result: bool
+    encoding: str | None
+    reason: str | None
+
+
+@routes.get(
+    f"{ONE}/end",
+    {200: Ended, 204: None},
+    subject=Subject.EXECUTION,
+    query=(Param("wait_ms", {"type": "integer", "minimum": 0, "maximum": 30_000}),),
+    long=True,
+)
+async def await_end(ask: Ask[None]) -> Reply:
+    """How an execution ended, waited for up to `wait_ms`; 204 when it has not."""
+    ended = await ask.engine.await_end(ask.execution_id, max_wait_ms=min(ask.number("wait_ms", 0), 30_000))
+    if ended is None:
+        return Reply(204)
+    return json(Ended(ended.execution_id, ended.outcome.value, ended.result is not None, ended.encoding, ended.reason))
+
+
+@routes.get("/v1/lanes", {200: LanePage}, query=(CURSOR, LIMIT))
+async def list_lanes(ask: Ask[None]) -> Reply:
+    """Lanes that ever had an execution."""
+    return json(await ask.engine.list_lanes(cursor=ask.query("cursor") or None, limit=ask.number("limit", 50)))
+
+
+@routes.get(
+    "/v1/suspended",
+    {200: SuspendedPage},
+    query=(Param("partition", {"type": "integer", "minimum": 0, "maximum": 65_535}, required=True), CURSOR, LIMIT),
+)
+async def list_suspended(ask: Ask[None]) -> Reply:
+    """Suspended executions of a partition, those that time out first in front."""
+    return json(
+        await ask.engine.list_suspended(
+            ask.number("partition"), cursor=ask.query("cursor") or None, limit=ask.number("limit", 50)
+        )
+    )
+
+
+@routes.get("/v1/capabilities", {200: Capabilities}, subject=Subject.OWN)
+async def capabilities(ask: Ask[None]) -> Reply:
+    """Which operations the engine knows."""
+    return json(ask.engine.capabilities())

@@ -1,0 +1,162 @@
+"""The page behind a signed link: shows what is decided, asks for a decision, and sends it as a signal.
+
+The link's token is all that is asked for. A wrong link, one that is used up and one that never was look the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from base64 import b64encode
+from html import escape
+from typing import Any
+from urllib.parse import parse_qsl
+
+import msgspec
+
+from flowfabric import errors, ids
+from flowfabric.engine.asks import Duplicate, SignalArgs
+from flowfabric.server import forms
+from flowfabric.server.ask import Ask, encode
+from flowfabric.server.table import HTML, Param, Reply, Routes
+from flowfabric.server.wire import partition_of
+
+routes = Routes("waitpoint pages")
+
+PATH = "/v1/waitpoints/{id}/{waitpoint_id}"
+STYLE = (
+    "body{font:16px/1.5 system-ui,sans-serif;max-width:40rem;margin:3rem auto;padding:0 1rem;color:#222}"
+    "dl{display:grid;grid-template-columns:max-content 1fr;gap:.3rem 1rem}dt{color:#666}dd{margin:0}"
+    "label{display:block;margin:.8rem 0}input,select,textarea{display:block;width:100%;font:inherit;padding:.4rem}"
+    "button{font:inherit;padding:.5rem 1.5rem}.bad{color:#a00}"
+)
+_STYLE_HASH = b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
+_NOTHING_ELSE = "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+SAFE = (
+    (
+        "content-security-policy",
+        f"default-src 'none'; style-src 'sha256-{_STYLE_HASH}'; {_NOTHING_ELSE}",
+    ),
+    ("cache-control", "no-store"),
+    ("referrer-policy", "no-referrer"),
+    ("x-content-type-options", "nosniff"),
+)
+OVER = "This link is not good: it is wrong, it has been used, or the decision is over."
+DONE = "Thank you. Your decision was recorded."
+LONGEST_NAME = 200
+
+
+class Question(msgspec.Struct, frozen=True):
+    """What a link leads to."""
+
+    execution_id: str
+    waitpoint_id: str
+    token: str
+    title: str
+    shown: Any
+    schema: dict[str, Any]
+
+
+@routes.get(PATH, {200: HTML}, scope=None, query=(Param("token", {"type": "string"}, required=True),))
+async def show_waitpoint(ask: Ask[None]) -> Reply:
+    """What is decided, and a form to decide it."""
+    question = await _question(ask, ask.query("token") or "")
+    return _page("Not found", f"<p>{OVER}</p>", 404) if question is None else _form(ask, question)
+
+
+@routes.post(PATH, {200: HTML}, scope=None, body=bytes)
+async def answer_waitpoint(ask: Ask[bytes]) -> Reply:
+    """Send the decision that was filled in."""
+    try:
+        given = dict(parse_qsl(ask.body.decode(), keep_blank_values=True, max_num_fields=200))
+    except ValueError:
+        return _page("Not understood", "<p>The form could not be read.</p>", 400)
+    question = await _question(ask, given.get("token", ""))
+    if question is None:
+        return _page("Not found", f"<p>{OVER}</p>", 404)
+    try:
+        decided = forms.value(given, question.schema)
+    except forms.NotFilledIn as missing:
+        return _form(ask, question, str(missing))
+    once = given.get("once", "")
+    try:
+        signal_id = ids.parse_uuid(once)
+    except errors.InvalidInput:
+        signal_id = ask.engine.minter.uuid()
+    try:
+        answer = await ask.engine.deliver_signal(
+            SignalArgs(
+                execution_id=question.execution_id,
+                waitpoint_id=question.waitpoint_id,
+                signal_id=signal_id,
+                signal_name="vote",
+                signal_category="approval",
+                source_type="link",
+                source_identity=given.get("by", "").replace("\x00", "")[:LONGEST_NAME],
+                waitpoint_token=question.token,
+                payload=encode(decided),
+                payload_encoding="json",
+                idempotency_key=signal_id,  # the same form sent twice is one vote
+            )
+        )
+    except (errors.StateError, errors.ValidationError):
+        return _page("Too late", f"<p>{OVER}</p>", 409)
+    again = " It had been recorded before." if isinstance(answer, Duplicate) else ""
+    return _page(question.title, f"<p>{DONE}{again}</p>")
+
+
+async def _question(ask: Ask[Any], token: str) -> Question | None:
+    try:
+        execution_id = ids.parse_execution_id(ask.params[0])
+        waitpoint_id = ids.parse_uuid(ask.params[1])
+    except errors.InvalidInput:
+        return None
+    record = await ask.engine.describe_waitpoint(execution_id, waitpoint_id)
+    kept = await ask.engine.read_waitpoint_token(partition_of(execution_id), waitpoint_id)
+    if record is None or kept is None or not hmac.compare_digest(kept.reveal().encode(), token.encode()):
+        return None
+    snapshot = await ask.engine.describe_execution(execution_id)
+    tags = {} if snapshot is None else snapshot.tags
+    name = record.waitpoint_key.rpartition(".")[0] or record.waitpoint_key
+    schema = _json(tags.get(f"ff.ask.{ids.digest8(name)}"))
+    return Question(
+        execution_id,
+        waitpoint_id,
+        token,
+        name.replace("_", " "),
+        _json(tags.get("ff.show")),
+        schema if isinstance(schema, dict) else {"type": "boolean", "title": "Approve?"},
+    )
+
+
+def _json(text: str | None) -> Any:
+    try:
+        return None if text is None else msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return None
+
+
+def _form(ask: Ask[Any], question: Question, wrong: str = "") -> Reply:
+    token = escape(question.token, quote=True)
+    told = f'<p class="bad">{escape(wrong)}</p>' if wrong else ""
+    return _page(
+        question.title,
+        f"{forms.facts(question.shown)}{told}"
+        f'<form method="post" action="?">\n'
+        f'<input type="hidden" name="token" value="{token}">'
+        f'<input type="hidden" name="once" value="{ask.engine.minter.uuid()}">\n'
+        f"{forms.fields(question.schema)}"
+        f'<label>Your name<input type="text" name="by" maxlength="{LONGEST_NAME}"></label>\n'
+        f'<button type="submit">Send</button>\n</form>',
+        400 if wrong else 200,
+    )
+
+
+def _page(title: str, body: str, status: int = 200) -> Reply:
+    html = (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width">'
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n"
+        f"<body><h1>{escape(title)}</h1>\n{body}\n</body></html>\n"
+    )
+    return Reply(status, html.encode(), HTML, SAFE)

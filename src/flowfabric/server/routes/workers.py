@@ -1,0 +1,283 @@
+"""Workers over HTTP: get work with its lease in one call, redeem grants, stay in the registry."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from flowfabric import ids
+from flowfabric.model import answers
+from flowfabric.model.api_token import Scope
+from flowfabric.model.worker import (
+    MarkedDead,
+    NotRegistered,
+    WorkerPage,
+    WorkerRefreshed,
+    WorkerRegistered,
+)
+from flowfabric.server.ask import Ask, json, tagged
+from flowfabric.server.problems import bad_request
+from flowfabric.server.routes.claims import check_names
+from flowfabric.server.table import Param, Reply, Routes, Subject
+from flowfabric.server.wire import CURSOR, LIMIT, Body, Natural, checked, variants, write_handle
+
+routes = Routes("workers")
+
+MAX_CLAIM = 1000
+MAX_LANES = 100
+MAX_WAIT_MS = 30_000
+LEASE_MS = 15_000
+
+
+class Work(msgspec.Struct, frozen=True):
+    """An execution to work on, and the handle that fences whatever its holder says of it."""
+
+    execution_id: str
+    handle: str
+    lease_id: str
+    lease_epoch: int
+    lease_expires_at: int
+    attempt_index: int
+    attempt_id: str
+    attempt_type: str
+    execution_kind: str
+    input_payload_b64: bytes
+    payload_encoding: str | None
+    creator_identity: str
+    policy: str | None
+
+
+class Works(msgspec.Struct, frozen=True):
+    claimed: list[Work]
+
+
+class ClaimsBody(Body, frozen=True):
+    """A worker's wish for work: as much as it has room for, waited for as long as it likes."""
+
+    worker_instance_id: str
+    lanes: Annotated[list[str], Meta(min_length=1, max_length=MAX_LANES)]
+    limit: Annotated[int, Meta(ge=1, le=MAX_CLAIM)] = 1
+    capabilities: tuple[str, ...] = ()
+    lease_ttl_ms: Natural = LEASE_MS
+    wait_ms: Annotated[int, Meta(ge=0, le=MAX_WAIT_MS)] = 0
+
+
+@routes.post("/v1/workers/{worker_id}/claims", {200: Works}, body=ClaimsBody, scope=Scope.WORK, long=True)
+async def claim(ask: Ask[ClaimsBody]) -> Reply:
+    """Up to `limit` executions with their leases, as soon as there is one; budgets and quotas are asked first."""
+    worker_id, body = ask.params[0], ask.body
+    check_names(worker_id, body.worker_instance_id, *body.lanes)
+    lanes = tuple(dict.fromkeys(body.lanes))
+    async with ask.listening(lambda: ask.engine.nudge(lanes)) as goes_on:
+        claimed = await ask.engine.claim_from_lanes(
+            lanes,
+            body.limit,
+            worker_id=worker_id,
+            worker_instance_id=body.worker_instance_id,
+            capabilities=body.capabilities,
+            lease_ttl_ms=body.lease_ttl_ms,
+            max_wait_ms=body.wait_ms,
+            go_on=goes_on,
+        )
+        if claimed and not goes_on() and not ask.app.closing.is_set():
+            for one in claimed:  # nobody is there to hear of it: the next worker shall not wait for the lease's end
+                await ask.engine.delay_for(one.handle, 0)
+            claimed = []
+    return json(Works([await _work(ask, one) for one in claimed]))
+
+
+async def _work(ask: Ask[ClaimsBody] | Ask[RedeemBody], claimed: answers.Claimed) -> Work:
+    payload = claimed.payload
+    if payload is None:
+        context = await ask.engine.read_execution_context(claimed.execution_id)
+        kind, data, encoding, creator, policy = context.execution_kind, context.input_payload, None, "", None
+    else:
+        kind, data = payload.execution_kind, payload.input_payload or b""
+        encoding, creator, policy = payload.payload_encoding, payload.creator_identity, payload.policy
+    return Work(
+        execution_id=claimed.execution_id,
+        handle=write_handle(claimed.handle),
+        lease_id=claimed.lease_id,
+        lease_epoch=claimed.lease_epoch,
+        lease_expires_at=claimed.lease_expires_at,
+        attempt_index=claimed.attempt_index,
+        attempt_id=claimed.attempt_id,
+        attempt_type=claimed.attempt_type.value,
+        execution_kind=kind,
+        input_payload_b64=data,
+        payload_encoding=encoding,
+        creator_identity=creator,
+        policy=policy,
+    )
+
+
+class RedeemBody(Body, frozen=True):
+    """A grant to be redeemed; `grant_kind` as the grant says."""
+
+    grant_kind: str
+    worker_id: str
+    worker_instance_id: str
+    lane_id: str = ""
+    lease_ttl_ms: Natural = LEASE_MS
+    lease_id: str | None = None
+    attempt_id: str | None = None
+    attempt_timeout_ms: Natural | None = None
+    max_reclaim_count: Natural | None = None
+
+    def __post_init__(self) -> None:
+        checked(ids.parse_uuid, self.lease_id, self.attempt_id)
+
+
+@routes.post(
+    "/v1/executions/{id}/redeem",
+    {200: variants(answers.NotReclaimable, answers.ReclaimCapExceeded, answers.GrantNotFound, Claimed=Work)},
+    body=RedeemBody,
+    scope=Scope.WORK,
+    subject=Subject.EXECUTION,
+)
+async def redeem(ask: Ask[RedeemBody]) -> Reply:
+    """Redeem a grant: begin an attempt, go on with an interrupted one, or take over a lost one."""
+    execution_id, body = ask.execution_id, ask.body
+    check_names(body.worker_id, body.worker_instance_id, *filter(None, [body.lane_id]))
+    answer: answers.Claimed | answers.NotReclaimable | answers.ReclaimCapExceeded | answers.GrantNotFound
+    match body.grant_kind:
+        case "claim":
+            answer = await ask.engine.claim_execution(
+                execution_id,
+                worker_id=body.worker_id,
+                worker_instance_id=body.worker_instance_id,
+                lane_id=body.lane_id,
+                lease_id=body.lease_id,
+                attempt_id=body.attempt_id,
+                lease_ttl_ms=body.lease_ttl_ms,
+                attempt_timeout_ms=body.attempt_timeout_ms,
+            )
+        case "resume":
+            answer = await ask.engine.claim_resumed_execution(
+                execution_id,
+                worker_id=body.worker_id,
+                worker_instance_id=body.worker_instance_id,
+                lane_id=body.lane_id,
+                lease_id=body.lease_id,
+                lease_ttl_ms=body.lease_ttl_ms,
+                remaining_attempt_timeout_ms=body.attempt_timeout_ms,
+            )
+        case "reclaim":
+            answer = await ask.engine.reclaim_execution(
+                execution_id,
+                worker_id=body.worker_id,
+                worker_instance_id=body.worker_instance_id,
+                lane_id=body.lane_id,
+                lease_id=body.lease_id,
+                attempt_id=body.attempt_id,
+                lease_ttl_ms=body.lease_ttl_ms,
+                max_reclaim_count=body.max_reclaim_count,
+            )
+        case _:
+            raise bad_request("grant_kind: none of claim, resume, reclaim")
+    if isinstance(answer, answers.Claimed):
+        return tagged(await _work(ask, answer), name="Claimed")
+    return tagged(answer)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The registry
+
+
+class RegisterBody(Body, frozen=True):
+    worker_instance_id: str
+    lanes: list[str]
+    liveness_ttl_ms: Natural
+    capabilities: tuple[str, ...] = ()
+    namespace: str = "default"
+
+
+@routes.post(
+    "/v1/workers/{worker_id}/register",
+    {200: variants(WorkerRegistered, WorkerRefreshed)},
+    body=RegisterBody,
+    scope=Scope.WORK,
+    subject=Subject.OWN,
+)
+async def register_worker(ask: Ask[RegisterBody]) -> Reply:
+    """Enter the registry; work that waited for these capabilities is claimable before this answers."""
+    worker_id, body = ask.params[0], ask.body
+    ask.within(body.namespace)
+    check_names(worker_id, body.worker_instance_id, *body.lanes)
+    return tagged(
+        await ask.engine.register_worker(
+            namespace=body.namespace,
+            worker_instance_id=body.worker_instance_id,
+            worker_id=worker_id,
+            lanes=body.lanes,
+            capabilities=body.capabilities,
+            liveness_ttl_ms=body.liveness_ttl_ms,
+        )
+    )
+
+
+class InstanceBody(Body, frozen=True):
+    worker_instance_id: str
+    namespace: str = "default"
+
+
+@routes.post(
+    "/v1/workers/{worker_id}/heartbeat",
+    {200: variants(WorkerRefreshed, NotRegistered)},
+    body=InstanceBody,
+    scope=Scope.WORK,
+    subject=Subject.OWN,
+)
+async def heartbeat_worker(ask: Ask[InstanceBody]) -> Reply:
+    """Stay in the registry for another while."""
+    body = ask.body
+    ask.within(body.namespace)
+    check_names(ask.params[0], body.worker_instance_id)
+    return tagged(
+        await ask.engine.heartbeat_worker(namespace=body.namespace, worker_instance_id=body.worker_instance_id)
+    )
+
+
+class DeadBody(Body, frozen=True):
+    worker_instance_id: str
+    namespace: str = "default"
+    reason: str = ""
+
+
+@routes.post(
+    "/v1/workers/{worker_id}/dead",
+    {200: variants(MarkedDead, NotRegistered)},
+    body=DeadBody,
+    scope=Scope.OPERATE,
+    subject=Subject.OWN,
+    audit=True,
+)
+async def mark_worker_dead(ask: Ask[DeadBody]) -> Reply:
+    """Take a worker out of the registry; its leases end by their own time."""
+    body = ask.body
+    ask.within(body.namespace)
+    check_names(ask.params[0], body.worker_instance_id)
+    return tagged(
+        await ask.engine.mark_worker_dead(
+            namespace=body.namespace, worker_instance_id=body.worker_instance_id, reason=body.reason
+        )
+    )
+
+
+@routes.get(
+    "/v1/workers",
+    {200: WorkerPage},
+    subject=Subject.OWN,
+    query=(Param("namespace", {"type": "string"}, required=True), CURSOR, LIMIT),
+)
+async def list_workers(ask: Ask[None]) -> Reply:
+    """The live workers of a namespace by instance id."""
+    namespace = ask.query("namespace")
+    if namespace is None:
+        raise bad_request("namespace: missing")
+    ask.within(namespace)
+    return json(
+        await ask.engine.list_workers(namespace, after=ask.query("cursor") or None, limit=ask.number("limit", 1000))
+    )

@@ -1,0 +1,105 @@
+"""Serving: the engine, the sweeps and the listener, started in order and stopped in order."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import uvicorn
+
+from flowfabric import errors
+from flowfabric.connecting import connect
+from flowfabric.engine.engine import Engine
+from flowfabric.server import logs
+from flowfabric.server.app import App, create_app
+from flowfabric.server.settings import ServerSettings
+
+UNFINISHED_HEADER_BYTES = 64 * 1024
+KEEP_ALIVE_S = 75
+
+
+class Server(uvicorn.Server):
+    """A listener that lets waiting requests go before it counts on their end."""
+
+    def __init__(self, app: App) -> None:
+        settings = app.settings
+        grace_s = max(1, settings.shutdown_grace_ms // 1000)
+        super().__init__(
+            uvicorn.Config(
+                app,
+                host=settings.host,
+                port=settings.port,
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                server_header=False,
+                date_header=True,
+                h11_max_incomplete_event_size=UNFINISHED_HEADER_BYTES,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=grace_s,
+                limit_concurrency=settings.max_connections or None,
+                ws="none",
+            )
+        )
+        self.app = app
+        self.listening = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen."""
+        await super().startup(sockets)
+        self.listening.set()
+
+    @property
+    def port(self) -> int:
+        """The port it listens on, once it does."""
+        return int(self.servers[0].sockets[0].getsockname()[1])
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept nothing more; tails and long polls end at once, other requests come to their end."""
+        self.app.begin_closing()
+        engine = self.app.engine
+        try:
+            await asyncio.gather(
+                super().shutdown(sockets), engine.shutdown_prepare(self.app.settings.shutdown_grace_ms)
+            )
+        except errors.OperationTimeout:
+            engine.meters.count("ff_shutdown_timeout")
+            logs.logger.warning("some reads of streams were cut off")
+
+
+@asynccontextmanager
+async def prepared(url: str, settings: ServerSettings) -> AsyncIterator[Engine]:
+    """An engine with a signing key and running sweeps; all of it is wound down in the end."""
+    async with await connect(url, settings=settings.engine) as engine:
+        await seed(engine, settings)
+        if settings.run_sweeps:
+            engine.start_sweeps()
+        yield engine
+
+
+async def seed(engine: Engine, settings: ServerSettings) -> None:
+    """See that there is a signing key: the configured secret, or a random one when there is none at all."""
+    kids = await engine.list_waitpoint_hmac_kids()
+    configured = settings.waitpoint_secret
+    if kids.current_kid is None:
+        await engine.ensure_signing_key(configured.reveal() if configured else secrets.token_hex(32))
+    elif configured is not None:
+        answer = await engine.seed_waitpoint_hmac_secret(kids.current_kid, configured.reveal())
+        if getattr(answer, "same_secret", True) is False:
+            logs.logger.warning("another signing secret is stored than the configured one; the stored one holds")
+
+
+async def serve(url: str, settings: ServerSettings) -> None:
+    """Serve until told to stop; then finish what is under way."""
+    settings.check()
+    async with prepared(url, settings) as engine:
+        if settings.is_open:
+            logs.logger.warning("no FF_API_TOKEN is set: whoever can reach this address may do anything")
+        else:
+            logs.logger.info("bearer tokens are asked for")
+        server = Server(create_app(engine, settings))
+        logs.logger.info("listening", extra={"fields": {"host": settings.host, "port": settings.port}})
+        await server.serve()

@@ -1,0 +1,196 @@
+"""What the server can be told: by the environment, or by whoever makes it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from flowfabric.errors import InvalidInput
+from flowfabric.ids import PartitionCounts, parse_lane_id
+from flowfabric.settings import Secret, Settings, Sweeps
+
+T = TypeVar("T")
+
+DEFAULT_ADDRESS = "127.0.0.1:9090"
+GRACE_MS = 24 * 60 * 60 * 1000
+
+
+class ConfigError(InvalidInput):
+    """The server cannot start with these settings."""
+
+    def __str__(self) -> str:
+        return self.detail
+
+
+class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How the server behaves towards its callers; lengths are milliseconds, 0 is none."""
+
+    host: str = "127.0.0.1"
+    port: int = 9090
+    api_token: Secret | None = None
+    previous_api_token: Secret | None = None  # still good while callers are told the new one
+    allow_unauthenticated: bool = False
+    cors_origins: tuple[str, ...] = ()  # "*" is any
+    waitpoint_secret: Secret | None = None
+    waitpoint_grace_ms: int = GRACE_MS
+    lanes: tuple[str, ...] = ("default",)
+    run_sweeps: bool = True
+    serve_metrics: bool = True
+    request_timeout_ms: int = 0
+    rate_limit: float = 0.0  # requests a second for each token
+    max_connections: int = 0
+    shutdown_grace_ms: int = 15_000
+    log: str = "info"
+    engine: Settings = Settings()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether anybody may do anything."""
+        return self.api_token is None
+
+    def check(self) -> None:
+        """Refuse to open an unguarded door to the world."""
+        if self.is_open and not self.allow_unauthenticated and not is_loopback(self.host):
+            raise ConfigError(
+                f"refusing to listen on {self.host} without a token: set FF_API_TOKEN, or say --allow-unauthenticated"
+            )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address."""
+    return host == "localhost" or host == "::1" or bool(re.fullmatch(r"127(?:\.\d{1,3}){3}", host))
+
+
+def from_environment(environ: Mapping[str, str] = os.environ) -> ServerSettings:
+    """The settings that the environment names; `ConfigError` names the variable that is wrong."""
+    read = _Environment(environ)
+    host, port = address(environ.get("FF_LISTEN_ADDR") or DEFAULT_ADDRESS)
+    return ServerSettings(
+        host=host,
+        port=port,
+        api_token=read.secret("FF_API_TOKEN"),
+        previous_api_token=read.secret("FF_API_TOKEN_PREVIOUS"),
+        allow_unauthenticated=read.flag("FF_ALLOW_UNAUTHENTICATED"),
+        cors_origins=read.origins("FF_CORS_ORIGINS"),
+        waitpoint_secret=read.hex_secret("FF_WAITPOINT_HMAC_SECRET"),
+        waitpoint_grace_ms=read.number("FF_WAITPOINT_HMAC_GRACE_MS", GRACE_MS),
+        lanes=read.lanes("FF_LANES"),
+        run_sweeps=not read.flag("FF_NO_SWEEPS"),
+        serve_metrics=not read.flag("FF_NO_METRICS"),
+        request_timeout_ms=read.number("FF_REQUEST_TIMEOUT_MS", 0),
+        rate_limit=read.value("FF_RATE_LIMIT", 0.0, float),
+        max_connections=read.number("FF_MAX_CONNECTIONS", 0),
+        log=_log_level(environ),
+        engine=Settings(
+            partitions=PartitionCounts(
+                read.number("FF_FLOW_PARTITIONS", 256, least=1, most=65_535),
+                read.number("FF_BUDGET_PARTITIONS", 32, least=1, most=65_535),
+                read.number("FF_QUOTA_PARTITIONS", 32, least=1, most=65_535),
+            ),
+            max_concurrent_stream_ops=read.number(
+                "FF_MAX_CONCURRENT_STREAM_OPS", read.number("FF_MAX_CONCURRENT_TAIL", 64, least=1), least=1
+            ),
+            sweeps=read.sweeps(),
+        ),
+    )
+
+
+def address(text: str) -> tuple[str, int]:
+    """Host and port of `host:port` or `[v6]:port`."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdecimal() or int(port) > 65_535:
+        raise ConfigError(f"invalid value for FF_LISTEN_ADDR: {text!r} is not host:port")
+    return host.strip("[]"), int(port)
+
+
+class _Environment:
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ = environ
+
+    def value(self, name: str, default: T, parse: Callable[[str], T]) -> T:
+        text = self._environ.get(name)
+        if text is None:
+            return default
+        try:
+            return parse(text.strip())
+        except ValueError as fault:
+            raise ConfigError(f"invalid value for {name}: {fault}") from None
+
+    def number(self, name: str, default: int, *, least: int = 0, most: int = 2**53 - 1) -> int:
+        def parse(text: str) -> int:
+            if not text.isdecimal():
+                raise ValueError(f"{text!r} is not a whole number")
+            if not least <= int(text) <= most:
+                raise ValueError(f"{text} is not within {least}..{most}")
+            return int(text)
+
+        return self.value(name, default, parse)
+
+    def flag(self, name: str) -> bool:
+        return self._environ.get(name, "").strip().lower() in ("1", "true")
+
+    def secret(self, name: str) -> Secret | None:
+        text = self._environ.get(name)
+        return Secret(text) if text else None
+
+    def hex_secret(self, name: str) -> Secret | None:
+        text = self._environ.get(name)
+        if text is None:
+            return None
+        if not re.fullmatch(r"(?:[0-9a-fA-F]{2})+", text):  # never shown: it may be nearly right
+            raise ConfigError(f"invalid value for {name}: must be a non-empty even-length hex string")
+        return Secret(text)
+
+    def origins(self, name: str) -> tuple[str, ...]:
+        text = self._environ.get(name)
+        if text is None:
+            return ()
+        given = [one.strip() for one in text.split(",") if one.strip()]
+        kept = tuple(one for one in given if one == "*" or re.fullmatch(r"https?://[^\s/,]+", one))
+        if not kept:
+            raise ConfigError(f"invalid value for {name}: no usable origin in it")
+        return kept
+
+    def lanes(self, name: str) -> tuple[str, ...]:
+        def parse(text: str) -> tuple[str, ...]:
+            lanes = tuple(one.strip() for one in text.split(",") if one.strip())
+            if not lanes:
+                raise ValueError("at least one lane is needed")
+            try:
+                return tuple(dict.fromkeys(parse_lane_id(one) for one in lanes))
+            except InvalidInput as fault:
+                raise ValueError(fault.detail) from None
+
+        return self.value(name, ("default",), parse)
+
+    def sweeps(self) -> Sweeps:
+        """FF_LEASE_EXPIRY_INTERVAL_MS and its like; each also by seconds, and seconds may have decimals."""
+        given: dict[str, Any] = {}
+        for field in Sweeps.__struct_fields__:
+            if not field.endswith("_ms"):
+                continue
+            stem = f"FF_{field[:-3].upper()}_INTERVAL"
+            seconds = self.value(f"{stem}_S", None, _seconds)
+            ms = self.number(f"{stem}_MS", 0 if seconds is None else seconds)
+            if f"{stem}_MS" in self._environ or seconds is not None:
+                given[field] = ms
+        return Sweeps(**given)
+
+
+def _seconds(text: str) -> int | None:
+    if not re.fullmatch(r"\d+(?:\.\d+)?", text):
+        raise ValueError(f"{text!r} is not a number of seconds")
+    return round(float(text) * 1000)
+
+
+def _log_level(environ: Mapping[str, str]) -> str:
+    """FF_LOG, or the coarsest reading of the reference's filter: its first level."""
+    text = environ.get("FF_LOG") or environ.get("RUST_LOG") or "info"
+    found = re.search(r"\b(trace|debug|info|warn|warning|error)\b", text.lower())
+    if found is None:
+        raise ConfigError(f"invalid value for FF_LOG: {text!r} names no level")
+    return {"trace": "debug", "warn": "warning"}.get(found[1], found[1])

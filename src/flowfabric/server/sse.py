@@ -1,0 +1,60 @@
+"""Server-sent events: lines that a browser or a script can follow, resumable by the id of the last one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Any
+
+from flowfabric import errors
+from flowfabric.server.ask import Ask, encode
+from flowfabric.server.problems import problem_of
+
+WAIT_MS = 10_000  # how long one look waits: also how often a quiet line shows that it lives
+SHUTDOWN = b'event: end\ndata: {"reason":"shutdown"}\n\n'
+ALIVE = b": alive\n\n"
+
+
+def event(data: bytes, *, name: str = "", cursor: str = "") -> bytes:
+    """One event; the data are a line of JSON."""
+    head = f"id: {cursor}\n" if cursor else ""
+    head += f"event: {name}\n" if name else ""
+    return head.encode() + b"data: " + data + b"\n\n"
+
+
+def last_event_id(ask: Ask[Any]) -> str:
+    """Where a follower stands."""
+    return ask.headers.get(b"last-event-id", b"").decode("ascii", "replace")
+
+
+async def kept_alive(ask: Ask[Any], events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The events, a sign of life in between, and a clean end when the server or its caller goes."""
+    over = asyncio.Event()
+    yield b"retry: 1000\n\n"
+    async with ask.listening(over.set) as goes_on:
+        waiting = asyncio.ensure_future(anext(events, None))
+        ending = asyncio.ensure_future(over.wait())
+        try:
+            while goes_on():
+                await asyncio.wait((waiting, ending), timeout=WAIT_MS / 1000, return_when=asyncio.FIRST_COMPLETED)
+                if not waiting.done():
+                    if goes_on():
+                        yield ALIVE
+                    continue
+                try:
+                    told = waiting.result()
+                except errors.FabricError as error:
+                    yield event(encode(problem_of(error)[1]), name="error")
+                    return
+                if told is None:
+                    return
+                yield told
+                waiting = asyncio.ensure_future(anext(events, None))
+            if ask.app.closing.is_set():
+                yield SHUTDOWN
+        finally:
+            for task in (waiting, ending):
+                task.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await waiting

@@ -1,0 +1,96 @@
+"""Shapes of the wire that several routes share: identifiers, bytes, handles, variants."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from flowfabric import errors, ids
+from flowfabric.handles import Handle, HandleKind, decode
+from flowfabric.server.table import Param
+
+Octet = Annotated[int, Meta(ge=0, le=255)]
+Octets = list[Octet]
+Natural = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Whole = Annotated[int, Meta(ge=-(2**63) + 1, le=2**63 - 1)]
+
+CURSOR = Param("cursor", {"type": "string"})
+LIMIT = Param("limit", {"type": "integer", "minimum": 0})
+
+
+class Body(msgspec.Struct, frozen=True, kw_only=True):
+    """A request's body. Unknown fields are passed over, and what a caller's clock says (`now`) decides nothing."""
+
+
+def checked(parse: Callable[[str], Any], *texts: str | None) -> None:
+    """Refuse a body with an identifier that is none (422, as any other wrong shape)."""
+    for text in texts:
+        if text is not None:
+            try:
+                parse(text)
+            except errors.InvalidInput as fault:
+                raise ValueError(fault.detail) from None
+
+
+def octets(name: str, given: list[int] | UnsetType | None, base64_form: bytes | None) -> bytes | None:
+    """Bytes given as numbers, or in base64 beside them; not both."""
+    if base64_form is not None:
+        if given is not UNSET and given is not None:
+            raise ValueError(f"{name} is given twice")
+        return base64_form
+    return None if given is UNSET or given is None else bytes(given)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Handles
+
+
+def write_handle(handle: Handle) -> str:
+    """A handle as text: how it was come by, and its bytes."""
+    return f"{handle.kind.value}.{base64.urlsafe_b64encode(handle.opaque).decode()}"
+
+
+def read_handle(text: str) -> Handle:
+    """A handle from its text; its backend is the one in its bytes."""
+    kind, dot, rest = text.partition(".")
+    try:
+        if not dot:
+            raise ValueError("no kind")
+        opaque = base64.b64decode(rest, altchars=b"-_", validate=True)
+        return Handle(decode(opaque)[0], HandleKind(kind), opaque)
+    except (ValueError, binascii.Error):
+        raise errors.Corruption("handle: not one of ours") from None
+
+
+class Held(Body, frozen=True):
+    """What the holder of a lease says; the handle fences it."""
+
+    handle: str
+
+    @property
+    def holder(self) -> Handle:
+        return read_handle(self.handle)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Variants, for the documents
+
+
+class Variants(msgspec.Struct, frozen=True):
+    """One of several answers, each an object with one key, its name, or the bare name of one without fields."""
+
+    of: tuple[tuple[str, Any], ...]
+
+
+def variants(*types: Any, **named: Any) -> Variants:
+    """Variants by the names of their types, or by others."""
+    return Variants((*((each.__name__, each) for each in types), *named.items()))
+
+
+def partition_of(execution_id: str) -> int:
+    return ids.partition_of(ids.ExecutionId(execution_id))

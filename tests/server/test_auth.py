@@ -1,0 +1,257 @@
+"""Who may ask: tokens, scopes, namespaces, rates; and that no secret is told."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import pytest
+
+from flowfabric.clock import ManualClock
+from flowfabric.engine.engine import Engine
+from flowfabric.errors import InvalidInput, NotFound
+from flowfabric.server import ConfigError, ServerSettings
+from flowfabric.server.logs import JsonLines
+from flowfabric.server.settings import from_environment
+from flowfabric.settings import Secret
+from tests.server.asking import Asking, fresh, path
+
+ROOT = {"Authorization": "Bearer s3cret"}
+LIST = "/v1/executions?partition=7"
+
+
+@pytest.fixture
+def ask(engine: Engine) -> Asking:
+    return Asking(engine, ServerSettings(api_token=Secret("s3cret")), Authorization="Bearer s3cret")
+
+
+async def token(ask: Asking, *scopes: str, **given: Any) -> dict[str, str]:
+    """The header of a new token."""
+    made = await ask.post("/v1/admin/tokens", {"name": "t", "scopes": list(scopes)} | given)
+    assert made.status_code == 201, made.text
+    assert made.headers["cache-control"] == "no-store"
+    return {"Authorization": f"Bearer {made.json()['token']}", "id": made.json()["token_id"]}
+
+
+async def status(ask: Asking, method: str, where: str, headers: dict[str, str], body: object = None) -> int:
+    return (await ask(method, where, body, headers=headers)).status_code
+
+
+async def test_a_token_is_good_for_its_scopes_only(ask: Asking) -> None:
+    execution_id = await ask.created()
+    asked: dict[str, tuple[str, str, Any]] = {
+        "read": ("GET", path(execution_id), None),
+        "submit": ("POST", "/v1/executions", ask.creation()),
+        "work": ("POST", "/v1/workers/w/claim", {"lane_id": "x", "worker_instance_id": "i", "grant_ttl_ms": 1}),
+        "operate": ("POST", path(execution_id, "cancel"), ask.cancel(execution_id)),
+        "admin": ("GET", "/v1/admin/tokens", None),
+    }
+    for scope in asked:
+        headers = await token(ask, scope)
+        refused = [
+            name for name, (how, where, body) in asked.items() if await status(ask, how, where, headers, body) == 403
+        ]
+        assert refused == [name for name in asked if name != scope]
+    told = await ask.get("/v1/admin/tokens", headers=await token(ask, "read"))
+    assert told.json() == {"error": "token lacks scope: admin", "kind": "forbidden", "retryable": False}
+
+
+async def test_a_token_sees_nothing_beyond_its_namespaces(ask: Asking) -> None:
+    mine, other = await ask.created(namespace="a"), await ask.created(namespace="b")
+    headers = await token(ask, "read", "submit", "operate", "work", namespaces=["a"])
+
+    assert await status(ask, "GET", path(mine), headers) == 200
+    hidden = await ask.get(path(other), headers=headers)
+    unknown = await ask.get(path(fresh()), headers=headers)
+    assert (
+        (hidden.status_code, hidden.json())
+        == (unknown.status_code, unknown.json())
+        == (
+            404,
+            {"error": "not found: execution"},
+        )
+    )
+    assert await status(ask, "POST", path(other, "cancel"), headers, ask.cancel(other)) == 404
+    assert await status(ask, "POST", "/v1/executions", headers, ask.creation(namespace="a")) == 201
+    assert await status(ask, "POST", "/v1/executions", headers, ask.creation(namespace="b")) == 403
+    bulk = {"executions": [ask.creation(namespace="a"), ask.creation(namespace="b")]}
+    assert await status(ask, "POST", "/v1/executions/bulk", headers, bulk) == 403
+    flow_id, _ = await ask.flow(namespace="b")
+    assert await status(ask, "GET", f"/v1/flows/{flow_id}", headers) == 404
+    for concerns_all in (LIST, "/v1/lanes", "/v1/budgets"):
+        assert await status(ask, "GET", concerns_all, headers) == 403
+    claims = {"lanes": ["L"], "worker_instance_id": "i"}
+    assert await status(ask, "POST", "/v1/workers/w/claims", headers, claims) == 403
+    assert await status(ask, "GET", "/v1/executions/search", headers) == 400
+    assert await status(ask, "GET", "/v1/executions/search?namespace=b", headers) == 403
+    found = await ask.get("/v1/executions/search?namespace=a", headers=headers)
+    assert mine in [one["execution_id"] for one in found.json()["executions"]]
+
+
+async def test_a_handle_of_another_namespace_is_worth_nothing(ask: Asking) -> None:
+    await ask.created(namespace="b")
+    claims = {"lanes": ["L"], "worker_instance_id": "i"}
+    [work] = (await ask.post("/v1/workers/w/claims", claims)).json()["claimed"]
+    headers = await token(ask, "work", namespaces=["a"])
+
+    assert await status(ask, "POST", "/v1/leases/complete", headers, {"handle": work["handle"]}) == 404
+    renewed = await ask.post("/v1/leases/renew", {"handles": [work["handle"]]}, headers=headers)
+    assert renewed.json()["results"][0]["code"] == "execution_not_found"
+    assert await ask.state(work["execution_id"]) == "active"
+
+
+async def test_a_rotated_token_is_good_for_its_grace(ask: Asking, clock: ManualClock) -> None:
+    old = await token(ask, "read")
+    rotated = await ask.post(f"/v1/admin/tokens/{old['id']}/rotate", {"grace_ms": 1000})
+    new = {"Authorization": f"Bearer {rotated.json()['token']}"}
+
+    assert [await status(ask, "GET", LIST, headers) for headers in (old, new)] == [200, 200]
+    clock.pass_ms(1000)
+    ask.app.guard.forget()
+    assert [await status(ask, "GET", LIST, headers) for headers in (old, new)] == [401, 200]
+
+
+async def test_a_revoked_or_expired_token_is_refused(ask: Asking, clock: ManualClock) -> None:
+    revoked, short = await token(ask, "read"), await token(ask, "read", expires_in_ms=500)
+    where = f"/v1/admin/tokens/{revoked['id']}"
+    assert (await ask("DELETE", where)).json() == {"revoked": True}
+    assert (await ask("DELETE", where)).json() == {"revoked": False}
+    assert await status(ask, "POST", f"{where}/rotate", ROOT, {}) == 404
+    assert [await status(ask, "GET", LIST, headers) for headers in (revoked, short)] == [401, 200]
+    clock.pass_ms(500)
+    ask.app.guard.forget()
+    assert await status(ask, "GET", LIST, short) == 401
+
+
+async def test_tokens_are_kept_as_digests(ask: Asking, engine: Engine) -> None:
+    headers = await token(ask, "read", namespaces=["b", "a"])
+    listed = await ask.get("/v1/admin/tokens")
+    secret = headers["Authorization"].rpartition("_")[2]
+
+    [shown] = [one for one in listed.json()["tokens"] if one["token_id"] == headers["id"]]
+    assert (shown["name"], shown["scopes"], shown["namespaces"]) == ("t", ["read"], ["a", "b"])
+    assert secret not in listed.text
+    assert await engine.holder_of(f"ff_{'0' * 32}_{secret}") is None
+    with pytest.raises(InvalidInput, match="scopes: empty"):
+        await engine.make_api_token("t", [])
+    with pytest.raises(InvalidInput, match="'write' is none of"):
+        await engine.make_api_token("t", ["write"])
+    with pytest.raises(NotFound):
+        await engine.revoke_api_token("550e8400-e29b-41d4-a716-446655440000")
+
+
+async def test_the_token_before_is_good_while_callers_change(engine: Engine) -> None:
+    both = Asking(engine, ServerSettings(api_token=Secret("new"), previous_api_token=Secret("old")))
+    shown = [await status(both, "GET", LIST, {"Authorization": f"Bearer {one}"}) for one in ("new", "old", "older")]
+
+    assert shown == [200, 200, 401]
+
+
+async def test_too_many_requests_of_a_token_are_refused(engine: Engine) -> None:
+    limited = Asking(engine, ServerSettings(rate_limit=2))
+    answers = [await limited.get(LIST) for _ in range(4)]
+
+    assert [one.status_code for one in answers][:3] == [200, 200, 429]
+    refused = next(one for one in answers if one.status_code == 429)
+    assert refused.json()["kind"] == "rate_limit_exceeded"
+    assert refused.headers["retry-after"] == "1"
+    assert (await limited.get("/healthz")).status_code == 200
+
+
+def test_a_door_to_the_world_needs_a_token() -> None:
+    with pytest.raises(ConfigError, match="refusing to listen on 0.0.0.0 without a token"):
+        ServerSettings(host="0.0.0.0").check()
+    ServerSettings(host="0.0.0.0", api_token=Secret("t")).check()
+    ServerSettings(host="0.0.0.0", allow_unauthenticated=True).check()
+    for loopback in ("127.0.0.1", "127.8.0.1", "localhost", "::1"):
+        ServerSettings(host=loopback).check()
+
+
+def test_the_environment_is_read_as_the_reference_reads_it() -> None:
+    read = from_environment(
+        {
+            "FF_LISTEN_ADDR": "0.0.0.0:8080",
+            "FF_API_TOKEN": "t",
+            "FF_CORS_ORIGINS": "https://a.example, nonsense ,*",
+            "FF_LANES": " a, ,b",
+            "FF_MAX_CONCURRENT_TAIL": "3",
+            "FF_LEASE_EXPIRY_INTERVAL_MS": "100",
+            "FF_UNBLOCK_INTERVAL_S": "2.5",
+            "FF_FLOW_PARTITIONS": "8",
+            "RUST_LOG": "ff_server=debug,audit=info",
+        }
+    )
+    assert (read.host, read.port, read.cors_origins, read.lanes) == (
+        "0.0.0.0",
+        8080,
+        ("https://a.example", "*"),
+        ("a", "b"),
+    )
+    assert (read.engine.max_concurrent_stream_ops, read.engine.partitions.flow) == (3, 8)
+    assert (read.engine.sweeps.lease_expiry_ms, read.engine.sweeps.unblock_ms) == (100, 2500)
+    assert read.log == "debug"
+    assert from_environment({}).host == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("FF_LISTEN_ADDR", "nowhere"),
+        ("FF_FLOW_PARTITIONS", "0"),
+        ("FF_FLOW_PARTITIONS", "many"),
+        ("FF_CORS_ORIGINS", ""),
+        ("FF_LANES", ","),
+        ("FF_WAITPOINT_HMAC_SECRET", "abc"),
+        ("FF_LEASE_EXPIRY_INTERVAL_MS", "1.5"),
+        ("FF_MAX_CONCURRENT_STREAM_OPS", "0"),
+    ],
+)
+def test_a_bad_variable_is_named(name: str, value: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        from_environment({name: value})
+    assert str(refused.value).startswith(f"invalid value for {name}: ")
+    assert value not in ("abc",) or "abc" not in str(refused.value)
+
+
+async def test_no_secret_is_logged_and_operators_are(
+    ask: Asking, engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    execution_id = await ask.created()
+    headers = await token(ask, "read", "operate")
+    secret_hex = "ab" * 32
+    await ask.post("/v1/admin/rotate-waitpoint-secret", {"new_kid": "k2", "new_secret_hex": secret_hex})
+    await ask.post(path(execution_id, "cancel"), ask.cancel(execution_id), headers=headers)
+    await ask.get(path(execution_id), headers={"Authorization": "Bearer wr0ng-t0ken"})
+    await ask.get(f"/v1/waitpoints/{execution_id}/550e8400-e29b-41d4-a716-446655440000?token=k1:deadbeef")
+    signal = ask.signal(execution_id, "550e8400-e29b-41d4-a716-446655440000", "k1:deadbeef")
+    await ask.post(path(execution_id, "signal"), signal)
+
+    ours = [record for record in caplog.records if not record.name.startswith("httpx2")]  # the test's own client
+    lines = "\n".join(JsonLines().format(record) for record in ours)
+    for secret in ("s3cret", headers["Authorization"][7:], secret_hex, "wr0ng-t0ken", "deadbeef"):
+        assert secret not in lines
+    told = [(r.getMessage(), r.fields) for r in caplog.records if r.name == "flowfabric.audit"]  # type: ignore[attr-defined]
+    events = [event for event, _ in told]
+    assert "waitpoint_hmac_rotation_complete" in events
+    assert "make_api_token" in events
+    [(_, cancelled)] = [one for one in told if one[0] == "cancel_execution"]
+    assert (cancelled["about"], cancelled["outcome"]) == (execution_id, "done")
+    assert headers["id"] in cancelled["who"]
+    assert cancelled["request_id"]
+
+
+async def test_a_slow_request_is_given_up_when_a_limit_is_set(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    impatient = Asking(engine, ServerSettings(request_timeout_ms=50))
+
+    async def never(*_: object, **__: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(engine, "list_lanes", never)
+    answer = await impatient.get("/v1/lanes")
+
+    assert (answer.status_code, answer.json()) == (
+        504,
+        {"error": "timeout: request", "kind": "timeout", "retryable": False},
+    )

@@ -1,0 +1,222 @@
+"""Real connections: feeds and tails as server-sent events, shutdown under load, limits of the listener."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx2
+import msgspec
+import pytest
+
+from flowfabric.engine.engine import Engine
+from flowfabric.server import ServerSettings, create_app
+from flowfabric.server.serving import Server, seed
+from flowfabric.settings import Secret
+from tests.server.asking import Asking, path, serving, until
+
+
+class Events:
+    """What a follower hears."""
+
+    def __init__(self, lines: AsyncIterator[str]) -> None:
+        self._lines = lines
+        self.last_id = ""
+
+    async def next(self, name: str) -> Any:
+        """The next event of this name, as data."""
+        event = ""
+        async with asyncio.timeout(10):
+            async for line in self._lines:
+                field, _, value = line.partition(": ")
+                match field:
+                    case "id":
+                        self.last_id = value
+                    case "event":
+                        event = value
+                    case "data" if event == name:
+                        return json.loads(value)
+        raise AssertionError(f"the events ended without {name}")
+
+    async def ended(self) -> bool:
+        """Whether nothing more comes."""
+        async with asyncio.timeout(10):
+            return not [line async for line in self._lines if line]
+
+
+@pytest.fixture
+async def address(ask: Asking) -> AsyncIterator[str]:
+    async with serving(ask.app) as address:
+        yield address
+
+
+async def test_a_feed_is_followed_and_resumed_without_gap_or_repetition(ask: Asking, address: str) -> None:
+    async with httpx2.AsyncClient(base_url=address) as client:
+        async with client.stream("GET", "/v1/events/completions") as answer:
+            assert answer.headers["content-type"] == "text/event-stream"
+            events = Events(answer.aiter_lines())
+            await events.next("open")
+            first = await ask.completed()
+            told = await events.next("completion")
+            assert (told["execution_id"], told["outcome"]) == (first, "success")
+        missed = await ask.completed()
+        headers = {"Last-Event-ID": events.last_id}
+        async with client.stream("GET", "/v1/events/completions", headers=headers) as answer:
+            resumed = Events(answer.aiter_lines())
+            assert (await resumed.next("completion"))["execution_id"] == missed
+        async with client.stream("GET", "/v1/events/completions?from=start&namespace=ns") as answer:
+            everything = Events(answer.aiter_lines())
+            heard = [(await everything.next("completion"))["execution_id"] for _ in range(2)]
+            assert heard == [first, missed]
+        bad = await client.get("/v1/events/completions", headers={"Last-Event-ID": "zz"})
+        assert bad.status_code == 400
+
+
+@pytest.mark.parametrize("feed", ["leases", "signals", "operators"])
+async def test_every_feed_can_be_followed(ask: Asking, address: str, feed: str) -> None:
+    async with httpx2.AsyncClient(base_url=address) as client, client.stream("GET", f"/v1/events/{feed}") as answer:
+        events = Events(answer.aiter_lines())
+        await events.next("open")
+        execution_id = await ask.completed()
+        if feed == "leases":
+            assert (await events.next("lease"))["execution_id"] == execution_id
+        elif feed == "operators":
+            await ask.post(path(execution_id, "replay"))
+            assert (await events.next("operator"))["execution_id"] == execution_id
+
+
+async def test_a_stream_is_followed_to_its_end_and_resumed(ask: Asking, address: str) -> None:
+    held = await ask.claimed()
+    await ask.engine.append_frame(held.handle, b"one", frame_type="log")
+    where = path(held.execution_id, "attempts", 0, "stream", "events")
+    async with httpx2.AsyncClient(base_url=address) as client:
+        async with client.stream("GET", where) as answer:
+            events = Events(answer.aiter_lines())
+            assert (await events.next("frame"))["payload"] == "one"
+            seen = events.last_id
+            await ask.engine.append_frame(held.handle, b"two", frame_type="log")
+            assert (await events.next("frame"))["payload"] == "two"
+        await ask.engine.complete(held.handle)
+        async with client.stream("GET", where, headers={"Last-Event-ID": seen}) as answer:
+            rest = Events(answer.aiter_lines())
+            assert (await rest.next("frame"))["payload"] == "two"
+            assert (await rest.next("closed"))["closed_reason"] == "attempt_success"
+            assert await rest.ended()
+
+
+async def test_a_follower_that_leaves_leaves_nothing_behind(ask: Asking, address: str) -> None:
+    execution_id = await ask.created()
+    async with httpx2.AsyncClient(base_url=address) as client:
+        where = path(execution_id, "attempts", 0, "stream", "events")
+        async with client.stream("GET", where) as answer:
+            await anext(answer.aiter_lines())
+            await until(lambda: ask.engine.stream_ops.running == 1)
+    await until(lambda: ask.engine.stream_ops.running == 0 and not ask.app.on_closing)
+
+
+async def test_shutdown_under_load_finishes_requests_and_loses_nothing(ask: Asking) -> None:
+    """Requests in flight are answered, tails end with a clean event, what was acknowledged is there."""
+    ask.app.settings = msgspec.structs.replace(ask.app.settings, port=0)
+    server = Server(ask.app)
+    running = asyncio.create_task(server.serve())
+    await server.listening.wait()
+    address = f"http://127.0.0.1:{server.port}"
+    created: list[str] = []
+    stopped: list[str] = []
+
+    async def submit(client: httpx2.AsyncClient) -> None:
+        while True:
+            body = ask.creation()
+            try:
+                answer = await client.post("/v1/executions", json=body)
+            except httpx2.TransportError:  # a connection that was refused, or closed between two requests
+                stopped.append(body["execution_id"])
+                return
+            if answer.status_code != 201:
+                stopped.append(body["execution_id"])
+                return
+            created.append(body["execution_id"])
+
+    waiting_id = await ask.created(lane_id="other")
+    async with httpx2.AsyncClient(base_url=address, timeout=30) as client:  # noqa: SIM117 - the second is the first's
+        async with client.stream("GET", "/v1/events/completions") as followed:
+            events = Events(followed.aiter_lines())
+            await events.next("open")
+            tail = asyncio.create_task(
+                client.get(path(waiting_id, "attempts", 0, "stream", "tail") + "?block_ms=30000")
+            )
+            claim = asyncio.create_task(
+                client.post(
+                    "/v1/workers/w/claims",
+                    json={"worker_instance_id": "i", "lanes": ["empty"], "wait_ms": 30_000},
+                )
+            )
+            load = [asyncio.create_task(submit(client)) for _ in range(8)]
+            await until(lambda: len(created) > 20 and ask.engine.stream_ops.running > 0)
+            server.should_exit = True
+            async with asyncio.timeout(20):
+                assert await events.next("end") == {"reason": "shutdown"}
+                assert await events.ended()
+                assert (await tail).json() == {"frames": [], "count": 0}
+                assert (await claim).json() == {"claimed": []}
+                await asyncio.gather(*load)
+                await running
+    assert len(stopped) == 8
+    for execution_id in created:
+        assert await ask.engine.read_execution_state(execution_id) is not None
+
+
+async def test_a_server_that_shuts_down_is_not_ready(ask: Asking) -> None:
+    assert (await ask.get("/readyz")).json() == {"status": "ready"}
+    ask.app.begin_closing()
+    assert (await ask.get("/readyz")).status_code == 503
+
+
+async def test_headers_without_end_are_refused(ask: Asking, address: str) -> None:
+    async with httpx2.AsyncClient(base_url=address) as client:
+        answer = await client.get("/healthz", headers={"x-long": "x" * 100_000})
+
+    assert (answer.status_code, answer.json()) == (431, {"error": "headers too large"})
+
+
+async def test_raw_braces_and_chunked_bodies_are_understood_on_the_wire(ask: Asking, address: str) -> None:
+    execution_id = await ask.created()
+    port = int(address.rpartition(":")[2])
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(f"GET /v1/executions/{execution_id}/state HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
+    assert (await reader.read()).endswith(b'"waiting"')
+    writer.close()
+
+    body = json.dumps(ask.cancel(execution_id)).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    head = f"POST {path(execution_id, 'cancel')} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+    writer.write(f"{head}content-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n".encode())
+    for part in (body[:10], body[10:]):
+        writer.write(f"{len(part):x}\r\n".encode() + part + b"\r\n")
+    writer.write(b"0\r\n\r\n")
+    assert b"200 OK" in await reader.readuntil(b"\r\n")
+    writer.close()
+
+
+async def test_the_signing_key_is_seeded_once(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    await seed(engine, ServerSettings(waitpoint_secret=Secret("ff" * 32)))
+
+    assert (await engine.list_waitpoint_hmac_kids()).current_kid == "k1"
+    assert "the stored one holds" in caplog.text
+    assert "ff" * 32 not in caplog.text
+
+
+async def test_the_app_is_one_for_any_asgi_server(engine: Engine) -> None:
+    sent: list[Any] = []
+    messages = [{"type": "lifespan.startup"}, {"type": "lifespan.shutdown"}]
+
+    async def receive() -> Any:
+        return messages.pop(0)
+
+    async def send(message: Any) -> None:
+        sent.append(message["type"])
+
+    await create_app(engine)({"type": "lifespan"}, receive, send)
+    assert sent == ["lifespan.startup.complete", "lifespan.shutdown.complete"]

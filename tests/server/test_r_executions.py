@@ -1,0 +1,425 @@
+"""Executions, listing, claims, reclaims: scenarios R11 to R31 and the HTTP clauses of the execution scenarios."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from flowfabric.clock import ManualClock
+from flowfabric.errors import LeaseRevoked
+from tests.server.asking import Asking, fresh, path
+
+CLAIM = "/v1/workers/w1/claim"
+
+
+def claim(**given: object) -> dict[str, object]:
+    return {"lane_id": "L", "worker_instance_id": "w1-a", "grant_ttl_ms": 5000} | given
+
+
+async def test_r11_create(ask: Asking) -> None:
+    execution_id = fresh()
+    answer = await ask.post("/v1/executions", ask.creation(execution_id))
+
+    assert answer.status_code == 201
+    assert answer.json() == {"Created": {"execution_id": execution_id, "public_state": "waiting"}}
+
+
+async def test_r12_create_twice(ask: Asking) -> None:
+    body = ask.creation()
+    await ask.post("/v1/executions", body)
+    answer = await ask.post("/v1/executions", body)
+
+    assert (answer.status_code, answer.json()) == (200, {"Duplicate": {"execution_id": body["execution_id"]}})
+
+
+async def test_r13_get(ask: Asking) -> None:
+    execution_id = await ask.created()
+    info = (await ask.get(path(execution_id))).json()
+
+    assert info["created_at"].isdigit()
+    assert info["flow_id"] is None
+    assert not {"started_at", "completed_at"} & set(info)
+    vector = info["state_vector"]
+    assert (vector["lifecycle_phase"], vector["eligibility_state"], vector["ownership_state"]) == (
+        "runnable",
+        "eligible_now",
+        "unowned",
+    )
+    assert info["public_state"] == vector["public_state"] == "waiting"
+    assert (info["priority"], info["current_attempt_index"], info["blocking_detail"]) == (0, 0, "")
+
+
+async def test_r14_get_unknown(ask: Asking) -> None:
+    unknown = fresh()
+    answer = await ask.get(path(unknown))
+
+    assert (answer.status_code, answer.json()) == (404, {"error": f"execution not found: {unknown}"})
+
+
+async def test_r15_state_is_a_bare_string(ask: Asking) -> None:
+    execution_id = await ask.created()
+    answer = await ask.get(f"/v1/executions/{execution_id}/state")  # raw braces are fine, too
+
+    assert (answer.status_code, answer.text) == (200, '"waiting"')
+
+
+async def test_r16_priority_clamp(ask: Asking) -> None:
+    execution_id = await ask.created(priority=20_000)
+
+    assert (await ask.get(path(execution_id))).json()["priority"] == 9000
+
+
+async def test_r17_cancel_twice(ask: Asking) -> None:
+    execution_id = await ask.created()
+    for _ in range(2):
+        answer = await ask.post(path(execution_id, "cancel"), ask.cancel(execution_id))
+        assert answer.status_code == 200
+        assert answer.json() == {"Cancelled": {"execution_id": execution_id, "public_state": "cancelled"}}
+
+
+async def test_r18_replay_cancelled(ask: Asking) -> None:
+    execution_id = await ask.created()
+    await ask.post(path(execution_id, "cancel"), ask.cancel(execution_id))
+    answer = await ask.post(path(execution_id, "replay"))
+
+    assert (answer.status_code, answer.json()) == (200, {"Replayed": {"public_state": "waiting"}})
+    assert await ask.state(execution_id) == "waiting"
+
+
+async def test_r19_result_bytes(ask: Asking) -> None:
+    execution_id = await ask.completed(b"\x00\xffA")
+    answer = await ask.get(path(execution_id, "result"))
+
+    assert (answer.status_code, answer.content) == (200, b"\x00\xffA")
+    assert answer.headers["content-type"] == "application/octet-stream"
+
+
+async def test_r20_result_before_completion(ask: Asking) -> None:
+    execution_id = await ask.created()
+    answer = await ask.get(path(execution_id, "result"))
+
+    assert (answer.status_code, answer.json()) == (404, {"error": f"execution result not found: {execution_id}"})
+
+
+async def test_r21_revoke_without_lease(ask: Asking) -> None:
+    execution_id = await ask.created()
+    answer = await ask.post(path(execution_id, "revoke-lease"))
+
+    assert (answer.status_code, answer.json()) == (200, {"AlreadySatisfied": {"reason": "no_active_lease"}})
+
+
+async def test_r22_revoke_with_lease(ask: Asking) -> None:
+    held = await ask.claimed()
+    answer = await ask.post(path(held.execution_id, "revoke-lease"))
+
+    assert (answer.status_code, answer.json()) == (
+        200,
+        {"Revoked": {"lease_id": held.lease_id, "lease_epoch": "1"}},
+    )
+    with pytest.raises(LeaseRevoked):
+        await ask.engine.renew(held.handle)
+
+
+async def test_r23_empty_partition(ask: Asking) -> None:
+    answer = await ask.get("/v1/executions?partition=9")
+
+    assert (answer.status_code, answer.json()) == (200, {"executions": [], "next_cursor": None})
+
+
+async def test_r24_bad_cursor(ask: Asking) -> None:
+    answer = await ask.get("/v1/executions?partition=3&cursor=zzz")
+
+    assert answer.status_code == 400
+    assert answer.json()["error"].startswith("invalid cursor: ")
+
+
+@pytest.mark.parametrize("query", ["", "partition=x", "partition=-1", "partition=65536", "partition=1&limit=x"])
+async def test_a_bad_query_is_refused_in_json(ask: Asking, query: str) -> None:
+    answer = await ask.get(f"/v1/executions?{query}")
+
+    assert answer.status_code == 400
+    assert answer.json()["error"]
+
+
+async def test_r25_nothing_to_claim(ask: Asking) -> None:
+    answer = await ask.post(CLAIM, claim())
+
+    assert (answer.status_code, answer.content) == (204, b"")
+
+
+async def test_r26_grant(ask: Asking, clock: ManualClock) -> None:
+    execution_id = await ask.created()
+    answer = await ask.post(CLAIM, claim())
+
+    assert answer.status_code == 200
+    grant = answer.json()
+    assert (grant["execution_id"], grant["partition_key"], grant["grant_kind"]) == (execution_id, "{fp:7}", "claim")
+    assert grant["grant_key"]
+    assert 0 < grant["expires_at_ms"] - await ask.engine.ping() <= 5000
+
+
+@pytest.mark.parametrize("ttl", [0, 60_001])
+async def test_r27_ttl_too_large(ask: Asking, ttl: int) -> None:
+    answer = await ask.post(CLAIM, claim(grant_ttl_ms=ttl))
+
+    assert (answer.status_code, answer.json()) == (400, {"error": "grant_ttl_ms must be in 1..=60000"})
+
+
+async def test_r28_matching_capability(ask: Asking) -> None:
+    policy = {"routing_requirements": {"required_capabilities": ["gpu"]}}
+    execution_id = await ask.created(policy=policy)
+
+    assert (await ask.post(CLAIM, claim())).status_code == 204
+    granted = await ask.post(CLAIM, claim(capabilities=["gpu", "x"]))
+    assert (granted.status_code, granted.json()["execution_id"]) == (200, execution_id)
+
+
+async def test_r29_priority_order(ask: Asking) -> None:
+    low, high = await ask.created(priority=1), await ask.created(priority=10)
+    granted = [(await ask.post(CLAIM, claim())).json()["execution_id"] for _ in range(2)]
+
+    assert granted == [high, low]
+
+
+def reclaim(**given: object) -> dict[str, object]:
+    return {"worker_id": "w", "worker_instance_id": "w-2", "lane_id": "L", "grant_ttl_ms": 5000} | given
+
+
+async def test_r30_unknown_execution(ask: Asking) -> None:
+    answer = await ask.post(path(fresh(), "reclaim"), reclaim())
+
+    assert (answer.status_code, answer.json()) == (404, {"error": "not found: execution"})
+
+
+async def test_r31_not_reclaimable(ask: Asking) -> None:
+    execution_id = await ask.created()
+    answer = await ask.post(path(execution_id, "reclaim"), reclaim())
+
+    assert (answer.status_code, answer.json()) == (
+        200,
+        {"status": "not_reclaimable", "execution_id": execution_id, "detail": "execution_not_reclaimable"},
+    )
+
+
+@pytest.mark.parametrize(
+    ("where", "body", "text"),
+    [
+        ("/v1/workers/%20/claim", claim(), "worker_id: must not contain whitespace or control characters"),
+        (f"/v1/workers/{'w' * 257}/claim", claim(), "worker_id: exceeds 256 bytes (got 257)"),
+        (CLAIM, claim(worker_instance_id=""), "worker_instance_id: must not be empty"),
+        (CLAIM, claim(lane_id=""), "lane_id: lane_id is empty"),
+        (CLAIM, claim(lane_id="x" * 65), "lane_id: lane_id exceeds 64 bytes (got 65)"),
+        (CLAIM, claim(lane_id="a\tb"), "lane_id: lane_id contains non-ASCII-printable byte at index 1"),
+    ],
+)
+async def test_names_of_a_claim_are_checked(ask: Asking, where: str, body: object, text: str) -> None:
+    answer = await ask.post(where, body)
+
+    assert (answer.status_code, answer.json()) == (400, {"error": text})
+
+
+@pytest.mark.parametrize("token", ["", "a,b", "a b", "a\nb"])
+async def test_s_081_capabilities_of_a_claim_are_checked(ask: Asking, token: str) -> None:
+    answer = await ask.post(CLAIM, claim(capabilities=[token]))
+
+    assert answer.status_code == 400
+    assert answer.json()["error"].startswith("invalid_input")
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The HTTP clauses of the execution scenarios
+
+
+UUID = "550e8400-e29b-41d4-a716-446655440000"
+
+
+@pytest.mark.parametrize(
+    ("bad", "text"),
+    [
+        (UUID, f"execution_id is missing the `{{fp:N}}:` hash-tag prefix: {UUID}"),
+        (f"{{fp:1}}{UUID}", f"execution_id is missing the `{{fp:N}}:` hash-tag prefix: {{fp:1}}{UUID}"),
+        (f"{{fp:70000}}:{UUID}", f"execution_id partition index is not a valid u16: {{fp:70000}}:{UUID}"),
+        (f"{{fp:}}:{UUID}", f"execution_id partition index is not a valid u16: {{fp:}}:{UUID}"),
+        ("{fp:3}:not-a-uuid", "execution_id UUID suffix is not a valid UUID: {fp:3}:not-a-uuid"),
+    ],
+)
+async def test_ex_001_execution_id_parsing_rejects(ask: Asking, bad: str, text: str) -> None:
+    answer = await ask.get(path(bad))
+
+    assert (answer.status_code, answer.json()) == (400, {"error": f"invalid execution_id: {text}"})
+    assert (await ask.post("/v1/executions", ask.creation(bad))).status_code == 422
+
+
+async def test_ex_016_http_create_codes_and_limits(ask: Asking) -> None:
+    body = ask.creation()
+    assert [(await ask.post("/v1/executions", body)).status_code for _ in range(2)] == [201, 200]
+    size = 1_048_577
+    padded = json.dumps(ask.creation(creator_identity="")).encode()
+    padded += b" " * (size - len(padded))
+    headers = {"content-type": "application/json"}
+
+    large = await ask.post("/v1/executions", content=padded, headers=headers)
+
+    assert large.status_code == 413
+    assert large.json() == {"error": "payload_too_large", "limit_bytes": 1_048_576, "route": "/v1/executions"}
+    assert (await ask.post("/v1/executions", content=padded[:-1], headers=headers)).status_code == 201
+    assert (await ask.post("/v1/executions", ask.creation(UUID))).status_code == 422
+
+
+async def test_ex_043_result_presence(ask: Asking) -> None:
+    answers = [await ask.get(path(await ask.completed(result), "result")) for result in (None, b"", b"x")]
+
+    assert [(one.status_code, one.content) for one in answers[1:]] == [(200, b""), (200, b"x")]
+    assert answers[0].status_code == 404
+
+
+async def test_ex_055_cancel_after_terminal(ask: Asking) -> None:
+    execution_id = await ask.completed()
+    answer = await ask.post(path(execution_id, "cancel"), ask.cancel(execution_id))
+
+    assert (answer.status_code, answer.json()) == (
+        409,
+        {"error": "contention: ExecutionNotActive", "kind": "contention", "retryable": True},
+    )
+    exact = json.loads(answer.headers["x-ff-error"])
+    assert exact["code"] == "execution_not_active"
+    assert exact["facts"]["terminal_outcome"] == "success"
+
+
+async def test_ex_063_reclaim_grant_refusals(ask: Asking, clock: ManualClock) -> None:
+    held = await ask.claimed()
+    where = path(held.execution_id, "reclaim")
+    assert (await ask.post(where, reclaim())).json()["status"] == "not_reclaimable"
+    for ttl in (0, 60_001):
+        assert (await ask.post(where, reclaim(grant_ttl_ms=ttl))).status_code == 400
+
+    clock.pass_ms(60_000)
+    granted = await ask.post(where, reclaim())
+    assert (granted.status_code, granted.json()["status"], granted.json()["lane_id"]) == (200, "granted", "L")
+    again = await ask.post(where, reclaim())
+    assert (again.status_code, again.json()) == (
+        409,
+        {"error": "state_conflict: GrantAlreadyExists", "kind": "state_conflict", "retryable": False},
+    )
+
+
+async def test_ex_073_change_priority_clamps_and_refusals(ask: Asking) -> None:
+    execution_id = await ask.created()
+    where = path(execution_id, "priority")
+    changed = await ask.put(where, {"new_priority": 7})
+    assert (changed.status_code, changed.json()) == (200, {"Changed": {"execution_id": execution_id}})
+    for given, stored in ((10_000, 9000), (-5, 0)):
+        await ask.put(where, {"new_priority": given})
+        assert (await ask.get(path(execution_id))).json()["priority"] == stored
+
+    await ask.post(path(execution_id, "cancel"), ask.cancel(execution_id))
+    refused = await ask.put(where, {"new_priority": 7})
+    assert (refused.status_code, refused.json()["error"]) == (409, "contention: ExecutionNotEligible")
+    assert (await ask.put(path(fresh(), "priority"), {"new_priority": 7})).status_code == 404
+
+
+async def test_ex_075_replay_limits_and_gating(ask: Asking) -> None:
+    execution_id = await ask.created(policy={"max_replay_count": 1})
+    early = await ask.post(path(execution_id, "replay"))
+    assert (early.status_code, early.json()["kind"]) == (409, "execution_not_terminal")
+    await ask.post(path(execution_id, "cancel"), ask.cancel(execution_id))
+    assert (await ask.post(path(execution_id, "replay"))).status_code == 200
+    await ask.post(path(execution_id, "cancel"), ask.cancel(execution_id))
+
+    spent = await ask.post(path(execution_id, "replay"))
+
+    assert (spent.status_code, spent.json()) == (
+        409,
+        {"error": "max_replays_exhausted: MaxReplaysExhausted", "kind": "max_replays_exhausted", "retryable": False},
+    )
+    assert (await ask.post(path(fresh(), "replay"))).status_code == 404
+
+
+async def test_ex_078_listing_executions(ask: Asking) -> None:
+    five = sorted([await ask.created(execution_id=fresh(5)) for _ in range(15)])
+    for _ in range(3):
+        await ask.created(execution_id=fresh(6))
+    pages = []
+    page: dict[str, Any] = {"next_cursor": ""}
+    for _ in range(3):
+        page = (
+            await ask.get("/v1/executions", params={"partition": 5, "limit": 5, "cursor": page["next_cursor"]})
+        ).json()
+        pages.append(page["executions"])
+
+    assert [len(page) for page in pages] == [5, 5, 5]
+    assert [one for page in pages for one in page] == five
+    assert page["next_cursor"] is None
+    nothing = await ask.get("/v1/executions?partition=5&limit=0")
+    assert nothing.json() == {"executions": [], "next_cursor": None}
+    assert len((await ask.get("/v1/executions?partition=5&limit=5000")).json()["executions"]) == 15
+    gone = fresh(5)
+    after = (await ask.get("/v1/executions", params={"partition": 5, "cursor": gone})).json()["executions"]
+    assert after == [one for one in five if one > gone]
+
+
+async def test_what_the_caller_may_leave_out_is_filled_in(ask: Asking) -> None:
+    short = {"namespace": "ns", "lane_id": "L", "execution_kind": "task", "input_payload_b64": "aGk="}
+    made = await ask.post("/v1/executions", short)
+
+    assert made.status_code == 201
+    execution_id = made.json()["Created"]["execution_id"]
+    assert (await ask.engine.read_execution_context(execution_id)).input_payload == b"hi"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"input_payload": [256]},
+        {"input_payload": "hi"},
+        {"lane_id": ""},
+        {"lane_id": "x" * 65},
+        {"tags": {"a.b": 1}},
+        {"policy": []},
+        {"priority": "high"},
+        {"input_payload_b64": "aGk="},
+    ],
+)
+async def test_a_create_of_another_shape_is_unprocessable_and_creates_nothing(ask: Asking, wrong: object) -> None:
+    body = ask.creation() | wrong  # type: ignore[operator]
+    answer = await ask.post("/v1/executions", body)
+
+    assert (answer.status_code, answer.json()) == (422, {"error": "invalid JSON: Unprocessable Entity"})
+    assert (await ask.get(path(str(body["execution_id"])))).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("policy", "code"),
+    [
+        ({"routing_requirements": {"required_capabilities": ["a b"]}}, "invalid_capabilities: required:"),
+        ({"retry_policy": {"max_retries": "many"}}, "invalid_policy_json: "),
+    ],
+)
+async def test_a_policy_that_cannot_be_used_is_a_bad_request(ask: Asking, policy: object, code: str) -> None:
+    answer = await ask.post("/v1/executions", ask.creation(policy=policy))
+
+    assert answer.status_code == 400
+    assert answer.json()["error"].startswith(code)
+
+
+async def test_path_and_body_name_the_same(ask: Asking) -> None:
+    execution_id = await ask.created()
+    answer = await ask.post(path(execution_id, "cancel"), ask.cancel(fresh()))
+
+    assert (answer.status_code, answer.json()) == (
+        400,
+        {"error": "path execution_id does not match body execution_id"},
+    )
+
+
+async def test_a_holders_cancel_needs_its_fence(ask: Asking) -> None:
+    held = await ask.claimed()
+    where = path(held.execution_id, "cancel")
+    bare = await ask.post(where, ask.cancel(held.execution_id, source="lease_holder"))
+    assert (bare.status_code, bare.json()) == (400, {"error": "invalid_input: fence_required"})
+    fence: dict[str, Any] = {"lease_id": held.lease_id, "lease_epoch": held.lease_epoch, "attempt_id": held.attempt_id}
+    stale = await ask.post(where, ask.cancel(held.execution_id, source="lease_holder", **fence | {"lease_epoch": 9}))
+    assert (stale.status_code, stale.json()["error"]) == (409, "state_conflict: StaleLease")
+    assert (await ask.post(where, ask.cancel(held.execution_id, source="lease_holder", **fence))).status_code == 200

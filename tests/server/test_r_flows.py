@@ -1,0 +1,239 @@
+"""Flows, budgets, quotas: scenarios R46 to R57, S-039, S-058, S-096, S-097."""
+
+from __future__ import annotations
+
+import uuid
+
+import pytest
+
+from tests.server.asking import NOW, Asking, path
+
+STALE = {"error": "contention: StaleGraphRevision", "kind": "contention", "retryable": True}
+
+
+async def test_r46_stage_and_apply(ask: Asking) -> None:
+    flow_id, [a, b] = await ask.flow(2)
+    edge = ask.edge(flow_id, a, b)
+    where = f"/v1/flows/{flow_id}/edges"
+    staged = await ask.post(where, edge | {"expected_graph_revision": 2})
+    assert (staged.status_code, staged.json()) == (
+        201,
+        {"Staged": {"edge_id": edge["edge_id"], "new_graph_revision": 3}},
+    )
+    applied = [await ask.post(f"{where}/apply", edge | {"graph_revision": 3}) for _ in range(2)]
+
+    assert [(one.status_code, one.json()) for one in applied] == [
+        (200, {"Applied": {"unsatisfied_count": 1}}),
+        (200, "AlreadyApplied"),
+    ]
+    assert await ask.state(b) == "waiting_children"
+
+
+async def test_r47_stale_revision(ask: Asking) -> None:
+    flow_id, [a, b] = await ask.flow(2)
+    answer = await ask.post(f"/v1/flows/{flow_id}/edges", ask.edge(flow_id, a, b, expected_graph_revision=1))
+
+    assert (answer.status_code, answer.json()) == (409, STALE)
+
+
+async def test_r48_cycle(ask: Asking) -> None:
+    flow_id, [a, b] = await ask.flow(2)
+    await ask.connected(flow_id, a, b)
+    answer = await ask.post(f"/v1/flows/{flow_id}/edges", ask.edge(flow_id, b, a, expected_graph_revision=3))
+
+    assert (answer.status_code, answer.json()["kind"], answer.json()["retryable"]) == (409, "cycle_detected", False)
+
+
+async def test_r49_dependent_runs_after_success(ask: Asking) -> None:
+    flow_id, [a, b] = await ask.flow(2)
+    await ask.connected(flow_id, a, b)
+    held = await ask.engine.claim("L", worker_id="w", worker_instance_id="w-1")
+    assert held is not None
+    assert held.execution_id == a
+    await ask.engine.complete(held.handle)
+    await ask.engine.dispatched()
+
+    assert await ask.state(b) == "waiting"
+
+
+def cancellation(flow_id: str, policy: str) -> dict[str, object]:
+    return {"flow_id": flow_id, "reason": "r", "cancellation_policy": policy, "now": NOW}
+
+
+async def test_r50_cancel_again(ask: Asking) -> None:
+    flow_id, members = await ask.flow(1)
+    where = f"/v1/flows/{flow_id}/cancel"
+    first = await ask.post(where, cancellation(flow_id, "cancel_all"))
+    assert first.json()["CancellationScheduled"]["member_count"] == 1
+    again = await ask.post(where, cancellation(flow_id, "flow_only"))
+
+    assert (again.status_code, again.json()) == (
+        200,
+        {"Cancelled": {"cancellation_policy": "cancel_all", "member_execution_ids": members}},
+    )
+
+
+async def test_s_039_wait_mode_cancels_everybody(ask: Asking) -> None:
+    flow_id, members = await ask.flow(3)
+    held = await ask.engine.claim_many("L", 2, worker_id="w", worker_instance_id="w-1")
+    await ask.engine.complete(held[0].handle)
+    answer = await ask.post(f"/v1/flows/{flow_id}/cancel?wait=true", cancellation(flow_id, "cancel_all"))
+
+    assert answer.status_code == 200
+    assert sorted(answer.json()["Cancelled"]["member_execution_ids"]) == sorted(members)
+    states = {member: await ask.state(member) for member in members}
+    assert states.pop(held[0].execution_id) == "completed"
+    assert set(states.values()) == {"cancelled"}
+
+
+async def test_a_policy_that_is_none_is_refused_and_an_alias_is_known(ask: Asking) -> None:
+    flow_id, _ = await ask.flow()
+    where = f"/v1/flows/{flow_id}/cancel"
+
+    assert (await ask.post(where, cancellation(flow_id, "some"))).status_code == 400
+    assert (await ask.post(where, cancellation(flow_id, "cancel_flow_only"))).status_code == 200
+
+
+async def test_s_096_status_mapping(ask: Asking) -> None:
+    unknown = str(uuid.uuid4())
+    flow_id, [a, b] = await ask.flow(2)
+    held = await ask.claimed()
+
+    async def answer(where: str, body: object) -> tuple[int, str | None, bool | None]:
+        told = await ask.post(where, body)
+        return told.status_code, told.json().get("kind"), told.json().get("retryable")
+
+    assert await answer(f"/v1/flows/{unknown}/cancel", cancellation(unknown, "cancel_all")) == (404, None, None)
+    stale = ask.edge(flow_id, a, b, expected_graph_revision=9)
+    assert await answer(f"/v1/flows/{flow_id}/edges", stale) == (409, "contention", True)
+    own = ask.edge(flow_id, a, a)
+    assert await answer(f"/v1/flows/{flow_id}/edges", own) == (409, "self_referencing_edge", False)
+    other = await ask.created(execution_id=f"{a.partition('}')[0]}}}:{unknown}")
+    outside = ask.edge(flow_id, a, other)
+    assert await answer(f"/v1/flows/{flow_id}/edges", outside) == (409, "state_conflict", False)
+    assert await answer(path(held.execution_id, "replay"), None) == (409, "execution_not_terminal", False)
+    wrong = {"flow_id": flow_id, "execution_id": a, "now": NOW}
+    assert await answer(f"/v1/flows/{unknown}/members", wrong) == (400, None, None)
+    assert (await ask.get(f"/v1/budgets/{unknown}")).json() == {"error": "not found: budget"}
+
+
+async def test_adding_to_a_cancelled_flow_is_a_conflict(ask: Asking) -> None:
+    flow_id, [member] = await ask.flow(1)
+    await ask.post(f"/v1/flows/{flow_id}/cancel", cancellation(flow_id, "flow_only"))
+    partition = member.partition("}")[0]
+    late = await ask.created(execution_id=f"{partition}}}:{uuid.uuid4()}")
+    answer = await ask.post(f"/v1/flows/{flow_id}/members", {"flow_id": flow_id, "execution_id": late, "now": NOW})
+
+    assert (answer.status_code, answer.json()["kind"]) == (409, "flow_already_terminal")
+
+
+async def test_s_097_creation_statuses(ask: Asking) -> None:
+    flow_id, [member] = await ask.flow(1)
+    flow = {"flow_id": flow_id, "flow_kind": "dag", "namespace": "ns", "now": NOW}
+    again = await ask.post("/v1/flows", flow)
+    assert (again.status_code, again.json()) == (200, {"AlreadySatisfied": {"flow_id": flow_id}})
+    body = {"flow_id": flow_id, "execution_id": member, "now": NOW}
+    known = await ask.post(f"/v1/flows/{flow_id}/members", body)
+    assert (known.status_code, known.json()) == (
+        200,
+        {"AlreadyMember": {"execution_id": member, "node_count": 1}},
+    )
+
+
+@pytest.mark.parametrize(
+    ("where", "text"), [("/v1/flows/x", "invalid flow_id: "), ("/v1/budgets/x", "invalid budget_id: ")]
+)
+async def test_a_bad_id_in_a_path_is_named(ask: Asking, where: str, text: str) -> None:
+    answer = await ask.get(where)
+
+    assert answer.status_code == 400
+    assert answer.json()["error"].startswith(text)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Budgets and quotas
+
+
+async def test_r51_create(ask: Asking) -> None:
+    body = ask.budget()
+    answers = [await ask.post("/v1/budgets", body) for _ in range(2)]
+
+    assert [(one.status_code, one.json()) for one in answers] == [
+        (201, {"Created": {"budget_id": body["budget_id"]}}),
+        (200, {"AlreadySatisfied": {"budget_id": body["budget_id"]}}),
+    ]
+    assert (await ask.post("/v1/budgets", ask.budget(hard_limits=[1, 2]))).status_code == 400
+
+
+async def test_r52_status(ask: Asking) -> None:
+    status = (await ask.get(await ask.budgeted())).json()
+
+    assert not status["usage"].get("tokens")
+    assert (status["hard_limits"], status["soft_limits"]) == ({"tokens": 100}, {"tokens": 50})
+    assert (status["last_breach_at"], status["breach_count"]) == (None, 0)
+    assert {"last_breach_dim", "next_reset_at", "created_at"} <= set(status)
+
+
+async def usage(ask: Asking, where: str, tokens: int, **given: object) -> object:
+    answer = await ask.post(f"{where}/usage", {"dimensions": {"tokens": tokens}, "now": NOW} | given)
+    assert answer.status_code == 200
+    return answer.json()
+
+
+async def used(ask: Asking, where: str) -> int:
+    return int((await ask.get(where)).json()["usage"].get("tokens", 0))
+
+
+async def test_r53_soft_breach(ask: Asking) -> None:
+    where = await ask.budgeted(45)
+    told = await usage(ask, where, 10)
+
+    assert isinstance(told, dict)
+    assert (told["SoftBreach"]["dimension"], told["SoftBreach"]["soft_limit"]) == ("tokens", 50)
+    assert await used(ask, where) == 55
+
+
+async def test_r54_hard_breach_applies_nothing(ask: Asking) -> None:
+    where = await ask.budgeted(95)
+    told = await usage(ask, where, 10)
+
+    assert isinstance(told, dict)
+    breach = told["HardBreach"]
+    assert (breach["dimension"], breach["current_usage"], breach["hard_limit"]) == ("tokens", 95, 100)
+    assert await used(ask, where) == 95
+    assert (await ask.get(where)).json()["breach_count"] == 1
+
+
+async def test_r55_dedup(ask: Asking) -> None:
+    where = await ask.budgeted()
+
+    assert await usage(ask, where, 10, dedup_key="d1") == "Ok"
+    assert await usage(ask, where, 10, dedup_key="d1") == "AlreadyApplied"
+    assert await used(ask, where) == 10
+
+
+async def test_r56_reset(ask: Asking) -> None:
+    where = await ask.budgeted(40)
+    answer = await ask.post(f"{where}/reset")
+
+    assert (answer.status_code, answer.json()) == (200, {"Reset": {"next_reset_at": 0}})
+    assert await used(ask, where) == 0
+
+
+async def test_r57_create(ask: Asking) -> None:
+    quota = {
+        "quota_policy_id": str(uuid.uuid4()),
+        "window_seconds": 60,
+        "max_requests_per_window": 5,
+        "max_concurrent": 2,
+        "now": NOW,
+    }
+    answers = [await ask.post("/v1/quotas", quota) for _ in range(2)]
+    ref = {"quota_policy_id": quota["quota_policy_id"]}
+
+    assert [(one.status_code, one.json()) for one in answers] == [
+        (201, {"Created": ref}),
+        (200, {"AlreadySatisfied": ref}),
+    ]
+    shown = (await ask.get(f"/v1/quotas/{quota['quota_policy_id']}")).json()
+    assert (shown["max_requests_per_window"], shown["active_concurrency_cap"]) == (5, 2)
