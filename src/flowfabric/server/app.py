@@ -58,7 +58,7 @@ class App:
         self.on_closing: set[Callable[[], None]] = set()
         self.rotating = asyncio.Lock()
         self.guard = Guard(settings, engine)
-        self.spans = traces.spans()
+        self.spans: traces.Spans = traces.spans()
         self._rate = RateLimit(settings.rate_limit)
         self._cors = Cors(settings)
         self._timeout_s = settings.request_timeout_ms / 1000 or None

@@ -11,9 +11,9 @@ from flowfabric.server.routes import (
     health,
     lookups,
     signals,
+    spending,
     streams,
     waitpoint_pages,
-    work,
     workers,
 )
 
@@ -27,7 +27,7 @@ PAGES = (
     flows.routes,
     budgets.routes,
     workers.routes,
-    work.routes,
+    spending.routes,
     durable.routes,
     feeds.routes,
     waitpoint_pages.routes,
