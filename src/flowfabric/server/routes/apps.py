@@ -12,7 +12,7 @@ from flowfabric import ids
 from flowfabric.model import verdicts
 from flowfabric.model.api_token import Scope
 from flowfabric.server.ask import Ask, json, tagged, uuid_in
-from flowfabric.server.routes.work import USAGE
+from flowfabric.server.routes.spending import USAGE
 from flowfabric.server.table import WORK_LIMIT, Reply, Routes, Subject
 from flowfabric.server.wire import Body, Natural, checked, variants
 
