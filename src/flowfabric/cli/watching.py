@@ -74,11 +74,13 @@ def tail(
     ended = on_store(store, lambda engine: _Tail(engine, execution_id, name, json=json).run(follow=follow))
     if ended is None:
         return
+    succeeded = ended.outcome.value == "success"
+    reason = None if succeeded else ended.reason  # after a success it is that of an earlier attempt
     if json:
-        line({"ended": ended.outcome.value, "reason": ended.reason})
+        line({"ended": ended.outcome.value, "reason": reason})
     else:
-        typer.echo(f"· {ended.outcome.value}" + (f": {ended.reason}" if ended.reason else ""), err=True)
-    if ended.outcome.value != "success":
+        typer.echo(f"· {ended.outcome.value}" + (f": {reason.splitlines()[0]}" if reason else ""), err=True)
+    if not succeeded:
         raise typer.Exit(1)
 
 
