@@ -14,6 +14,7 @@ import sys
 import uuid
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Iterator, Sequence
+from importlib.util import find_spec
 from statistics import median, quantiles
 from time import perf_counter, time
 from typing import Any
@@ -23,6 +24,7 @@ import msgspec
 from flowfabric import __version__
 from flowfabric.bench.ground import ground
 from flowfabric.bench.throughput import Progress, Steps
+from flowfabric.errors import InvalidInput
 
 CLIENTS = 32
 LANE = "bench"
@@ -56,6 +58,8 @@ async def http(
     url: str, *, requests: int, rounds: int = 3, clients: int = CLIENTS, progress: Progress | None = None
 ) -> HttpReport:
     """Measure on a scratch store beside the named one."""
+    if find_spec("fastapi") is None:
+        raise InvalidInput("the bare route to compare with needs FastAPI: pip install fastapi")
     tell = Steps(progress, 4 * rounds)
     found: dict[str, list[Rate]] = {"control": [], "create": [], "claim": [], "complete": []}
     async with ground(url) as place, _server("control") as control, _server("fabric", place.url) as ours:

@@ -14,6 +14,8 @@ from flowfabric.errors import InvalidInput
 
 HAS_PYDANTIC = importlib.util.find_spec("pydantic") is not None
 
+LONGEST_SCHEMA = 16_384
+
 json_bytes = msgspec.json.Encoder().encode
 from_json = msgspec.json.Decoder().decode
 
@@ -45,6 +47,15 @@ class Shape:
             return plain if self.annotation is Any else msgspec.convert(plain, self.annotation)
         except (TypeError, ValueError, msgspec.ValidationError) as fault:
             raise InvalidInput(f"{name}: {_words(fault)}") from fault
+
+    def schema(self) -> str | None:
+        """The JSON schema of the annotation, for forms; None for what has none, or a very long one."""
+        try:
+            document = msgspec.json.schema(self.annotation) if self._adapter is None else self._adapter.json_schema()
+        except (TypeError, ValueError):
+            return None
+        text = json_bytes(document).decode()
+        return text if len(text) <= LONGEST_SCHEMA else None
 
 
 class Signature:

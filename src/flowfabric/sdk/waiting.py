@@ -13,8 +13,8 @@ import msgspec
 
 from flowfabric.engine.asks import Count, CountKind, GateArgs
 from flowfabric.errors import ExecutionNotActive, FabricError, InvalidInput
-from flowfabric.ids import ExecutionId, partition_of
-from flowfabric.model.gate import GateEnd, GateKind, Vote
+from flowfabric.ids import ExecutionId, digest8, partition_of
+from flowfabric.model.gate import GateEnd, GateKind, GateMemo, Vote
 from flowfabric.sdk.approvals import Approval
 from flowfabric.sdk.codec import Shape, from_json
 from flowfabric.sdk.durations import Duration, to_ms
@@ -121,8 +121,11 @@ class Waiting(ABC):
         )
         if self.app.on_ask is not None:
             self.app.on_ask(self._itself, name, shape)
-        if show is not None:
-            await self.engine.set_execution_tags(self.run_id, {"ff.show": msgspec.json.encode(show).decode()})
+        told = {} if show is None else {"ff.show": msgspec.json.encode(show).decode()}
+        if schema := Shape(shape).schema():  # what the page behind a link asks for
+            told[f"ff.ask.{digest8(name)}"] = schema
+        if told and not isinstance(opened, GateMemo):
+            await self.engine.set_execution_tags(self.run_id, told)
         return Approval(
             self.durable,
             Shape(shape),

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
+import msgspec
+
 Schema = dict[str, Any]
 
 
@@ -123,12 +125,11 @@ def _read(text: str, schema: Schema, name: str) -> Any:
             case _:
                 return _json(text)
     except ValueError:
-        raise NotFilledIn(f"{label}: not a {schema.get('type', 'JSON value')}") from None
+        needed = {"integer": "a whole number", "number": "a number"}.get(schema.get("type", ""), "JSON")
+        raise NotFilledIn(f"{label}: {needed} is needed") from None
 
 
 def _json(text: str) -> Any:
-    import msgspec
-
     try:
         return msgspec.json.decode(text)
     except msgspec.DecodeError as fault:

@@ -17,7 +17,6 @@ REASONS = {
     200: "Done",
     201: "Created",
     204: "Nothing there",
-    303: "See the page",
     400: "The request is wrong",
     401: "No valid token",
     403: "The token is not good for this",
@@ -57,6 +56,7 @@ def document(table: Table) -> dict[str, Any]:
         "paths": paths,
         "components": {
             "schemas": schemas.components,
+            "responses": {str(status): _refusal(status, schemas) for status in REASONS if status >= 400},
             "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
         },
     }
@@ -99,7 +99,7 @@ def _operation(page: Routes, operation: Operation, schemas: _Schemas) -> dict[st
         "responses": {
             **{str(status): _answer(status, kind, schemas) for status, kind in operation.answers.items()},
             **{
-                str(status): _refusal(status, schemas)
+                str(status): {"$ref": f"#/components/responses/{status}"}
                 for status in sorted(refusals(operation))
                 if status not in operation.answers
             },

@@ -1,0 +1,20 @@
+"""`python -m flowfabric.server > docs/openapi.json`: the description of the API, as it is kept in the repository."""
+
+from __future__ import annotations
+
+import sys
+
+import msgspec
+
+from flowfabric.server import openapi
+from flowfabric.server.routes import PAGES
+from flowfabric.server.table import Table
+
+
+def written() -> str:
+    """The document, in the form that people review."""
+    return msgspec.json.format(msgspec.json.encode(openapi.document(Table(*PAGES))), indent=2).decode() + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(written())

@@ -1,0 +1,116 @@
+"""The description of the API: kept in the repository, true, and complete."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, settings
+from schemathesis.specs.openapi import checks
+
+from flowfabric import connect
+from flowfabric.server import ServerSettings, create_app
+from flowfabric.server.__main__ import written
+from flowfabric.server.routes import PAGES
+from flowfabric.server.serving import Server, seed
+
+KEPT = Path(__file__).parents[2] / "docs" / "openapi.json"
+FEW = 3
+EXAMPLES = int(os.environ.get("FF_API_EXAMPLES", FEW))  # more of them are drawn at random
+EXECUTION = "{fp:7}:550e8400-e29b-41d4-a716-446655440000"
+FLOW = "550e8400-e29b-41d4-a716-446655440000"
+
+
+def test_the_kept_description_is_the_served_one() -> None:
+    assert KEPT.read_text() == written(), "run: python -m flowfabric.server > docs/openapi.json"
+
+
+def test_every_operation_is_named_once_and_says_what_it_does() -> None:
+    operations = [operation for page in PAGES for operation in page.operations]
+    names = [operation.name for operation in operations]
+
+    assert sorted(set(names)) == sorted(names)
+    assert [operation.name for operation in operations if not operation.summary] == []
+
+
+def test_every_route_stands_in_the_documents_table() -> None:
+    table = (KEPT.parent / "server.md").read_text()
+    missing = [
+        f"{operation.method} {operation.path}"
+        for page in PAGES
+        for operation in page.operations
+        if f"| {operation.method} | `{operation.path}` |" not in table
+    ]
+
+    assert missing == []
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server in a thread, for a tool that asks synchronously."""
+    url = f"sqlite:///{tmp_path_factory.mktemp('api')}/ff.db"
+    ready, found = threading.Event(), list[Any]()
+
+    async def run() -> None:
+        async with await connect(url) as engine:
+            app = create_app(engine, ServerSettings(port=0))
+            await seed(engine, app.settings)
+            await engine.create_execution(execution_id=EXECUTION)
+            await engine.create_flow(FLOW)
+            await engine.create_budget(FLOW, dimensions=["tokens"], hard_limits=[9], soft_limits=[5])
+            await engine.create_quota_policy(FLOW, window_seconds=1, max_requests_per_window=1, max_concurrent=1)
+            server = Server(app)
+            found.append(server)
+            serving = asyncio.create_task(server.serve())
+            await server.listening.wait()
+            ready.set()
+            await serving
+
+    thread = threading.Thread(target=lambda: asyncio.run(run()))
+    thread.start()
+    ready.wait(30)
+    yield f"http://127.0.0.1:{found[0].port}"
+    found[0].should_exit = True
+    thread.join(30)
+
+
+schema = schemathesis.openapi.from_path(KEPT)
+
+
+@schema.hook
+def map_path_parameters(context: Any, path_parameters: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Let half of the requests be about something that is there."""
+    given = dict(path_parameters or {})
+    known = {"/v1/executions": EXECUTION, "/v1/flows": FLOW, "/v1/budgets": FLOW, "/v1/quotas": FLOW}
+    for prefix, name in known.items():
+        if "id" in given and context.operation.path.startswith(prefix) and len(str(given["id"])) % 2:
+            given["id"] = name
+    return given if path_parameters is not None else None
+
+
+@schema.exclude(path_regex="/v1/events/|/stream/events|/stream/tail").parametrize()
+@settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    derandomize=EXAMPLES == FEW,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+def test_no_request_meets_a_fault_or_an_answer_that_is_not_described(
+    case: schemathesis.Case[Any], address: str
+) -> None:
+    case.call_and_validate(
+        base_url=address,
+        checks=[
+            schemathesis.checks.not_a_server_error,
+            checks.status_code_conformance,
+            checks.content_type_conformance,
+            checks.response_schema_conformance,
+        ],
+    )
