@@ -26,7 +26,7 @@ from flowfabric.model.execution import Execution, LineKey
 from flowfabric.model.states import LifecyclePhase, OwnershipState
 from flowfabric.model.stream import Frame
 from flowfabric.model.suspension import Waitpoint
-from flowfabric.rules.change import Change, Decision, Delete, FromNow, Insert, Patch, Put, spelled_out
+from flowfabric.rules.change import Change, Decision, Delete, FromNow, Insert, Patch, spelled_out
 from flowfabric.settings import Settings
 from flowfabric.stores.base import Loaded, Scan, Store, Want
 from flowfabric.stores.rows import TABLE
@@ -259,15 +259,14 @@ class Core:
 
     def _note_due(self, change: Change, committed_at: int) -> None:
         """Wake a sweep of this process that meant to look only after an instant that has just been written."""
-        for (row, column), planned_at in self.planned.items():
-            for write in change.writes:
-                match write:
-                    case Patch(row=patched, fields=fields) if patched is row:
-                        instant = fields.get(column)
-                    case Insert(row=new) | Put(row=new) if type(new) is row:
-                        instant = getattr(new, column)
-                    case _:
-                        continue
+        for write in change.writes:  # compared by type: this runs for every change
+            if type(write) is Delete:
+                continue
+            written = write.row if type(write) is Patch else type(write.row)
+            for (row, column), planned_at in self.planned.items():
+                if row is not written:
+                    continue
+                instant = write.fields.get(column) if type(write) is Patch else getattr(write.row, column)
                 if isinstance(instant, FromNow):
                     instant = committed_at + instant.offset
                 self._note_instant(row, column, instant, planned_at)
