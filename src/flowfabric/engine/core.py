@@ -39,6 +39,7 @@ SEEN_LIMIT = 20_000
 PATIENCE_S = 15.0
 MINTED = (Waitpoint, Frame)  # rows that are told in no feed, and whose ids or places are one call's own
 HISTORY = 1000
+NOTHING: dict[str, int] = {}
 
 
 class Doubt(msgspec.Struct, frozen=True):
@@ -66,7 +67,7 @@ class Core:
         self.chance: Callable[[], float] = random.random
         self._seen: dict[str, Execution] = {}
         self._lines: dict[str, set[LineKey]] = {}
-        self.planned: dict[tuple[type[msgspec.Struct], str], int] = {}  # when this process looks at an instant next
+        self.planned: dict[type[msgspec.Struct], dict[str, int]] = {}  # by row and column: when we look at it next
         self._untold: set[str] = set()
         self._decided_lanes: set[str] = set()  # lanes where this process put work that is claimed by decision
         self._takeovers: set[str] = set()  # those where some of it is up for takeover
@@ -231,10 +232,9 @@ class Core:
         assert change.form is not None
         (execution_id,) = change.guards[0].key
         self._seen.pop(execution_id, None)
-        if self.planned:
-            for (row, column), planned_at in self.planned.items():
-                if row is Execution and isinstance(instant := change.form.fields.get(column), FromNow):
-                    self._note_instant(row, column, committed_at + instant.offset, planned_at)
+        for column, planned_at in self.planned.get(Execution, NOTHING).items():
+            if isinstance(instant := change.form.fields.get(column), FromNow):
+                self._note_instant(Execution, column, committed_at + instant.offset, planned_at)
         self.tell((FEED, end_topic(execution_id)))
 
     def tell(self, topics: Collection[str]) -> None:
@@ -262,10 +262,8 @@ class Core:
         for write in change.writes:  # compared by type: this runs for every change
             if type(write) is Delete:
                 continue
-            written = write.row if type(write) is Patch else type(write.row)
-            for (row, column), planned_at in self.planned.items():
-                if row is not written:
-                    continue
+            row: Any = write.row if type(write) is Patch else type(write.row)
+            for column, planned_at in self.planned.get(row, NOTHING).items():
                 instant = write.fields.get(column) if type(write) is Patch else getattr(write.row, column)
                 if isinstance(instant, FromNow):
                     instant = committed_at + instant.offset
@@ -277,10 +275,9 @@ class Core:
 
     def note_taken(self, rows: Sequence[Execution]) -> None:
         """The same for rows that the store claimed by itself."""
-        for (row, column), planned_at in self.planned.items():
-            if row is Execution:
-                for taken in rows:
-                    self._note_instant(row, column, getattr(taken, column), planned_at)
+        for column, planned_at in self.planned.get(Execution, NOTHING).items():
+            for taken in rows:
+                self._note_instant(Execution, column, getattr(taken, column), planned_at)
 
     def _note_line(self, line: LineKey | None, topics: set[str]) -> None:
         if line is None:
