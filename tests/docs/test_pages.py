@@ -20,7 +20,9 @@ PAGES = sorted(page.name for page in DOCS.glob("*.md") if page.name not in TYPED
 
 
 @pytest.mark.parametrize("name", PAGES)
-async def test_the_code_of_the_page_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_code_of_the_page_runs(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     module = ModuleType("page")
     monkeypatch.setitem(sys.modules, "page", module)
     monkeypatch.chdir(tmp_path)
@@ -29,6 +31,9 @@ async def test_the_code_of_the_page_runs(name: str, tmp_path: Path, monkeypatch:
     ran = await run_module(DOCS / name, found, module)
 
     assert ran == len(found) > 0
+    told = [line for block in found for line in re.findall(r"print\(.*?\)\s+# (.*)", block.code)]
+    printed = iter(capsys.readouterr().out.splitlines())
+    assert [line for line in told if line not in printed] == [], "printed otherwise, or not in this order"
 
 
 async def test_the_diagram_of_states_is_what_the_rules_say() -> None:
