@@ -13,12 +13,14 @@ from flowfabric.rules.frames import StreamPage, SummaryView
 from flowfabric.rules.lease import Fence
 from flowfabric.rules.mailbox import MailArgs
 from flowfabric.rules.parking import GateArgs
+from flowfabric.rules.policy import PARTS as POLICY_PARTS
 from flowfabric.rules.signals import Accepted, Duplicate, SignalArgs
 from flowfabric.rules.streams import BestEffort
 from flowfabric.rules.suspend_args import Fresh, ResumePolicy, SuspendArgs, UsePending
 from flowfabric.rules.tokens import WaitpointToken
 
 __all__ = [
+    "POLICY_PARTS",
     "Accepted",
     "AllOf",
     "BestEffort",

@@ -293,7 +293,7 @@ class Executions(Core):
         fields = self.opened(handle)
         why = limits.text("reason", reason)
         return await self.settle_execution(
-            fields.execution_id, lambda row, _: cancel.cancel_by_handle(row, _fence(fields), why)
+            fields.execution_id, lambda row, _: cancel.cancel(row, _fence(fields), cancel.WORKER, why)
         )
 
     async def cancel_execution(

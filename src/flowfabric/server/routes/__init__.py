@@ -2,6 +2,7 @@
 
 from flowfabric.server.routes import (
     admin,
+    apps,
     budgets,
     claims,
     durable,
@@ -11,9 +12,9 @@ from flowfabric.server.routes import (
     health,
     lookups,
     signals,
+    spending,
     streams,
     waitpoint_pages,
-    work,
     workers,
 )
 
@@ -27,8 +28,9 @@ PAGES = (
     flows.routes,
     budgets.routes,
     workers.routes,
-    work.routes,
+    spending.routes,
     durable.routes,
+    apps.routes,
     feeds.routes,
     waitpoint_pages.routes,
     admin.routes,

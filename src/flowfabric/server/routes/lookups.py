@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import UNSET, Meta, UnsetType
 
+from flowfabric import ids
 from flowfabric.engine.engine import Capabilities
 from flowfabric.engine.reads import ExecutionSnapshot, HistoryEntry, LanePage, SnapshotPage
 from flowfabric.engine.suspensions import SuspendedPage
 from flowfabric.model.answers import AttemptView
+from flowfabric.model.api_token import Scope
 from flowfabric.server.ask import Ask, found, json
 from flowfabric.server.problems import bad_request
 from flowfabric.server.table import Param, Reply, Routes, Subject
-from flowfabric.server.wire import CURSOR, LIMIT
+from flowfabric.server.wire import CURSOR, LIMIT, Body, checked
 
 routes = Routes("lookups")
 
@@ -118,21 +121,55 @@ class Ended(msgspec.Struct, frozen=True):
     has_result: bool
     encoding: str | None
     reason: str | None
+    result_b64: bytes | UnsetType | None = UNSET
 
 
 @routes.get(
     f"{ONE}/end",
     {200: Ended, 204: None},
     subject=Subject.EXECUTION,
-    query=(Param("wait_ms", {"type": "integer", "minimum": 0, "maximum": 30_000}),),
+    query=(
+        Param("wait_ms", {"type": "integer", "minimum": 0, "maximum": 30_000}),
+        Param("result", {"type": "string", "enum": ["true", "1", "false", "0"]}),
+    ),
     long=True,
 )
 async def await_end(ask: Ask[None]) -> Reply:
-    """How an execution ended, waited for up to `wait_ms`; 204 when it has not."""
+    """How an execution ended, waited for up to `wait_ms`, with `result=true` also its result; 204 when it has not."""
     ended = await ask.engine.await_end(ask.execution_id, max_wait_ms=min(ask.number("wait_ms", 0), 30_000))
     if ended is None:
         return Reply(204)
-    return json(Ended(ended.execution_id, ended.outcome.value, ended.result is not None, ended.encoding, ended.reason))
+    return json(
+        Ended(
+            ended.execution_id,
+            ended.outcome.value,
+            ended.result is not None,
+            ended.encoding,
+            ended.reason,
+            ended.result if ask.query("result") in ("true", "1") else UNSET,
+        )
+    )
+
+
+class ResultsBody(Body, frozen=True):
+    execution_ids: Annotated[list[str], Meta(max_length=1000)]
+
+    def __post_init__(self) -> None:
+        checked(ids.parse_execution_id, *self.execution_ids)
+
+
+class ResultsOf(msgspec.Struct, frozen=True):
+    """Results in base64 by execution; null for one that has none."""
+
+    results: dict[str, bytes | None]
+
+
+@routes.post("/v1/executions/results", {200: ResultsOf}, body=ResultsBody, scope=Scope.READ, subject=Subject.OWN)
+async def read_results(ask: Ask[ResultsBody]) -> Reply:
+    """The results of many executions in one trip."""
+    for execution_id in ask.body.execution_ids:
+        await ask.may_touch(execution_id)
+    return json(ResultsOf(await ask.engine.read_results(ask.body.execution_ids)))
 
 
 @routes.get("/v1/lanes", {200: LanePage}, query=(CURSOR, LIMIT))
