@@ -69,6 +69,13 @@ def page() -> str:
     return "\n".join(parts)
 
 
+def outline(text: str) -> list[str]:
+    """The names and signatures of a page, without its words: those may be improved before the page is written anew."""
+    text = re.sub(r"\| (`\w+`) \|.*", r"\1", text)
+    kept = re.findall(r"^##[^\n]*|^\* `[^\n]*|^`\w+`$|^```$.*?^```$", text, flags=re.DOTALL | re.MULTILINE)
+    return [part.strip() for part in kept]
+
+
 def _entry(thing: Any) -> Iterator[str]:
     name = thing.__name__
     yield f"### `{name}`\n"
