@@ -75,6 +75,8 @@ async def test_a_token_sees_nothing_beyond_its_namespaces(ask: Asking) -> None:
     assert await status(ask, "POST", path(other, "cancel"), headers, ask.cancel(other)) == 404
     assert await status(ask, "POST", "/v1/executions", headers, ask.creation(namespace="a")) == 201
     assert await status(ask, "POST", "/v1/executions", headers, ask.creation(namespace="b")) == 403
+    child = ask.creation(namespace="a", parent_id=other)
+    assert await status(ask, "POST", "/v1/executions", headers, child) == 404
     bulk = {"executions": [ask.creation(namespace="a"), ask.creation(namespace="b")]}
     assert await status(ask, "POST", "/v1/executions/bulk", headers, bulk) == 403
     flow_id, _ = await ask.flow(namespace="b")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import aclosing
 from json import dumps
 from time import perf_counter
 from typing import Any
@@ -88,7 +89,7 @@ class App:
         headers: dict[bytes, bytes] = dict(scope["headers"])
         shown = headers.get(b"x-request-id")
         request_id = shown.decode() if shown and _REQUEST_ID(shown) else self.engine.minter.uuid()
-        resource, params = self.table.find(scope["raw_path"])
+        resource, params = self.table.find(_path(scope))
         if (preflight := self._cors.preflight(method, headers)) is not None:
             await _whole(send, preflight, request_id, method)
             return
@@ -175,7 +176,7 @@ class App:
         """Read the body within its limit and make of it what the route expects."""
         limit = operation.limit
         length = ask.headers.get(b"content-length")
-        if length is not None and length.isdigit() and int(length) > limit:
+        if length is not None and length.isdigit() and (len(length) > 18 or int(length) > limit):
             raise TooLarge(limit, operation.path)
         decoder = operation.decoder
         if decoder is not None and not _JSON_TYPE(ask.headers.get(b"content-type", b"")):
@@ -236,6 +237,13 @@ def _one_line(error: errors.FabricError) -> str:
 # The wire
 
 
+def _path(scope: Scope) -> bytes:
+    """The path as it was sent, below the place where the application is mounted."""
+    raw: bytes = scope.get("raw_path") or scope["path"].encode()
+    mounted: str = scope.get("root_path", "")
+    return raw.removeprefix(mounted.encode()) if mounted else raw
+
+
 async def _whole(
     send: Send, reply: Reply, request_id: str, method: str, more: tuple[tuple[str, str], ...] = ()
 ) -> None:
@@ -259,8 +267,9 @@ async def _live(send: Send, live: Live, request_id: str, method: str, more: tupl
     ]
     await send({"type": "http.response.start", "status": 200, "headers": head})
     if method != "HEAD":
-        async for part in live.events:
-            await send({"type": "http.response.body", "body": part, "more_body": True})
+        async with aclosing(live.events):
+            async for part in live.events:
+                await send({"type": "http.response.body", "body": part, "more_body": True})
     await send({"type": "http.response.body", "body": b""})
 
 
