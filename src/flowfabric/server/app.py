@@ -23,6 +23,7 @@ from flowfabric.server.ask import JSON, Ask, encode, execution_in, uuid_in
 from flowfabric.server.auth import ANYBODY, Guard, Principal, RateLimit
 from flowfabric.server.cors import Cors
 from flowfabric.server.metrics import HttpMeters
+from flowfabric.server.once import Once, key_of
 from flowfabric.server.problems import Problem, Refused, TooLarge, exact, problem_of
 from flowfabric.server.routes import PAGES
 from flowfabric.server.settings import ServerSettings
@@ -58,6 +59,8 @@ class App:
         self.closing = asyncio.Event()
         self.on_closing: set[Callable[[], None]] = set()
         self.rotating = asyncio.Lock()
+        self.once = Once()
+        self.waiting_claims: dict[str, set[Callable[[], None]]] = {}  # by worker instance: how to end them
         self.guard = Guard(settings, engine)
         self.spans: traces.Spans = traces.spans()
         self._rate = RateLimit(settings.rate_limit)
@@ -97,7 +100,10 @@ class App:
         operation = None if resource is None else resource.operation(method)
         template = "unknown" if resource is None else resource.template
         with self.spans.request(method, template, headers):
-            reply = await self._answered(ask, method, resource, operation)
+            if (key := key_of(method, scope["raw_path"], headers)) is None:
+                reply = await self._answered(ask, method, resource, operation)
+            else:
+                reply = await self.once.answer(key, lambda: self._answered(ask, method, resource, operation))
         allowing = self._cors.allowing(headers) if self._cors.is_on else ()
         if isinstance(reply, Live):
             status = 200

@@ -2,6 +2,7 @@
 
 from flowfabric.server.routes import (
     admin,
+    apps,
     budgets,
     claims,
     durable,
@@ -29,6 +30,7 @@ PAGES = (
     workers.routes,
     spending.routes,
     durable.routes,
+    apps.routes,
     feeds.routes,
     waitpoint_pages.routes,
     admin.routes,

@@ -17,7 +17,7 @@ from flowfabric.model.api_token import Scope
 from flowfabric.model.states import PublicState
 from flowfabric.server import traces
 from flowfabric.server.ask import Ask, encode, found, json, same, tagged, variant
-from flowfabric.server.problems import bad_request, problem_of
+from flowfabric.server.problems import bad_request, told
 from flowfabric.server.table import BULK_LIMIT, CREATE_LIMIT, OCTETS, Param, Reply, Routes, Subject
 from flowfabric.server.wire import CURSOR, LIMIT, Body, Octets, Whole, checked, octets, variants
 
@@ -150,7 +150,7 @@ async def create_executions(ask: Ask[BulkBody]) -> Reply:
 
 
 def _each(answer: answers.Created | answers.Duplicate | errors.FabricError) -> Any:
-    return problem_of(answer)[1] if isinstance(answer, errors.FabricError) else variant(answer)
+    return told(answer) if isinstance(answer, errors.FabricError) else variant(answer)
 
 
 @routes.get(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from flowfabric import ids
 from flowfabric.engine.engine import Capabilities
@@ -121,21 +121,34 @@ class Ended(msgspec.Struct, frozen=True):
     has_result: bool
     encoding: str | None
     reason: str | None
+    result_b64: bytes | UnsetType | None = UNSET
 
 
 @routes.get(
     f"{ONE}/end",
     {200: Ended, 204: None},
     subject=Subject.EXECUTION,
-    query=(Param("wait_ms", {"type": "integer", "minimum": 0, "maximum": 30_000}),),
+    query=(
+        Param("wait_ms", {"type": "integer", "minimum": 0, "maximum": 30_000}),
+        Param("result", {"type": "string", "enum": ["true", "1", "false", "0"]}),
+    ),
     long=True,
 )
 async def await_end(ask: Ask[None]) -> Reply:
-    """How an execution ended, waited for up to `wait_ms`; 204 when it has not."""
+    """How an execution ended, waited for up to `wait_ms`, with `result=true` also its result; 204 when it has not."""
     ended = await ask.engine.await_end(ask.execution_id, max_wait_ms=min(ask.number("wait_ms", 0), 30_000))
     if ended is None:
         return Reply(204)
-    return json(Ended(ended.execution_id, ended.outcome.value, ended.result is not None, ended.encoding, ended.reason))
+    return json(
+        Ended(
+            ended.execution_id,
+            ended.outcome.value,
+            ended.result is not None,
+            ended.encoding,
+            ended.reason,
+            ended.result if ask.query("result") in ("true", "1") else UNSET,
+        )
+    )
 
 
 class ResultsBody(Body, frozen=True):

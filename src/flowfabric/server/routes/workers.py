@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Annotated
 
 import msgspec
@@ -72,22 +74,65 @@ async def claim(ask: Ask[ClaimsBody]) -> Reply:
     worker_id, body = ask.params[0], ask.body
     check_names(worker_id, body.worker_instance_id, *body.lanes)
     lanes = tuple(dict.fromkeys(body.lanes))
-    async with ask.listening(lambda: ask.engine.nudge(lanes)) as goes_on:
-        claimed = await ask.engine.claim_from_lanes(
-            lanes,
-            body.limit,
-            worker_id=worker_id,
-            worker_instance_id=body.worker_instance_id,
-            capabilities=body.capabilities,
-            lease_ttl_ms=body.lease_ttl_ms,
-            max_wait_ms=body.wait_ms,
-            go_on=goes_on,
-        )
-        if claimed and not goes_on() and not ask.app.closing.is_set():
+
+    def nudge() -> None:
+        ask.engine.nudge(lanes)
+
+    async with ask.listening(nudge) as is_heard:
+        with _endable(ask, nudge) as is_wanted:
+            claimed = await ask.engine.claim_from_lanes(
+                lanes,
+                body.limit,
+                worker_id=worker_id,
+                worker_instance_id=body.worker_instance_id,
+                capabilities=body.capabilities,
+                lease_ttl_ms=body.lease_ttl_ms,
+                max_wait_ms=body.wait_ms,
+                go_on=lambda: is_heard() and is_wanted(),
+            )
+        if claimed and not is_heard() and not ask.app.closing.is_set():
             for one in claimed:  # nobody is there to hear of it: the next worker shall not wait for the lease's end
                 await ask.engine.delay_for(one.handle, 0)
             claimed = []
     return json(Works([await _work(ask, one) for one in claimed]))
+
+
+@contextmanager
+def _endable(ask: Ask[ClaimsBody], nudge: Callable[[], None]) -> Iterator[Callable[[], bool]]:
+    """While a claim waits: whether its worker still wants it."""
+    wanted, instance = True, ask.body.worker_instance_id
+
+    def end() -> None:
+        nonlocal wanted
+        wanted = False
+        nudge()
+
+    waiting = ask.app.waiting_claims.setdefault(instance, set())
+    waiting.add(end)
+    try:
+        yield lambda: wanted
+    finally:
+        waiting.discard(end)
+        if not waiting:
+            ask.app.waiting_claims.pop(instance, None)
+
+
+class EndBody(Body, frozen=True):
+    worker_instance_id: str
+
+
+class ClaimsEnded(msgspec.Struct, frozen=True):
+    ended: int
+
+
+@routes.post("/v1/workers/{worker_id}/claims/end", {200: ClaimsEnded}, body=EndBody, scope=Scope.WORK)
+async def end_claims(ask: Ask[EndBody]) -> Reply:
+    """Let the claims of a worker instance that wait here answer now, with what they have; how many there were."""
+    check_names(ask.params[0], ask.body.worker_instance_id)
+    waiting = tuple(ask.app.waiting_claims.get(ask.body.worker_instance_id, ()))
+    for end in waiting:
+        end()
+    return json(ClaimsEnded(len(waiting)))
 
 
 async def _work(ask: Ask[ClaimsBody] | Ask[RedeemBody], claimed: answers.Claimed) -> Work:
@@ -270,6 +315,25 @@ async def mark_worker_dead(ask: Ask[DeadBody]) -> Reply:
     return tagged(
         await ask.engine.mark_worker_dead(
             namespace=body.namespace, worker_instance_id=body.worker_instance_id, reason=body.reason
+        )
+    )
+
+
+@routes.post(
+    "/v1/workers/{worker_id}/leave",
+    {200: variants(MarkedDead, NotRegistered)},
+    body=InstanceBody,
+    scope=Scope.WORK,
+    subject=Subject.OWN,
+)
+async def leave(ask: Ask[InstanceBody]) -> Reply:
+    """Leave the registry, as a worker that stops."""
+    body = ask.body
+    ask.within(body.namespace)
+    check_names(ask.params[0], body.worker_instance_id)
+    return tagged(
+        await ask.engine.mark_worker_dead(
+            namespace=body.namespace, worker_instance_id=body.worker_instance_id, reason="stopped"
         )
     )
 
