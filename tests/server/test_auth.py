@@ -126,6 +126,18 @@ async def test_a_revoked_or_expired_token_is_refused(ask: Asking, clock: ManualC
     assert await status(ask, "GET", LIST, short) == 401
 
 
+async def test_a_repeated_request_hears_its_answer_again_while_its_token_is_good(ask: Asking) -> None:
+    headers = await token(ask, "submit") | {"Idempotency-Key": "k"}
+    body = {"namespace": "a", "lane_id": "L", "execution_kind": "t", "input_payload": []}
+    first, again = [await ask.post("/v1/executions", body, headers=headers) for _ in range(2)]
+    assert first.json() == again.json()
+    other = await ask.post("/v1/executions", body, headers={"Idempotency-Key": "k"})
+    assert other.json() != first.json()
+
+    await ask("DELETE", f"/v1/admin/tokens/{headers['id']}")
+    assert (await ask.post("/v1/executions", body, headers=headers)).status_code == 401
+
+
 async def test_tokens_are_kept_as_digests(ask: Asking, engine: Engine) -> None:
     headers = await token(ask, "read", namespaces=["b", "a"])
     listed = await ask.get("/v1/admin/tokens")

@@ -100,10 +100,7 @@ class App:
         operation = None if resource is None else resource.operation(method)
         template = "unknown" if resource is None else resource.template
         with self.spans.request(method, template, headers):
-            if (key := key_of(method, scope["raw_path"], headers)) is None:
-                reply = await self._answered(ask, method, resource, operation)
-            else:
-                reply = await self.once.answer(key, lambda: self._answered(ask, method, resource, operation))
+            reply = await self._answered(ask, method, _path(scope), resource, operation)
         allowing = self._cors.allowing(headers) if self._cors.is_on else ()
         if isinstance(reply, Live):
             status = 200
@@ -117,7 +114,7 @@ class App:
             logs.note_request(method, template, status, seconds, request_id, ask.principal.name)
 
     async def _answered(
-        self, ask: Ask[Any], method: str, resource: Resource | None, operation: Operation | None
+        self, ask: Ask[Any], method: str, path: bytes, resource: Resource | None, operation: Operation | None
     ) -> Reply | Live:
         """The handler's answer, or the refusal that came before or instead of it."""
         try:
@@ -132,18 +129,11 @@ class App:
                 return Reply(405, headers=(("allow", resource.allow),))
             if operation.scope is not None:
                 ask.principal.needs(operation.scope)
-            if method not in ("GET", "HEAD"):
-                await self._read(ask, operation)
-            if ask.principal.namespaces is not None and operation.scope is not None:
-                await _within_namespaces(ask, operation)
-            if self._timeout_s is not None and not operation.long:
-                async with asyncio.timeout(self._timeout_s):
-                    reply: Reply | Live = await operation.handle(ask)
-            else:
-                reply = await operation.handle(ask)
-            if operation.audit:
-                self._audit(ask, operation, "done")
-            return reply
+            # Who may not ask (any more) hears no remembered answer either: this comes after the checks above.
+            if (key := key_of(method, path, ask.headers)) is not None:
+                known = operation
+                return await self.once.answer(key, lambda: self._performed(ask, method, known))
+            return await self._performed(ask, method, operation)
         except Refused as refused:
             body = b"" if refused.body is None else encode(refused.body)
             if operation is not None and operation.audit and refused.status != 401:
@@ -156,6 +146,21 @@ class App:
         except Exception:
             logs.logger.exception("a request failed", extra={"fields": {"request_id": ask.request_id}})
             return Reply(500, encode(Problem("engine: bug", None, False)), JSON)
+
+    async def _performed(self, ask: Ask[Any], method: str, operation: Operation) -> Reply | Live:
+        """The handler's answer to a caller that may ask."""
+        if method not in ("GET", "HEAD"):
+            await self._read(ask, operation)
+        if ask.principal.namespaces is not None and operation.scope is not None:
+            await _within_namespaces(ask, operation)
+        if self._timeout_s is not None and not operation.long:
+            async with asyncio.timeout(self._timeout_s):
+                reply: Reply | Live = await operation.handle(ask)
+        else:
+            reply = await operation.handle(ask)
+        if operation.audit:
+            self._audit(ask, operation, "done")
+        return reply
 
     def _problem(self, ask: Ask[Any], operation: Operation | None, error: errors.FabricError) -> Reply:
         status, problem = problem_of(error)
