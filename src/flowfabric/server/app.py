@@ -41,6 +41,7 @@ _UNPROCESSABLE = "invalid JSON: Unprocessable Entity"
 _TIMED_OUT = "timeout: request"
 LONGEST_HEADER = 4096
 MOST_HEADER_BYTES = 32 * 1024
+BODY_S = 60.0
 
 
 def create_app(engine: Engine, settings: ServerSettings | None = None) -> App:
@@ -192,10 +193,14 @@ class App:
         decoder = operation.decoder
         if decoder is not None and not _JSON_TYPE(ask.headers.get(b"content-type", b"")):
             raise Refused(415, _UNSUPPORTED)
-        message = await ask.receive()
-        body: bytes = message.get("body", b"")
-        if message.get("more_body"):
-            body = await _rest(ask.receive, body, limit, operation.path)
+        try:
+            async with asyncio.timeout(BODY_S):
+                message = await ask.receive()
+                body: bytes = message.get("body", b"")
+                if message.get("more_body"):
+                    body = await _rest(ask.receive, body, limit, operation.path)
+        except TimeoutError:
+            raise Refused(408, "the body took too long", connection="close") from None
         if len(body) > limit:
             raise TooLarge(limit, operation.path)
         if decoder is None:
