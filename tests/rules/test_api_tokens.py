@@ -36,7 +36,7 @@ def test_a_token_is_good_in_its_time(row: ApiToken, digest: str, now: int, good:
 
 def test_what_a_token_is_good_for_is_read_back() -> None:
     assert api_tokens.scopes_of(ROW) == {Scope.READ, Scope.SUBMIT}
-    assert api_tokens.namespaces_of(ROW) == {"a"}
+    assert api_tokens.namespaces_of(ROW) == frozenset({"a"})
     assert api_tokens.namespaces_of(with_(namespaces=None)) is None
 
 
@@ -53,9 +53,9 @@ def test_a_change_whose_answer_got_lost_is_found_done() -> None:
 def test_what_is_not_there_or_revoked_is_not_found() -> None:
     for decision in (api_tokens.rotate(None, "d", 0), api_tokens.rotate(with_(revoked_at=1), "d", 0)):
         with pytest.raises(NotFound):
-            decision.unwrap()
+            decision.unwrap(0)
     with pytest.raises(NotFound):
-        api_tokens.revoke(None).unwrap()
+        api_tokens.revoke(None).unwrap(0)
 
 
 def test_no_digest_shows_itself() -> None:
