@@ -73,6 +73,7 @@ class Worker:
         self._stopping = asyncio.Event()
         self._hurry = asyncio.Event()
         self._engine: Engine | None = None
+        self._telling = 0  # how many have returned and are not yet on disk
         self.done = 0
 
     # -- life -----------------------------------------------------------------------------------------------------
@@ -148,8 +149,9 @@ class Worker:
         )
         max_wait_ms = max(PULL_WAIT_MS, engine.settings.poll_ms)
         while not self._stopping.is_set():
-            room = self._slots - len(self._running) - self._attempts.stuck
-            if room <= 0:
+            # A slot is a handler's: the next one may be fetched while the end of the last one is on its way.
+            room = self._slots - (len(self._running) - self._telling) - self._attempts.stuck
+            if room <= 0 or self._telling > self._slots:
                 self._free.clear()
                 await self._free.wait()
                 continue
@@ -215,7 +217,12 @@ class Worker:
                 await engine.delay_for(claimed.handle, UNKNOWN_TASK_DELAY_MS)
                 return
             outcome = await self._attempts.attempt(claimed, task)
-            await tell(engine, claimed.handle, outcome)
+            self._telling += 1
+            self._free.set()
+            try:
+                await tell(engine, claimed.handle, outcome)
+            finally:
+                self._telling -= 1
             self.done += isinstance(outcome, Done)
         except FabricError as refused:
             if refused.kind not in FINAL_FOR_THE_LEASE:
