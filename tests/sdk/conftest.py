@@ -13,28 +13,39 @@ import pytest
 from flowfabric import Fabric
 from flowfabric.sdk.worker import Worker
 from tests.conftest import STORES, emptied
+from tests.remote.serving import serving
 
 
-@pytest.fixture(params=STORES)
-async def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """The address of an empty store."""
-    match request.param:
-        case "memory":
-            return "memory://"
-        case "sqlite":
-            return f"sqlite:///{tmp_path / 'app.db'}"
-        case _:
-            return await emptied(request.getfixturevalue("own_database"))
+PLACES = (*STORES, "http")
 
 
-@pytest.fixture(params=[store for store in STORES if store != "memory"])
+@pytest.fixture(params=PLACES)
+async def url(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[str]:
+    """The address of an empty store, or of a server on one."""
+    async with _address(request, tmp_path) as url:
+        yield url
+
+
+@pytest.fixture(params=[place for place in PLACES if place != "memory"])
 async def shared_app(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Fabric]:
     """An app without tasks on a store that other processes and loops can open, too."""
-    url = f"sqlite:///{tmp_path / 'app.db'}"
-    if request.param == "postgres":
-        url = await emptied(request.getfixturevalue("own_database"))
-    async with Fabric(url) as app:
+    async with _address(request, tmp_path) as url, Fabric(url) as app:
         yield app
+
+
+@asynccontextmanager
+async def _address(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[str]:
+    file = f"sqlite:///{tmp_path / 'app.db'}"
+    match request.param:
+        case "memory":
+            yield "memory://"
+        case "sqlite":
+            yield file
+        case "http":
+            with serving(file) as server:
+                yield server.url
+        case _:
+            yield await emptied(request.getfixturevalue("own_database"))
 
 
 @pytest.fixture

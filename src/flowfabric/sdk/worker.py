@@ -9,10 +9,8 @@ import signal
 import socket
 from collections.abc import Iterable
 
-from flowfabric.connecting import connect
 from flowfabric.engine.engine import Engine
 from flowfabric.errors import FabricError, InvalidInput, StoreUnavailable
-from flowfabric.handles import BackendTag
 from flowfabric.model.answers import Claimed
 from flowfabric.sdk.attempts import Attempts
 from flowfabric.sdk.durations import Duration, to_ms
@@ -119,14 +117,14 @@ class Worker:
 
     def _make_heartbeat(self, engine: Engine) -> Heartbeat | LoopHeartbeat:
         """A thread with a connection of its own; a store in memory is of one loop, so its leases are renewed there."""
-        if engine.store.tag is BackendTag.MEMORY:
+        if not engine.is_shared:
             return LoopHeartbeat(
                 self._leases, self._presence, engine=engine, lease_ttl_ms=self._ttl_ms, lost=self._lease_lost
             )
         return Heartbeat(
             self._leases,
             self._presence,
-            engine=lambda: connect(self._app.url, migrate=False),
+            engine=self._app.connect,
             lease_ttl_ms=self._ttl_ms,
             lost=self._lease_lost,
             stall_limit_s=self._stall_limit_s,

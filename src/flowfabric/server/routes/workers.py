@@ -13,6 +13,7 @@ from flowfabric import ids
 from flowfabric.model import answers
 from flowfabric.model.api_token import Scope
 from flowfabric.model.worker import (
+    STOPPED,
     MarkedDead,
     NotRegistered,
     WorkerPage,
@@ -325,7 +326,7 @@ async def leave(ask: Ask[InstanceBody]) -> Reply:
     check_names(ask.params[0], body.worker_instance_id)
     return tagged(
         await ask.engine.mark_worker_dead(
-            namespace=body.namespace, worker_instance_id=body.worker_instance_id, reason="stopped"
+            namespace=body.namespace, worker_instance_id=body.worker_instance_id, reason=STOPPED
         )
     )
 
