@@ -6,19 +6,20 @@ more on uvloop. Whoever brings a loop of their own keeps it.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
-
-try:
-    import uvloop as provider
-except ImportError:  # on a platform that has none
-    import asyncio as provider  # type: ignore[no-redef]
 
 T = TypeVar("T")
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Like `asyncio.run`."""
+    """Like `asyncio.run`. Loops are loaded when they are needed: help and shell completion need none."""
+    import asyncio
+
+    try:
+        import uvloop as provider
+    except ImportError:  # on a platform that has none
+        import asyncio as provider  # type: ignore[no-redef]
+
     with asyncio.Runner(loop_factory=provider.new_event_loop) as runner:
         return runner.run(main)

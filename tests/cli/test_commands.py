@@ -221,8 +221,8 @@ def test_help_lists_the_commands_and_loads_neither_engine_nor_tables() -> None:
         "replay",
         *WATCHING,
         "worker",
-        "demo",
         "serve",
+        "demo",
         "bench",
     ]
 

@@ -166,7 +166,7 @@ def test_tail_prints_what_was_written_and_how_it_ended(ff: Terminal, shop: Shop)
 
     answer = ff.run("tail", good)
     assert (answer.exit_code, answer.stdout) == (0, "fortythinking\n-two\n")
-    assert "· 90 % almost there" in answer.stderr
+    assert "· 90 %, almost there" in answer.stderr
     assert answer.stderr.endswith("· success\n")
     assert ff.says("tail", good, "--name", "answer") == "forty-two\n"
 

@@ -169,21 +169,14 @@ def test_a_worker_whose_reloader_was_killed_drains(yard: Yard) -> None:
     ("target", "text"),
     [
         ("nowhere:app", "there is no module 'nowhere' here"),
-        ("shop.nowhere:app", "there is no module 'shop.nowhere' here"),
-        ("shop:wrong", "shop has no Fabric named 'wrong'; it has app"),
+        ("json.nowhere:app", "there is no module 'json.nowhere' here"),
+        ("json:wrong", "json has no Fabric named 'wrong'; it has none"),
+        ("json", "say which Fabric of json is meant, as in json:app; it has none"),
         (":app", "':app' is not MODULE:APP"),
     ],
 )
-def test_an_app_that_is_not_there_is_told(yard: Yard, target: str, text: str) -> None:
-    command = [sys.executable, "-m", "flowfabric.cli", "worker", target]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-
-    done = subprocess.run(command, cwd=yard.folder, env=environ, capture_output=True, text=True, timeout=30)
-    yard.log = (yard.folder / "log").open("w")
-
-    assert (done.returncode, done.stdout) == (1, "")
-    assert text in done.stderr
-    assert "Traceback" not in done.stderr
+def test_an_app_that_is_not_there_is_told(ff: Terminal, target: str, text: str) -> None:
+    assert text in ff.refuses("worker", target)
 
 
 def test_files_that_matter_are_watched(tmp_path: Path) -> None:

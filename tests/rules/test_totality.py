@@ -104,7 +104,7 @@ RULES: dict[str, Callable[[Execution | None, Fence], Decision[Any]]] = {
     "wait for nobody": lambda row, fence: delay.wait_children(row, fence, None, unresolved=False, now=NOW),
     "promote": lambda row, _: delay.promote_delayed(row, NOW),
     "cancel": lambda row, fence: cancel.cancel(row, fence, "operator_override", "stop"),
-    "cancel as holder": lambda row, fence: cancel.cancel_by_handle(row, fence, "stop"),
+    "cancel as holder": lambda row, fence: cancel.cancel(row, fence, cancel.WORKER, "stop"),
     "mark expired": lambda row, _: expiry.mark_lease_expired_if_due(row, NOW),
     "expire": lambda row, _: expiry.expire(row, "x", expiry.ATTEMPT_TIMEOUT),
     "expire at the deadline": lambda row, _: expiry.expire_if_due(row, "x", expiry.EXECUTION_DEADLINE, NOW),

@@ -10,6 +10,7 @@ from flowfabric.ids import SeededMinter
 from flowfabric.settings import Settings
 from flowfabric.stores.base import Store
 from tests.scenarios.flowing import Flowing
+from tests.scenarios.functions import Function
 from tests.scenarios.play import Play
 from tests.scenarios.waits import Waits
 from tests.scenarios.watched import Watched
@@ -35,6 +36,12 @@ def play(engine: Engine, clock: ManualClock) -> Play:
 @pytest.fixture
 def waits(play: Play) -> Waits:
     return Waits(play)
+
+
+@pytest.fixture
+async def function(play: Play, waits: Waits) -> Function:
+    held = await play.claimed()
+    return Function(play, waits, held.execution_id, held)
 
 
 @pytest.fixture

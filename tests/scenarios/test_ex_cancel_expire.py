@@ -187,6 +187,16 @@ async def test_ex_057_handle_cancel_replay(play: Play) -> None:
         await play.engine.cancel(old.handle)
 
 
+async def test_ex_057_an_old_handle_cancels_what_is_cancelled_already(play: Play) -> None:
+    old = await play.claimed()
+    await play.expired(old)
+    new = await play.reclaimed(old.execution_id)
+    await play.engine.cancel(new.handle, reason="theirs")
+
+    async with play.untouched():
+        assert await play.engine.cancel(old.handle, reason="mine") == Cancelled(old.execution_id)
+
+
 @pytest.mark.parametrize("lease", ["live", "expired", "revoked"])
 async def test_ex_058_expire_an_active_execution(play: Play, lease: str) -> None:
     held = await play.claimed(policy=retries(3))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flowfabric import errors
-from flowfabric.engine.asks import Fresh, Single, SuspendArgs
+from flowfabric.engine.asks import Fresh, GateArgs, Single, SuspendArgs
 from flowfabric.model import obstacles
+from flowfabric.model.gate import GateKind
 from flowfabric.model.obstacles import Obstacle
 from flowfabric.model.states import TerminalOutcome
 from tests.scenarios.flowing import Flowing
@@ -72,11 +74,12 @@ async def test_it_is_delayed(play: Play) -> None:
     assert await why(play, held.execution_id) == again
 
 
-async def test_it_is_paused(play: Play) -> None:
+@pytest.mark.parametrize("reason", ["paused_by_operator", "paused_by_policy"])
+async def test_it_is_paused(play: Play, reason: str) -> None:
     e = await play.create()
-    await play.engine.block_execution_for_admission(e, reason="paused_by_operator", detail="audit")
+    await play.engine.block_execution_for_admission(e, reason=reason, detail="audit")
 
-    assert await why(play, e) == obstacles.Paused("paused_by_operator", "audit", play.now)
+    assert await why(play, e) == obstacles.Paused(reason, "audit", play.now)
 
 
 async def test_it_is_offered_to_somebody(play: Play) -> None:
@@ -184,6 +187,23 @@ async def test_it_is_suspended(play: Play) -> None:
     )
 
     assert await why(play, held.execution_id) == obstacles.Suspended("waiting_for_approval", ("ok",), play.now + 500)
+
+
+async def test_it_is_parked_on_gates(play: Play) -> None:
+    held = await play.claimed()
+    await play.engine.open_gate(held.handle, GateArgs(name="nap", kind=GateKind.TIMER, expires_in_ms=700))
+    await play.engine.open_gate(held.handle, GateArgs(name="word", kind=GateKind.MAILBOX, mailbox="steer"))
+    await play.engine.park(held.handle, ("nap", "word"))
+
+    waits = obstacles.Suspended("waiting_for_signal", ("nap", "word"), play.now + 700)
+    assert await why(play, held.execution_id) == waits
+
+
+def test_every_obstacle_there_is_has_a_test() -> None:
+    text = Path(__file__).read_text()
+
+    kinds = {kind.__name__ for kind in obstacles.Obstacle.__subclasses__()}
+    assert {name for name in kinds if f"obstacles.{name}(" not in text} == set()
 
 
 async def test_it_sleeps_on_a_budget(play: Play) -> None:

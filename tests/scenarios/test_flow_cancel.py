@@ -8,6 +8,7 @@ import pytest
 
 from flowfabric import errors
 from flowfabric.cursors import FROM_THE_START
+from flowfabric.engine import flow_cancels
 from flowfabric.engine.flow_cancels import NoWait, WaitIndefinite, WaitTimeout
 from flowfabric.model import flow_answers
 from flowfabric.model.event import Topic
@@ -381,3 +382,18 @@ async def test_a_wait_that_takes_too_long_is_a_timeout_and_the_backlog_finishes(
     flow.clock.pass_ms(30_000)
     await flow.sweep("cancel_reconciler")
     assert await flow.state("a") == "cancelled"
+
+
+async def test_even_a_wait_without_end_has_one(flow: Flowing, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert flow_cancels.LONGEST_WAIT_MS == 300_000
+    monkeypatch.setattr(flow_cancels, "LONGEST_WAIT_MS", 20)
+    await flow.begin("a")
+    stuck = Stuck(flow, "a")
+    flow.engine.commits._store = stuck  # type: ignore[assignment]
+
+    with pytest.raises(errors.OperationTimeout) as caught:
+        await flow.engine.cancel_flow(flow.id, wait=WAIT)
+
+    assert caught.value.elapsed_ms == 20
+    stuck.freed.set()
+    assert (await flow.backlog())[1] == ["a"]

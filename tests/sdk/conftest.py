@@ -15,7 +15,6 @@ from flowfabric.sdk.worker import Worker
 from tests.conftest import STORES, emptied
 from tests.remote.serving import serving
 
-
 PLACES = (*STORES, "http")
 
 

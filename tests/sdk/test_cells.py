@@ -60,8 +60,12 @@ async def test_a_cancelled_run_kills_its_process(
         await until_so(lambda: _is_gone(tmp_path / "pid"))
 
 
-async def test_the_death_of_a_process_fails_the_attempt_and_says_how(local: Fabric) -> None:
-    async with working(local):
+async def test_a_failure_and_the_death_of_a_process_come_back_with_their_reasons(local: Fabric) -> None:
+    async with working(local, slots=1):
+        failed = await service.wrong.submit()
+        with pytest.raises(RunFailed, match="ValueError: no good"):
+            await failed.result(30)
+        assert [attempt.failure_category for attempt in await failed.attempts()] == ["ValueError"]
         run = await service.hopeless.submit()
         with pytest.raises(RunFailed, match=r"died \(exit code 7\)"):
             await run.result(30)
@@ -69,17 +73,9 @@ async def test_the_death_of_a_process_fails_the_attempt_and_says_how(local: Fabr
         assert (await (await service.squares.submit(3)).result(30))[0] == 10
 
 
-async def test_a_failure_comes_back_with_its_reason(local: Fabric) -> None:
-    async with working(local):
-        run = await service.wrong.submit()
-        with pytest.raises(RunFailed, match="ValueError: no good"):
-            await run.result(30)
-        assert [attempt.failure_category for attempt in await run.attempts()] == ["ValueError"]
-
-
-async def test_a_durable_function_parks_in_its_process_and_goes_on(shared: Fabric, tmp_path: Path) -> None:
+async def test_a_durable_function_parks_in_its_process_and_goes_on(local: Fabric, tmp_path: Path) -> None:
     marks = tmp_path / "marks"
-    async with working(shared):
+    async with working(local):
         run = await service.sleeper.submit(str(marks))
 
         async def suspended() -> bool:
@@ -91,16 +87,11 @@ async def test_a_durable_function_parks_in_its_process_and_goes_on(shared: Fabri
     assert marks.read_text() == "step\n"
 
 
-async def test_an_async_handler_can_have_a_process_too(local: Fabric) -> None:
-    async with working(local):
-        assert await (await service.awaiting.submit(0.01)).result(30) != os.getpid()
-
-
-async def test_two_processes_work_at_once(local: Fabric) -> None:
+async def test_async_handlers_can_have_processes_too_and_two_work_at_once(local: Fabric) -> None:
     async with working(local, slots=2):
         runs = [await service.awaiting.submit(0.05) for _ in range(2)]
-        first, second = await asyncio.gather(*(run.result(30) for run in runs))
-    assert first != second
+        pids = await asyncio.gather(*(run.result(30) for run in runs))
+    assert len({*pids, os.getpid()}) == 3
 
 
 def test_a_function_that_no_process_could_find_is_refused() -> None:

@@ -1,8 +1,7 @@
-"""A worker process that is told to stop drains, hands back, hurries; one that is killed leaves its work to others."""
+"""A worker process that is told to stop: it drains, hands back what does not finish, and hurries when told again."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -73,18 +72,6 @@ async def test_a_thread_that_does_not_listen_does_not_keep_the_process_from_endi
         worker.terminate()
         assert worker.join() == 0
         await _is_claimable_as_the_same_attempt(file_app, run)
-
-
-async def test_the_work_of_a_killed_process_runs_again_elsewhere(shared_app: Fabric) -> None:
-    async with serving(shared_app, grace="1s") as worker:
-        run = await service.endless.submit()
-        await until_said(worker, "began endless 0")
-        worker.kill()
-        killed_at = time.monotonic()
-        with process(shared_app.url, 2, "1s") as second:
-            await until_said(second, "began endless 1")
-            assert time.monotonic() - killed_at < 20
-        await run.cancel("enough")
 
 
 async def _is_claimable_as_the_same_attempt(app: Fabric, run: Run[Any]) -> None:

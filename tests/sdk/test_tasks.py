@@ -13,7 +13,7 @@ import pytest
 
 from flowfabric import Context, Fabric, Fatal, Retry, RetryAfter, RunCancelled, RunExpired, RunFailed, current, errors
 from flowfabric.model.states import AttemptRecordState, PublicState
-from tests.sdk.conftest import until, working
+from tests.sdk.conftest import working
 
 
 @dataclass

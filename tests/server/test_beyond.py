@@ -119,6 +119,13 @@ async def test_a_result_is_waited_for(ask: Asking) -> None:
     assert (await ask.get(path(fresh(), "result") + "?wait_ms=10")).status_code == 404
 
 
+async def test_results_of_many_are_read_in_one_trip(ask: Asking) -> None:
+    done, waiting = await ask.completed(b"x"), await ask.created()
+    answer = await ask.post("/v1/executions/results", {"execution_ids": [done, waiting]})
+
+    assert answer.json() == {"results": {done: "eA==", waiting: None}}
+
+
 async def test_operators_resume_and_list_what_is_suspended(ask: Asking) -> None:
     held = await ask.claimed()
     await ask.engine.suspend(held.handle, _forever(await ask.engine.ping()))

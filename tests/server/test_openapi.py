@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, settings
+from schemathesis.specs.openapi import checks
 
 from flowfabric import connect
 from flowfabric.server import ServerSettings, create_app
@@ -101,13 +102,15 @@ def map_path_parameters(context: Any, path_parameters: dict[str, Any] | None) ->
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
-def test_no_request_meets_a_fault_or_an_answer_that_is_not_described(case: schemathesis.Case, address: str) -> None:
+def test_no_request_meets_a_fault_or_an_answer_that_is_not_described(
+    case: schemathesis.Case[Any], address: str
+) -> None:
     case.call_and_validate(
         base_url=address,
         checks=[
             schemathesis.checks.not_a_server_error,
-            schemathesis.specs.openapi.checks.status_code_conformance,
-            schemathesis.specs.openapi.checks.content_type_conformance,
-            schemathesis.specs.openapi.checks.response_schema_conformance,
+            checks.status_code_conformance,
+            checks.content_type_conformance,
+            checks.response_schema_conformance,
         ],
     )

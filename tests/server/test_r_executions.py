@@ -404,6 +404,16 @@ async def test_a_policy_that_cannot_be_used_is_a_bad_request(ask: Asking, policy
     assert answer.json()["error"].startswith(code)
 
 
+async def test_a_policy_key_that_nobody_knows_is_named_in_a_warning(ask: Asking) -> None:
+    odd = await ask.post("/v1/executions", ask.creation(policy={"required_capabilities": ["gpu"], "é\r\n": 1}))
+    plain = await ask.post("/v1/executions", ask.creation(policy={"priority": 1}))
+
+    assert odd.status_code == 201
+    assert odd.headers["warning"].startswith("299 flowfabric \"policy keys passed over: 'required_capabilities'")
+    assert "\n" not in odd.headers["warning"]
+    assert "warning" not in plain.headers
+
+
 async def test_path_and_body_name_the_same(ask: Asking) -> None:
     execution_id = await ask.created()
     answer = await ask.post(path(execution_id, "cancel"), ask.cancel(fresh()))

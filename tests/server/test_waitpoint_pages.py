@@ -13,7 +13,6 @@ import msgspec
 import pytest
 
 from flowfabric import Context, Fabric
-from flowfabric.engine.engine import Engine
 from flowfabric.sdk.worker import Worker
 from tests.server.asking import Asking
 
@@ -39,13 +38,26 @@ class Asked:
         self.links: list[str] = []
         self.votes: list[Any] = []
         self.opened = asyncio.Event()
+        self.run: Any = None
 
 
 @pytest.fixture
-async def asked(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Asked]:
+async def app() -> AsyncIterator[Fabric]:
+    """An application whose worker lives in this process."""
+    async with Fabric("memory://", public_url="http://ff") as app:
+        yield app
+
+
+@pytest.fixture
+async def ask(app: Fabric) -> Asking:
+    """A client of a server on the same store."""
+    return Asking(await app.engine())
+
+
+@pytest.fixture
+async def asked(app: Fabric) -> AsyncIterator[Asked]:
     """A worker whose handler asks two people and needs one."""
-    app, asked = Fabric("memory://", public_url="http://ff"), Asked()
-    app.bind(engine)
+    asked = Asked()
 
     @app.task(name="decide")
     async def decide(ctx: Context) -> int:
@@ -57,20 +69,13 @@ async def asked(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
         return len(votes)
 
     worker = Worker(app, slots=1)
-    monkeypatch.setattr(worker, "_make_heartbeat", lambda engine: _loop_heartbeat(worker, engine))
     working = asyncio.create_task(worker.work())
-    asked.run = await decide.submit()  # type: ignore[attr-defined]
+    asked.run = await decide.submit()
     async with asyncio.timeout(10):
         await asked.opened.wait()
     yield asked
     worker.stop()
     await working
-
-
-def _loop_heartbeat(worker: Worker, engine: Engine) -> Any:
-    from flowfabric.sdk.heartbeat import LoopHeartbeat
-
-    return LoopHeartbeat(engine, lease_ttl_ms=15_000, lost=worker._lease_lost)
 
 
 def hidden(page: str) -> dict[str, str]:
@@ -110,7 +115,7 @@ async def test_a_link_shows_what_is_decided_and_takes_the_decision(ask: Asking, 
 
     assert (thanks.status_code, "recorded" in thanks.text) == (200, True)
     async with asyncio.timeout(10):
-        assert await asked.run.result() == 1  # type: ignore[attr-defined]
+        assert await asked.run.result() == 1
     assert asked.votes == [(Decision(Choice.PAY, 7, "ok", True), "ana")]
     used = await ask.get(asked.links[0])
     assert (used.status_code, "not good" in used.text) == (404, True)
@@ -124,7 +129,7 @@ async def test_a_form_sent_twice_is_one_vote(ask: Asking, asked: Asked) -> None:
     assert sorted(answer.status_code for answer in answers)[0] == 200
     assert all(answer.status_code in (200, 404, 409) for answer in answers)
     async with asyncio.timeout(10):
-        await asked.run.result()  # type: ignore[attr-defined]
+        await asked.run.result()
     assert len(asked.votes) == 1
     assert asked.votes[0][0].choice is Choice.REFUSE
 

@@ -115,6 +115,9 @@ async def test_leases_are_renewed_in_batches_and_each_answer_stands_for_itself(a
         "success",
     )
     assert broken["code"] == "corruption"
+    counted = (await ask.get("/metrics")).text
+    assert 'ff_lease_renewal_total{outcome="ok"} 1' in counted
+    assert 'ff_lease_renewal_total{outcome="error"} 2' in counted
 
 
 async def test_progress_complete_and_the_result(ask: Asking) -> None:
@@ -248,6 +251,12 @@ async def test_usage_spend_and_reservations(ask: Asking) -> None:
     assert "Reserved" in (await said(ask, "reserve", work, **room)).json()
     status = (await ask.get(where)).json()
     assert (status["usage"]["tokens"], status["reserved"]["tokens"]) == (20, 30)
+    kept = (await said(ask, "reserve", work, **room | {"amounts": {"tokens": 5}})).json()["Reserved"]
+    spent = {"budget_id": budget_id, "reservation_id": kept["reservation_id"]}
+    assert (await said(ask, "settle", work, **spent, amounts={"tokens": 4})).json() == "Ok"
+    assert (await said(ask, "refund", work, **spent)).json()["Refunded"]["amounts"] == {}
+    released = await ask.post(f"{where}/release", {"execution_id": work["execution_id"]})
+    assert released.json()["Released"]["amounts"] == {"tokens": 14}
 
 
 @pytest.mark.parametrize("kind", ["claim", "resume", "reclaim"])

@@ -12,6 +12,8 @@ import uvicorn
 from fastapi import FastAPI
 from pydantic import BaseModel
 
+from flowfabric import loops
+
 
 class Creation(BaseModel):
     """The body of a create, as a FastAPI application would declare it."""
@@ -61,7 +63,7 @@ async def _run(server: uvicorn.Server) -> None:
 
 def main() -> None:
     """`control`, or `fabric URL`; ends when it is told to, or when its parent does."""
-    asyncio.run(_run(control()) if sys.argv[1] == "control" else fabric(sys.argv[2]))
+    loops.run(_run(control()) if sys.argv[1] == "control" else fabric(sys.argv[2]))
 
 
 if __name__ == "__main__":

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from flowfabric import loops
 from flowfabric.cli.stores import StoreOption, chosen_store
 from flowfabric.cli.telling import JsonOption, console, document, table, telling_errors
 
@@ -18,6 +17,8 @@ if TYPE_CHECKING:
     from flowfabric.bench.sdk import SdkReport
     from flowfabric.bench.suspend import Report as WaitReport
     from flowfabric.bench.throughput import Progress, Report
+
+T = TypeVar("T")
 
 
 def add_to(app: typer.Typer) -> None:
@@ -53,9 +54,7 @@ def throughput(
 
     with telling_errors(), _progress(quiet=json) as progress:
         url = chosen_store(store)
-        report = loops.run(
-            measured(url, jobs=jobs, payload_bytes=payload, rounds=rounds, depth=depth, progress=progress)
-        )
+        report = _run(measured(url, jobs=jobs, payload_bytes=payload, rounds=rounds, depth=depth, progress=progress))
     if json:
         document(report)
     else:
@@ -75,7 +74,7 @@ def suspend(
 
     with telling_errors(), _progress(quiet=json) as progress:
         url = chosen_store(store)
-        report = loops.run(measured(url, rounds=rounds, frames=frames, tails=tails, progress=progress))
+        report = _run(measured(url, rounds=rounds, frames=frames, tails=tails, progress=progress))
     if json:
         document(report)
     else:
@@ -96,7 +95,7 @@ def http(
 
     with telling_errors(), _progress(quiet=json) as progress:
         url = chosen_store(store)
-        report = loops.run(measured(url, requests=requests, rounds=rounds, clients=clients, progress=progress))
+        report = _run(measured(url, requests=requests, rounds=rounds, clients=clients, progress=progress))
     if json:
         document(report)
         return
@@ -132,7 +131,7 @@ def flow(
 
     with telling_errors(), _progress(quiet=json) as progress:
         url = chosen_store(store)
-        report = loops.run(measured(url, chains=chains, samples=samples, rounds=rounds, progress=progress))
+        report = _run(measured(url, chains=chains, samples=samples, rounds=rounds, progress=progress))
     if json:
         document(report)
     else:
@@ -151,7 +150,7 @@ def capability(
 
     with telling_errors(), _progress(quiet=json) as progress:
         url = chosen_store(store)
-        report = loops.run(measured(url, jobs=jobs, rounds=rounds, progress=progress))
+        report = _run(measured(url, jobs=jobs, rounds=rounds, progress=progress))
     if json:
         document(report)
     else:
@@ -173,7 +172,7 @@ def sdk(
 
     with telling_errors(), _progress(quiet=json) as progress:
         url = chosen_store(store)
-        report = loops.run(
+        report = _run(
             measured(
                 url,
                 jobs=jobs,
@@ -190,6 +189,12 @@ def sdk(
         document(report)
     else:
         _print_sdk(report)
+
+
+def _run(measuring: Coroutine[Any, Any, T]) -> T:
+    from flowfabric import loops
+
+    return loops.run(measuring)
 
 
 @contextmanager

@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 
-from flowfabric import loops
 from flowfabric.cli.stores import StoreOption, chosen_store
 from flowfabric.cli.telling import telling_errors
 
@@ -51,4 +50,6 @@ def serve(
         )
         settings.check()
         logs.log_to_stderr(settings.log)
+        from flowfabric import loops
+
         loops.run(serving.serve(chosen_store(store), settings))

@@ -74,11 +74,13 @@ def tail(
     ended = on_store(store, lambda engine: _Tail(engine, execution_id, name, json=json).run(follow=follow))
     if ended is None:
         return
+    succeeded = ended.outcome.value == "success"
+    reason = None if succeeded else ended.reason  # after a success it is that of an earlier attempt
     if json:
-        line({"ended": ended.outcome.value, "reason": ended.reason})
+        line({"ended": ended.outcome.value, "reason": reason})
     else:
-        typer.echo(f"· {ended.outcome.value}" + (f": {ended.reason}" if ended.reason else ""), err=True)
-    if ended.outcome.value != "success":
+        typer.echo(f"· {ended.outcome.value}" + (f": {reason.splitlines()[0]}" if reason else ""), err=True)
+    if not succeeded:
         raise typer.Exit(1)
 
 
@@ -92,7 +94,7 @@ class _Tail:
         self._json = json
         self._attempt = 0
         self._after = "0-0"
-        self._progress: tuple[int | None, str | None] = (None, None)
+        self._progress: dict[str, Any] = {}
         self._mid_line = False
 
     async def run(self, *, follow: bool) -> Ended | None:
@@ -138,15 +140,18 @@ class _Tail:
             self._aside(f"attempt {attempt + 1} begins anew")
 
     async def _tell_progress(self) -> None:
-        progress = await self._engine.read_progress(self._id)
-        if progress in (self._progress, (None, None)):
+        from flowfabric.sdk.output import progress_of
+
+        said = progress_of(*await self._engine.read_progress(self._id))
+        if said in (self._progress, {}):
             return
-        self._progress = progress
-        pct, message = progress
+        self._progress = said
         if self._json:
-            line({"attempt": self._attempt, "progress": pct, "message": message})
+            line({"attempt": self._attempt, "progress": said})
         else:
-            self._aside(" ".join(word for word in (f"{pct} %" if pct is not None else "", message) if word))
+            share = [f"{said['pct']} %"] if "pct" in said else []
+            rest = [value if name == "message" else f"{name}: {value}" for name, value in said.items() if name != "pct"]
+            self._aside(", ".join([*share, *map(str, rest)]))
 
     def _aside(self, words: str) -> None:
         if self._mid_line:

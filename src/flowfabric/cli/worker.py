@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flowfabric import loops
 from flowfabric.cli.stores import StoreOption, shown
 from flowfabric.cli.telling import telling_errors
 
@@ -52,6 +51,8 @@ def worker(
         app = found_app(target)
         if store is not None:
             app.url = store
+
+        from flowfabric import loops
 
         loops.run(
             _work(

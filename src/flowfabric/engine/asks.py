@@ -14,6 +14,7 @@ from flowfabric.rules.frames import FrameView, StreamPage, SummaryView
 from flowfabric.rules.lease import Fence
 from flowfabric.rules.mailbox import MailArgs
 from flowfabric.rules.parking import GateArgs, Ready
+from flowfabric.rules.policy import PARTS as POLICY_PARTS
 from flowfabric.rules.signals import Accepted, Duplicate, SignalArgs
 from flowfabric.rules.streams import Appended, BestEffort
 from flowfabric.rules.suspend_args import Fresh, ResumePolicy, SuspendArgs, UsePending
@@ -22,6 +23,7 @@ from flowfabric.rules.waitpoints import WaitpointView
 from flowfabric.rules.waits import ObservedSignal
 
 __all__ = [
+    "POLICY_PARTS",
     "Accepted",
     "AllOf",
     "Appended",

@@ -102,35 +102,39 @@ class Chain(Generic[S]):
 
     async def _settle(self, batch: Sequence[_Asked[S]]) -> list[Any]:
         wants = tuple(dict.fromkeys((*self._book.wants(self._key), *(want for one in batch for want in one.wants))))
-        misses = 0
+        doubts: list[tuple[Change, list[Any]]] = []  # and the answers to give should one turn out to be written
+        misses, pause = 0, Pause()
         while True:
-            loaded = await self._core.load(wants)
-            before = after = self._book.sheet(self._key, (row for rows in loaded.rows for row in rows))
+            # Asked at every look, not once: a change whose answer got lost may still be on its way.
+            traces = [self._book.trace(self._key, doubt.id) for doubt, _ in doubts]
+            loaded = await self._core.load((*wants, *traces))
+            for (doubt, meant), found in zip(doubts, loaded.rows[len(wants) :], strict=True):
+                if any(self._book.shows(row, doubt.id) for row in found):
+                    self._core.note(doubt, [], loaded.now)
+                    return meant
+            rows = loaded.rows[: len(wants)]
+            before = after = self._book.sheet(self._key, (row for found in rows for row in found))
             answers = []
             for asked in batch:
                 answer, after = asked.decide(after, loaded.now)
                 answers.append(answer)
             change_id = self._core.minter.change_id()
             change = self._book.written(before, after, change_id)
-            if change is None or await self._commit(msgspec.structs.replace(change, id=change_id)):
+            if change is None:
                 return answers
-            misses += 1
-            await asyncio.sleep(random.random() * min(0.1, 0.001 * 2**misses))
-
-    async def _commit(self, change: Change) -> bool:
-        pause = Pause()
-        while True:
+            change = msgspec.structs.replace(change, id=change_id)
             try:
                 committed_at = await self._core.commits.add(change)
             except errors.StoreUnavailable as lost:
                 if lost.in_doubt:
-                    loaded = await self._core.load((self._book.trace(self._key, change.id),))
-                    return any(self._book.shows(row, change.id) for row in loaded.rows[0])
+                    doubts.append((change, answers))
                 await pause.or_raise()
                 continue
             if committed_at is not None:
                 self._core.note(change, [], committed_at)
-            return committed_at is not None
+                return answers
+            misses += 1
+            await asyncio.sleep(random.random() * min(0.1, 0.001 * 2**misses))
 
 
 class Chains(Generic[S]):

@@ -176,6 +176,17 @@ class Core:
             for row, kept in zip(inserts, (await self.load(wants)).rows, strict=True):
                 if kept and is_as_meant(kept[0], row):
                     return doubt, None
+        return await self._removed(doubtful)
+
+    async def _removed(self, doubtful: dict[int, Doubt]) -> tuple[Doubt, int | None] | None:
+        """The doubtful change that was to remove a root which is gone."""
+        for doubt in doubtful.values():
+            roots = {(guard.row, guard.key) for guard in doubt.change.guards}
+            gone = [
+                write for write in doubt.change.writes if isinstance(write, Delete) and (write.row, write.key) in roots
+            ]
+            if gone and not any((await self.load([Want(write.row, write.key) for write in gone])).rows):
+                return doubt, None
         return None
 
     async def _told(self, event: Event) -> FeedEvent | None:
@@ -289,9 +300,11 @@ class Core:
                 self._takeovers.add(line.lane_id)
             self._seen.pop(execution_id, None)
             return
+        if owned is None and execution_id not in self._seen:
+            return  # it was not held before, and is not now
         for found in rows:
             for row in found:
-                if isinstance(row, Execution) and row.execution_id == execution_id:
+                if type(row) is Execution and row.execution_id == execution_id:
                     self.remember(applied(row, fields, revision, committed_at))
 
     def remember(self, row: Execution) -> None:

@@ -1,4 +1,4 @@
-"""The verbs of an execution's life: create, renew, note, finish, delay, cancel, replay, expire, operate."""
+"""The verbs of a life but for its end (`finishing`): create, renew, note, delay, cancel, replay, expire, operate."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from flowfabric.rules import (
     delay,
     dependents,
     expiry,
-    finish,
     lease,
     limits,
     notes,
@@ -191,7 +190,7 @@ class Executions(Core):
     ) -> Held:
         ttl = limits.duration("lease_ttl_ms", lease_ttl_ms)
         index = limits.integer("attempt_index", attempt_index, least=0, most=intake.MAX_ATTEMPT_INDEX)
-        execution, shown = self._who(None, execution_id, fence)
+        execution, shown = self.who(None, execution_id, fence)
         if shown.lease_id is None or shown.lease_epoch is None or shown.attempt_id is None:
             await self.settle_execution(execution, lambda row, now: lease.renewable(row, index, shown, now))
         return Held(execution, index, shown.attempt_id or "", shown.lease_id or "", shown.lease_epoch or 0, ttl)
@@ -215,58 +214,11 @@ class Executions(Core):
         _trust: bool = False,
     ) -> answers.ProgressNoted:
         """Note progress for a caller that names its lease."""
-        execution, shown = self._who(None, execution_id, fence)
+        execution, shown = self.who(None, execution_id, fence)
         share = None if pct is None else limits.integer("progress_pct", pct, least=0, most=100)
         words = limits.optional_text("progress_message", message)
         return await self.settle_execution(
             execution, lambda row, now: notes.progress(row, shown, share, words, now), trust=_trust
-        )
-
-    async def complete(
-        self,
-        handle: Handle | None = None,
-        *,
-        execution_id: str | None = None,
-        fence: Fence = HANDLE,
-        source: str | None = None,
-        result: bytes | None = None,
-        encoding: str | None = None,
-    ) -> answers.Completed:
-        """End the execution successfully, as the holder of a handle, of a fence, or as an operator."""
-        execution, shown = self._who(handle, execution_id, fence)
-        by = intake.source(source)
-        payload = None if result is None else limits.payload("result_payload", result)
-        label = limits.optional_text("result_encoding", encoding, limit=limits.MAX_NAME_BYTES)
-        return await self.settle_execution(
-            execution,
-            lambda row, now: finish.complete(row, shown, by, payload, label, now),
-            trust=handle is not None,
-        )
-
-    async def fail(
-        self,
-        handle: Handle | None = None,
-        *,
-        execution_id: str | None = None,
-        fence: Fence = HANDLE,
-        source: str | None = None,
-        reason: str,
-        category: str = "transient",
-        retry_policy: str | None = None,
-    ) -> answers.RetryScheduled | answers.TerminalFailed:
-        """End the attempt as failed; the retry policy decides whether another one follows."""
-        execution, shown = self._who(handle, execution_id, fence)
-        by = intake.source(source)
-        why = limits.text("failure_reason", reason)
-        kind = limits.text("failure_category", category, limit=limits.MAX_NAME_BYTES)
-        own_retry = limits.optional_text("retry_policy_json", retry_policy)
-        chance = self.chance()
-        return await self.settle_execution(
-            execution,
-            lambda row, now: finish.fail(
-                row, shown, by, reason=why, category=kind, retry_policy=own_retry, chance=chance, now=now
-            ),
-            trust=handle is not None,
         )
 
     async def delay(
@@ -279,7 +231,7 @@ class Executions(Core):
         delay_until: int,
     ) -> answers.Delayed:
         """Put the work away until an instant; the same attempt goes on afterwards."""
-        execution, shown = self._who(handle, execution_id, fence)
+        execution, shown = self.who(handle, execution_id, fence)
         by = intake.source(source)
         until = limits.instant("delay_until", delay_until)
         return await self.settle_execution(
@@ -305,7 +257,7 @@ class Executions(Core):
         source: str | None = None,
     ) -> answers.Moved:
         """Put the work away until its dependencies are resolved."""
-        execution, shown = self._who(handle, execution_id, fence)
+        execution, shown = self.who(handle, execution_id, fence)
         by = intake.source(source)
         seen = self._seen.get(execution) if self._untimed(execution) else None
         return await self.settle(
@@ -327,7 +279,8 @@ class Executions(Core):
         seen = self._seen.get(execution_id)
         return seen is not None and seen.attempt_timeout_at is None
 
-    def _who(self, handle: Handle | None, execution_id: str | None, fence: Fence) -> tuple[str, Fence]:
+    def who(self, handle: Handle | None, execution_id: str | None, fence: Fence) -> tuple[str, Fence]:
+        """Which execution is meant, and what is shown for it."""
         if handle is not None:
             fields = self.opened(handle)
             return fields.execution_id, _fence(fields)
@@ -340,7 +293,7 @@ class Executions(Core):
         fields = self.opened(handle)
         why = limits.text("reason", reason)
         return await self.settle_execution(
-            fields.execution_id, lambda row, _: cancel.cancel_by_handle(row, _fence(fields), why)
+            fields.execution_id, lambda row, _: cancel.cancel(row, _fence(fields), cancel.WORKER, why)
         )
 
     async def cancel_execution(
@@ -352,7 +305,7 @@ class Executions(Core):
         fence: Fence = HANDLE,
     ) -> answers.Cancelled:
         """Cancel whatever it is doing; again is success."""
-        execution, shown = self._who(None, execution_id, fence)
+        execution, shown = self.who(None, execution_id, fence)
         why = limits.text("reason", reason)
         by = limits.text("source", source, limit=limits.MAX_NAME_BYTES)
         return await self.settle_execution(execution, lambda row, _: cancel.cancel(row, shown, by, why))

@@ -1,7 +1,8 @@
-"""Completing many: what was claimed together may end together, in one trip and without a task for each.
+"""Complete and fail: how attempts end, one at a time or many in one trip.
 
-Each end is decided by the same rule as a single one, on the sheet that its claim left here. Whatever that does not
-settle (a sheet that is not known, a refusal, an answer that got lost) is settled on its own.
+What was claimed together may end together, without a task for each. Each end is decided by the same rule as a single
+one, on the sheet that its claim left here. Whatever that does not settle (a sheet that is not known, a refusal, an
+answer that got lost) is settled on its own.
 """
 
 from __future__ import annotations
@@ -13,29 +14,79 @@ from typing import Any
 import msgspec
 
 from flowfabric import errors
+from flowfabric.engine import intake
 from flowfabric.engine.core import Doubt
-from flowfabric.engine.executions import Executions, fence_of
+from flowfabric.engine.executions import HANDLE, Executions, fence_of
 from flowfabric.handles import Handle
 from flowfabric.model import answers
 from flowfabric.model.execution import Execution
 from flowfabric.rules import finish, limits
 from flowfabric.rules.change import Change, Decision
+from flowfabric.rules.lease import Fence
 from flowfabric.stores.base import Want
 
 
 class Finishing(Executions):
-    """The batched form of `complete`."""
+    """How the holder of a lease ends its attempt."""
+
+    async def complete(
+        self,
+        handle: Handle | None = None,
+        *,
+        execution_id: str | None = None,
+        fence: Fence = HANDLE,
+        source: str | None = None,
+        result: bytes | None = None,
+        encoding: str | None = None,
+    ) -> answers.Completed:
+        """End the execution successfully, as the holder of a handle, of a fence, or as an operator."""
+        execution, shown = self.who(handle, execution_id, fence)
+        by = intake.source(source)
+        payload = None if result is None else limits.payload("result_payload", result)
+        label = limits.optional_text("result_encoding", encoding, limit=limits.MAX_NAME_BYTES)
+        return await self.settle_execution(
+            execution,
+            lambda row, now: finish.complete(row, shown, by, payload, label, now),
+            trust=handle is not None,
+        )
+
+    async def fail(
+        self,
+        handle: Handle | None = None,
+        *,
+        execution_id: str | None = None,
+        fence: Fence = HANDLE,
+        source: str | None = None,
+        reason: str,
+        category: str = "transient",
+        retry_policy: str | None = None,
+    ) -> answers.RetryScheduled | answers.TerminalFailed:
+        """End the attempt as failed; the retry policy decides whether another one follows."""
+        execution, shown = self.who(handle, execution_id, fence)
+        by = intake.source(source)
+        why = limits.text("failure_reason", reason)
+        kind = limits.text("failure_category", category, limit=limits.MAX_NAME_BYTES)
+        own_retry = limits.optional_text("retry_policy_json", retry_policy)
+        chance = self.chance()
+        return await self.settle_execution(
+            execution,
+            lambda row, now: finish.fail(
+                row, shown, by, reason=why, category=kind, retry_policy=own_retry, chance=chance, now=now
+            ),
+            trust=handle is not None,
+        )
 
     async def complete_many(
         self, results: Sequence[tuple[Handle, bytes | None]], *, encoding: str | None = None
     ) -> list[answers.Completed | errors.FabricError]:
         """Complete each of these with its result; one answer for each, in their order, refusals included."""
         label = limits.optional_text("result_encoding", encoding, limit=limits.MAX_NAME_BYTES)
-        found: list[Any] = [None] * len(results)
+        pairs = intake.pairs("results", results)
+        found: list[Any] = [None] * len(pairs)
         sent: dict[str, tuple[int, Change, Decision[answers.Completed], Execution]] = {}
         alone: dict[int, tuple[Doubt, ...]] = {}
         now = self.estimate.now()
-        for place, (handle, result) in enumerate(results):
+        for place, (handle, result) in enumerate(pairs):
             try:
                 execution_id = self.opened(handle).execution_id
                 payload = None if result is None else limits.payload("result_payload", result)
@@ -61,7 +112,7 @@ class Finishing(Executions):
                 alone[place] = (Doubt(change, decision, [[row]]),)
             else:
                 alone[place] = ()
-        singly = (self._complete_alone(*results[place], label, doubts) for place, doubts in alone.items())
+        singly = (self._complete_alone(*pairs[place], label, doubts) for place, doubts in alone.items())
         for place, answer in zip(alone, await asyncio.gather(*singly, return_exceptions=True), strict=True):
             if isinstance(answer, BaseException) and not isinstance(answer, errors.FabricError):
                 raise answer

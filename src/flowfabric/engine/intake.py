@@ -120,6 +120,14 @@ def each(name: str, values: object) -> Iterable[Any]:
     return values
 
 
+def pairs(name: str, values: object) -> list[tuple[Any, Any]]:
+    """A list of pairs."""
+    given = list(each(name, values))
+    if not all(isinstance(one, tuple | list) and len(one) == 2 for one in given):
+        raise errors.InvalidInput(f"{name}: not a list of pairs")
+    return given
+
+
 # ---------------------------------------------------------------------------------------------------------------
 # Whole requests
 

@@ -52,6 +52,10 @@ class Lines(Executions):
             await self._learn_lines(lane_id)
         return sorted(self._lines.get(lane_id, ()))
 
+    def sees_whole(self, lane_id: str) -> bool:
+        """Whether one look sees all lines of a lane, so that what it did not find is not there."""
+        return len(self._lines.get(lane_id, ())) <= MOST_LINES
+
     async def covered(self, lane_id: str, offered: Set[str]) -> list[LineKey]:
         """The lines whose work a worker with these capabilities can do."""
         return [line for line in await self.lines_of(lane_id) if capabilities.covers(line.required, offered)]

@@ -29,6 +29,80 @@ class Ended(msgspec.Struct, frozen=True):
     reason: str | None
 
 
+class Pull:
+    """One worker's claims from its lanes, one after the other.
+
+    A claim that found less than there was room for has seen the end of the lanes. The next one then waits for a hint
+    first, which is expected from before that look on, so that nothing falls in between: an idle worker costs nothing.
+    """
+
+    def __init__(
+        self,
+        engine: Pulling,
+        lanes: Sequence[str],
+        *,
+        worker_id: str,
+        worker_instance_id: str,
+        capabilities: Iterable[str] = (),
+        lease_ttl_ms: int = 15_000,
+    ) -> None:
+        if not lanes:
+            raise errors.InvalidInput("lanes: empty")
+        self._engine = engine
+        self._lanes = tuple(lanes)
+        self._ways = {
+            "worker_id": worker_id,
+            "worker_instance_id": worker_instance_id,
+            "capabilities": tuple(capabilities),
+            "lease_ttl_ms": lease_ttl_ms,
+        }
+        self._hint: asyncio.Future[None] | None = None  # of the last look, when that came to the end
+
+    async def claim(
+        self, limit: int, *, max_wait_ms: int = 0, go_on: Callable[[], bool] = lambda: True
+    ) -> list[answers.Claimed]:
+        """Up to `limit` executions, by turns, as soon as there is at least one.
+
+        Ends early when `go_on` says no, which is asked after each hint; cancelling a claim could lose its answer.
+        """
+        clock = asyncio.get_running_loop().time
+        until = clock() + max_wait_ms / 1000
+        while True:
+            if (hint := self._hint) is not None:
+                self._hint = None
+                await waited(hint, min(max(0.0, until - clock()), self._engine.poll_s))
+                if not go_on():
+                    return []
+            claimed = await self._look(limit)
+            if claimed or until <= clock() or not go_on():
+                return claimed
+
+    def close(self) -> None:
+        """Expect no more hints."""
+        if self._hint is not None:
+            self._hint.cancel()
+
+    async def _look(self, limit: int) -> list[answers.Claimed]:
+        engine, lanes = self._engine, self._lanes
+        hint = engine.wakes.expect(*(lane_topic(lane) for lane in lanes))
+        claimed: list[answers.Claimed] = []
+        try:
+            turn = engine.next_turn(len(lanes))
+            for lane in lanes[turn:] + lanes[:turn]:
+                claimed += await engine.claim_admitted(lane, limit - len(claimed), **self._ways)  # type: ignore[arg-type]
+                if len(claimed) >= limit:
+                    break
+        except errors.StoreUnavailable:
+            if not claimed:  # what was got of the other lanes is held already
+                raise
+        finally:
+            if not claimed or (len(claimed) < limit and all(engine.sees_whole(lane) for lane in lanes)):
+                self._hint = hint
+            else:
+                hint.cancel()
+        return claimed
+
+
 class Pulling(Explaining):
     """Work for a worker of several lanes, and the end of an execution for whoever waits for it."""
 
@@ -46,38 +120,24 @@ class Pulling(Explaining):
         max_wait_ms: int = 0,
         go_on: Callable[[], bool] = lambda: True,
     ) -> list[answers.Claimed]:
-        """Up to `limit` executions from these lanes, by turns, as soon as there is at least one.
+        """One claim of a `Pull`."""
+        pull = Pull(
+            self,
+            lanes,
+            worker_id=worker_id,
+            worker_instance_id=worker_instance_id,
+            capabilities=capabilities,
+            lease_ttl_ms=lease_ttl_ms,
+        )
+        try:
+            return await pull.claim(limit, max_wait_ms=max_wait_ms, go_on=go_on)
+        finally:
+            pull.close()
 
-        Ends early when `go_on` says no, which is asked after each hint; cancelling a claim could lose its answer.
-        """
-        if not lanes:
-            raise errors.InvalidInput("lanes: empty")
-        offered = tuple(capabilities)
-        clock = asyncio.get_running_loop().time
-        until = clock() + max_wait_ms / 1000
-        while True:
-            hint = self.wakes.expect(*(lane_topic(lane) for lane in lanes))
-            try:
-                claimed: list[answers.Claimed] = []
-                for turn in range(len(lanes)):
-                    lane = lanes[(self._next_lane + turn) % len(lanes)]
-                    claimed += await self.claim_admitted(
-                        lane,
-                        limit - len(claimed),
-                        worker_id=worker_id,
-                        worker_instance_id=worker_instance_id,
-                        capabilities=offered,
-                        lease_ttl_ms=lease_ttl_ms,
-                    )
-                    if len(claimed) >= limit:
-                        break
-                self._next_lane = (self._next_lane + 1) % len(lanes)
-                left = until - clock()
-                if claimed or left <= 0 or not go_on():
-                    return claimed
-                await waited(hint, min(left, self.poll_s))
-            finally:
-                hint.cancel()
+    def next_turn(self, count: int) -> int:
+        """Which of so many lanes is looked at first this time."""
+        turn, self._next_lane = self._next_lane % count, (self._next_lane + 1) % count
+        return turn
 
     def nudge(self, lanes: Sequence[str]) -> None:
         """Let the claims of this process that wait for these lanes look again, or end."""

@@ -39,6 +39,7 @@ class Taking(Lines):
     """What a worker does to get work."""
 
     _rotation: int = 0
+    _spare: tuple[Stamp, ...] = ()
 
     @cached_property
     def _fair_turns(self) -> dict[str, dict[str, int]]:
@@ -255,7 +256,7 @@ class Taking(Lines):
         pause = Pause()
         doubtful: list[Take] = []
         while True:
-            stamps = tuple(Stamp(self.minter.uuid(), self.minter.uuid(), self.minter.change_id()) for _ in range(limit))
+            stamps = self._stamps(limit)
             take = Take(lines, stamps, order.worker_id, order.worker_instance_id, order.lease_ttl_ms, lease.CLAIMED)
             try:
                 taken = await self.store.take(take)
@@ -269,10 +270,18 @@ class Taking(Lines):
             self.estimate.hear(taken.now)
             if doubtful and not taken.rows:  # perhaps the doubtful one arrived just after we had looked for it
                 return await self._find_taken(doubtful)
-            if taken.rows:
+            if not taken.rows:
+                self._spare = stamps  # nothing bears them
+            else:
                 self.tell(frozenset({FEED}))
                 self.note_taken([row for row, _ in taken.rows])
             return [self._claimed(row, payload, order.lease_ttl_ms) for row, payload in taken.rows]
+
+    def _stamps(self, count: int) -> tuple[Stamp, ...]:
+        """New identities, and before them those that an earlier take found nothing for: idle workers ask often."""
+        spare, self._spare = self._spare[:count], ()
+        minter = self.minter
+        return spare + tuple(Stamp(minter.uuid(), minter.uuid(), minter.change_id()) for _ in range(count - len(spare)))
 
     async def _find_taken(self, takes: Sequence[Take]) -> list[answers.Claimed]:
         """After lost answers: the rows that carry the stamps, if one of the takes happened."""

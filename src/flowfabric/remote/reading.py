@@ -19,7 +19,7 @@ from flowfabric.model.obstacles import Explanation
 from flowfabric.model.states import PublicState, TerminalOutcome
 from flowfabric.remote.asking import Asking, execution_path
 from flowfabric.remote.shapes import read
-from flowfabric.server.routes import apps, executions, lookups, streams
+from flowfabric.server.routes import executions, lookups, streams
 
 MOST_WAITING = 256  # requests of one process that wait at a time; who comes later looks now and then
 LOOK_S = 1.0
@@ -123,10 +123,12 @@ class Reading(Asking):
 
     async def read_results(self, execution_ids: Sequence[str]) -> dict[str, bytes | None]:
         """The results of many; None for an execution that has none."""
-        if not execution_ids:
-            return {}
-        told = await self.wire.ask("POST", "/v1/results", {"execution_ids": list(execution_ids)})
-        return read(told.body, apps.ResultsOf).results
+        found: dict[str, bytes | None] = {}
+        for start in range(0, len(execution_ids), lookups.MAX_RESULTS):
+            body = {"execution_ids": list(execution_ids[start : start + lookups.MAX_RESULTS])}
+            told = await self.wire.ask("POST", "/v1/executions/results", body)
+            found |= read(told.body, lookups.ResultsOf).results
+        return found
 
     # -- output ---------------------------------------------------------------------------------------------------
 

@@ -50,16 +50,6 @@ def cancel(row: Execution | None, fence: Fence, source: str, reason: str) -> Dec
     return Decision(Cancelled(row.execution_id), change)
 
 
-def cancel_by_handle(row: Execution | None, fence: Fence, reason: str) -> Decision[Cancelled]:
-    """Cancel as the holder; a cancel of this very lease that already happened is success."""
-    decision = cancel(row, fence, WORKER, reason)
-    if row is None or row.terminal_outcome is not TerminalOutcome.CANCELLED:
-        return decision
-    if (row.lease_epoch, row.attempt_id) == (fence.lease_epoch, fence.attempt_id):
-        return Decision(Cancelled(row.execution_id))
-    return refuse(lease.not_active(row))
-
-
 def _revoked_by(source: str) -> str | None:
     """What the lease feed says of a lease that a cancel ended: a system's doing, or the holder's own."""
     return '{"revoked_by":"operator"}' if source in SYSTEM_SOURCES else None

@@ -80,6 +80,30 @@ class Terms(msgspec.Struct, frozen=True, omit_defaults=True):
 
 DEFAULT_TERMS: Final = Terms()
 
+PARTS: Final = frozenset(
+    {
+        "priority",
+        "delay_until",
+        "retry_policy",
+        "timeout_policy",
+        "max_reclaim_count",
+        "suspension_policy",
+        "fallback_policy",
+        "max_replay_count",
+        "budget_ids",
+        "quota_policy_ids",
+        "quota_policy_id",
+        "fairness_key",
+        "fairness_weight",
+        "ageing",
+        "routing_requirements",
+        "dedup_window_ms",
+        "stream_policy",
+        "max_signals_per_execution",
+    }
+)
+"""What a policy may say; anything else in it is passed over."""
+
 
 # ---------------------------------------------------------------------------------------------------------------
 # Deciding by the terms

@@ -15,7 +15,7 @@ from flowfabric.sdk.codec import from_json, json_bytes
 from flowfabric.sdk.durable import Durable
 from flowfabric.sdk.output import Saying
 from flowfabric.sdk.spending import Spending
-from flowfabric.sdk.steps import Step, run_step, step_of
+from flowfabric.sdk.steps import Step, effect_of, run_step, step_of
 from flowfabric.sdk.threads import Portal
 from flowfabric.sdk.waiting import Waiting
 
@@ -70,6 +70,10 @@ class Context(Waiting, Saying, Spending):
     def handle(self) -> Handle:
         """The lease under which this attempt runs."""
         return self._handle
+
+    @property
+    def _itself(self) -> Context:
+        return self
 
     @property
     def sync(self) -> SyncContext:
@@ -143,7 +147,7 @@ class Context(Waiting, Saying, Spending):
         step = await self.recall(function, args, kwargs, name, key)
         if not step.is_known:
             await self.at(step.point, "before_effect")
-            step = await self.keep(step, await run_step(function, args, kwargs))
+            step = await self.keep(step, await run_step(effect_of(function, self.app.stubs), args, kwargs))
         return step.value()
 
     async def recall(

@@ -63,6 +63,8 @@ class Fabric:
         self.public_url = (public_url or os.environ.get("FF_PUBLIC_URL") or "http://127.0.0.1:9090").rstrip("/")
         self.on_point: Callable[[Context, str, str], Awaitable[None]] | None = None  # for tests: crash points
         self.on_wait: Callable[[int], None] | None = None  # for tests: threads that wait for the loop
+        self.on_ask: Callable[[Context, str, Any], None] | None = None  # for tests: approvals and their shapes
+        self.stubs: dict[Any, Callable[..., Any]] = {}  # for tests: what runs instead of a step's function or a task
         self.isolates = True  # False in tests: what should run in a process of its own runs in a thread
         self.identity = f"{socket.gethostname()}:{os.getpid()}"
         self.tasks: dict[str, Task[..., Any]] = {}

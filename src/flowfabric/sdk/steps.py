@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import inspect
 import typing
+from collections.abc import Hashable, Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -63,9 +64,15 @@ def step_of(
     return Step(label, known, occurrence, _digest(args, kwargs), _shape_of(getattr(function, "handler", function)))
 
 
+def effect_of(function: Any, stubs: Mapping[Any, Any]) -> Any:
+    """What a step really calls: the function, the handler of a task that is used as one, or a test's stub for it."""
+    if stubs and isinstance(function, Hashable) and function in stubs:
+        return stubs[function]
+    return getattr(function, "handler", function)
+
+
 async def run_step(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call it; a plain function runs in a thread, so that it cannot block the loop."""
-    function = getattr(function, "handler", function)  # a task used as a step
     if inspect.iscoroutinefunction(function):
         return await function(*args, **kwargs)
     value = await asyncio.to_thread(function, *args, **kwargs)

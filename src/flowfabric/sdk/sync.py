@@ -28,6 +28,7 @@ from flowfabric.sdk.durations import Duration
 from flowfabric.sdk.joins import AllOf, Join
 from flowfabric.sdk.limits import Budget
 from flowfabric.sdk.spending import Reservation
+from flowfabric.sdk.steps import effect_of
 from flowfabric.sdk.threads import DaemonThreads, Portal
 
 if TYPE_CHECKING:
@@ -211,7 +212,7 @@ class SyncContext:
         step = self._portal.call(context.recall(function, args, kwargs, name, key))
         if not step.is_known:
             self._portal.call(context.at(step.point, "before_effect"))
-            value = getattr(function, "handler", function)(*args, **kwargs)
+            value = effect_of(function, context.app.stubs)(*args, **kwargs)
             if inspect.isawaitable(value):
                 value = self._portal.call(_awaited(value))
             step = self._portal.call(context.keep(step, value))

@@ -6,12 +6,13 @@ import asyncio
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import msgspec
 
 from flowfabric.engine.asks import Count, CountKind, GateArgs
-from flowfabric.errors import FabricError, InvalidInput
+from flowfabric.errors import ExecutionNotActive, FabricError, InvalidInput
 from flowfabric.ids import ExecutionId, digest8, partition_of
 from flowfabric.model.gate import GateEnd, GateKind, GateMemo, Vote
 from flowfabric.sdk.approvals import Approval
@@ -24,6 +25,7 @@ from flowfabric.sdk.run import Run
 if TYPE_CHECKING:
     from flowfabric.engine.engine import Engine
     from flowfabric.handles import Handle
+    from flowfabric.sdk.context import Context
     from flowfabric.sdk.durable import Durable
     from flowfabric.sdk.fabric import Fabric
     from flowfabric.sdk.task import Call
@@ -41,6 +43,11 @@ class Waiting(ABC):
     app: Fabric
     engine: Engine
     run_id: str
+
+    @property
+    @abstractmethod
+    def _itself(self) -> Context:
+        """The context of which these are the waits."""
 
     @property
     @abstractmethod
@@ -111,6 +118,8 @@ class Waiting(ABC):
                 expires_in_ms=None if expires is None else to_ms(expires, "expires"),
             ),
         )
+        if self.app.on_ask is not None:
+            self.app.on_ask(self._itself, name, shape)
         told = {} if show is None else {"ff.show": msgspec.json.encode(show).decode()}
         if schema := Shape(shape).schema():  # what the page behind a link asks for
             told[f"ff.ask.{digest8(name)}"] = schema
@@ -184,7 +193,7 @@ class Waiting(ABC):
         ended = {vote.member: vote.outcome for vote in votes}
         if join.cancel_rest:
             rest = [run for run in runs if run.id not in ended]
-            await asyncio.gather(*(run.cancel("the others were enough") for run in rest))
+            await asyncio.gather(*(_cancel(run) for run in rest))
         if memo.ended_as is not GateEnd.SATISFIED:
             failed = next(run for run in runs if ended.get(run.id, "success") != "success")
             await failed.result()  # raises with its reason
@@ -196,3 +205,9 @@ class Waiting(ABC):
 
     def _child_id(self, place: str) -> str:
         return f"{{fp:{partition_of(ExecutionId(self.run_id))}}}:{self._derived(place, 0)}"
+
+
+async def _cancel(run: Run[Any]) -> None:
+    """End a child that is not needed; one that has just ended by itself is as good."""
+    with suppress(ExecutionNotActive):
+        await run.cancel("the others were enough")

@@ -10,6 +10,7 @@ import socket
 from collections.abc import Iterable
 
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.pulling import Pull
 from flowfabric.errors import FabricError, InvalidInput, StoreUnavailable
 from flowfabric.model.answers import Claimed
 from flowfabric.sdk.attempts import Attempts
@@ -98,6 +99,10 @@ class Worker:
         for task, _ in self._running.values():
             task.cancel()
 
+    def forsake(self, lease_id: str) -> None:
+        """Renew a lease no more although its handler goes on; for tests."""
+        self._leases.drop(lease_id)
+
     async def work(self) -> None:
         """Work until `stop`; returns when everything was finished or handed back."""
         self._engine = engine = await self._app.engine()
@@ -131,6 +136,15 @@ class Worker:
         )
 
     async def _pull(self, engine: Engine) -> None:
+        pull = Pull(
+            engine,
+            self._lanes,
+            worker_id=self.worker_id,
+            worker_instance_id=self.instance_id,
+            capabilities=self._capabilities,
+            lease_ttl_ms=self._ttl_ms,
+        )
+        max_wait_ms = max(PULL_WAIT_MS, engine.settings.poll_ms)
         while not self._stopping.is_set():
             room = self._slots - len(self._running) - self._attempts.stuck
             if room <= 0:
@@ -138,22 +152,14 @@ class Worker:
                 await self._free.wait()
                 continue
             try:
-                claimed = await engine.claim_from_lanes(
-                    self._lanes,
-                    room,
-                    worker_id=self.worker_id,
-                    worker_instance_id=self.instance_id,
-                    capabilities=self._capabilities,
-                    lease_ttl_ms=self._ttl_ms,
-                    max_wait_ms=max(PULL_WAIT_MS, engine.settings.poll_ms),
-                    go_on=lambda: not self._stopping.is_set(),
-                )
+                claimed = await pull.claim(room, max_wait_ms=max_wait_ms, go_on=lambda: not self._stopping.is_set())
             except StoreUnavailable as away:
                 logger.warning("no work: the store is away (%s); trying again", away)
                 await asyncio.sleep(PAUSE_S)
                 continue
             for work in claimed:
                 self._begin(engine, work)
+        pull.close()
 
     async def _drain(self, engine: Engine) -> None:
         """Finish what runs within the grace time, and hand the rest back: it goes on elsewhere and costs nothing."""

@@ -61,7 +61,7 @@ class App:
         self.once = Once()
         self.waiting_claims: dict[str, set[Callable[[], None]]] = {}  # by worker instance: how to end them
         self.guard = Guard(settings, engine)
-        self.spans = traces.spans()
+        self.spans: traces.Spans = traces.spans()
         self._rate = RateLimit(settings.rate_limit)
         self._cors = Cors(settings)
         self._timeout_s = settings.request_timeout_ms / 1000 or None

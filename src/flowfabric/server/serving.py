@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import signal
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 import uvicorn
 
@@ -50,7 +52,24 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen."""
         await super().startup(sockets)
+        if self.started:
+            logs.logger.info("listening", extra={"fields": {"host": self.config.host, "port": self.port}})
         self.listening.set()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Hear SIGTERM and SIGINT and go on to an orderly end; uvicorn would let them kill the process afterwards."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
 
     @property
     def port(self) -> int:
@@ -101,5 +120,4 @@ async def serve(url: str, settings: ServerSettings) -> None:
         else:
             logs.logger.info("bearer tokens are asked for")
         server = Server(create_app(engine, settings))
-        logs.logger.info("listening", extra={"fields": {"host": settings.host, "port": settings.port}})
         await server.serve()

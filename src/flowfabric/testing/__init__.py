@@ -1,6 +1,38 @@
-"""What tests of this project, and of work built on it, stand on: stores that break on request, and invariants."""
+"""What tests of this project, and of work built on it, stand on: a world in virtual time, stores that break on request.
 
-from flowfabric.testing.faults import FlakyStore, Gate, Loss
-from flowfabric.testing.invariants import InvariantBroken, Watch, check_invariants
+The names are looked up in their pages when first used: the pytest plugin that lives here loads no engine.
+"""
 
-__all__ = ["FlakyStore", "Gate", "InvariantBroken", "Loss", "Watch", "check_invariants"]
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flowfabric.testing.faults import FlakyStore as FlakyStore
+    from flowfabric.testing.faults import Gate as Gate
+    from flowfabric.testing.faults import Loss as Loss
+    from flowfabric.testing.invariants import InvariantBroken as InvariantBroken
+    from flowfabric.testing.invariants import Watch as Watch
+    from flowfabric.testing.invariants import check_invariants as check_invariants
+    from flowfabric.testing.world import World as World
+
+_PAGES = {
+    "FlakyStore": "flowfabric.testing.faults",
+    "Gate": "flowfabric.testing.faults",
+    "InvariantBroken": "flowfabric.testing.invariants",
+    "Loss": "flowfabric.testing.faults",
+    "Watch": "flowfabric.testing.invariants",
+    "World": "flowfabric.testing.world",
+    "check_invariants": "flowfabric.testing.invariants",
+}
+
+__all__ = [*_PAGES]
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name not in _PAGES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(_PAGES[name]), name)
+        return value

@@ -72,6 +72,7 @@ class FlakyStore:
         self.lost: list[tuple[str, Loss]] = []  # what was lost so far, to assert that something was
         self._chance = chance
         self._rate = rate
+        self.is_down = False
         self._orders: dict[str, deque[Loss | None]] = defaultdict(deque)
         self._before: dict[str, deque[Gate]] = defaultdict(deque)
         self._after: dict[str, deque[Gate]] = defaultdict(deque)
@@ -92,6 +93,7 @@ class FlakyStore:
         """Forget all orders and lose nothing more."""
         self._orders.clear()
         self._rate = 0.0
+        self.is_down = False
 
     def _stop(self, gates: dict[str, deque[Gate]], verb: str) -> Gate:
         gate = Gate()
@@ -105,7 +107,13 @@ class FlakyStore:
             return self._chance.choice(tuple(Loss))
         return None
 
+    def go_down(self) -> None:
+        """Let no call arrive any more, until `heal`."""
+        self.is_down = True
+
     async def _sent(self, verb: str, call: Callable[[], Awaitable[T]]) -> T:
+        if self.is_down:
+            raise self._broken(verb, Loss.REQUEST)
         if gates := self._before[verb]:
             await gates.popleft().passes()
         loss = self._loss(verb)

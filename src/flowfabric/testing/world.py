@@ -12,8 +12,9 @@ the app's store is one in memory; afterwards everything is as it was.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self, get_args
 
 from flowfabric.clock import Estimate
 from flowfabric.engine.engine import Engine
@@ -26,7 +27,10 @@ from flowfabric.sdk.run import Run
 from flowfabric.sdk.worker import Worker
 from flowfabric.settings import Settings, Sweeps
 from flowfabric.stores.memory import MemoryStore
+from flowfabric.testing.faults import FlakyStore
+from flowfabric.testing.flow_invariants import check_flow_invariants
 from flowfabric.testing.invariants import check_invariants
+from flowfabric.testing.stubs import Ballots, Checked, Stub
 from flowfabric.testing.virtual import VirtualTime
 
 EPOCH_MS = 1_700_000_000_000
@@ -35,17 +39,8 @@ SELDOM_MS = 100 * 24 * 60 * 60 * 1000
 SEEN_SELDOM: dict[str, Any] = {name: SELDOM_MS for name in Sweeps.__struct_fields__ if name.endswith("_ms")}
 SETTINGS = Settings(poll_ms=SELDOM_MS, sweeps=Sweeps(**SEEN_SELDOM))
 
-
-class Ballots:
-    """An open approval, answered by one person after another."""
-
-    def __init__(self, run: Run[Any], links: list[str]) -> None:
-        self._run = run
-        self._links = links
-
-    async def answer_as(self, person: str, value: Any = True) -> None:
-        """One vote, with the next link."""
-        await self._run.vote(self._links.pop(0), value, by=person)
+Moment = Literal["before_effect", "after_effect", "after_commit", "lease_expired", "store_down"]
+LAPSED_S = 1.0  # how long after its lease a handler finds out that it is a zombie
 
 
 class World:
@@ -57,20 +52,22 @@ class World:
         self._count = workers
         self._slots = slots
         self._workers: list[tuple[Worker, asyncio.Task[None]]] = []
-        self._crashes: list[tuple[str, str]] = []
+        self._faults: list[tuple[str, str, float]] = []
+        self._shapes: dict[tuple[str, str], Any] = {}
 
     async def __aenter__(self) -> Self:
         self._time = VirtualTime(asyncio.get_running_loop())
         self._time.start()
         self._began = self._time.now()
-        store = MemoryStore(clock=self.now_ms)
-        await store.open(migrate=True)
-        self.engine = Engine(store, minter=SeededMinter(self._seed), settings=SETTINGS)
+        self.store = FlakyStore(MemoryStore(clock=self.now_ms))
+        await self.store.open(migrate=True)
+        self.engine = Engine(self.store, minter=SeededMinter(self._seed), settings=SETTINGS)
         self.engine.estimate = Estimate(passing=self._time.now)
         await self.engine.ensure_signing_key("00" * 32)
         self._outside = self.app.bind(self.engine)
         self.app.on_point = self._pass_point
         self.app.on_wait = self._time.thread_waits
+        self.app.on_ask = self._note_shape
         self.app.isolates = False
         for _ in range(self._count):
             self.start_worker()
@@ -79,14 +76,21 @@ class World:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.store.heal()
         for _, task in self._workers:
             task.cancel()
         await asyncio.gather(*(task for _, task in self._workers), return_exceptions=True)
         self.app.unbind(self._outside)
-        self.app.on_point = self.app.on_wait = None
+        self.app.on_point = self.app.on_wait = self.app.on_ask = None
+        self.app.stubs.clear()
         self.app.isolates = True
         await self.engine.close()
         self._time.stop()
+        if kind is None and self._faults:
+            point, moment, _ = self._faults[0]
+            raise AssertionError(f"nothing came to {point} {moment}: what should have gone wrong there did not")
+
+    # -- workers --------------------------------------------------------------------------------------------------
 
     def start_worker(self) -> Worker:
         """One more worker."""
@@ -103,6 +107,8 @@ class World:
                 await asyncio.gather(task, return_exceptions=True)
         self._workers = [(known, task) for known, task in self._workers if known is not worker]
 
+    # -- time -----------------------------------------------------------------------------------------------------
+
     async def advance(self, length: Duration) -> None:
         """Let time pass, and everything happen that falls due meanwhile."""
         await asyncio.sleep(to_ms(length) / 1000)
@@ -113,34 +119,76 @@ class World:
         for _ in range(50):
             await asyncio.sleep(0)
 
-    def crash_at(self, point: str, moment: str) -> None:
-        """Let the process die there once: `before_effect`, `after_effect` or `after_commit` of "step:<name>"."""
-        self._crashes.append((point, moment))
+    def now_ms(self) -> int:
+        """The store's time."""
+        return EPOCH_MS + round((self._time.now() - self._began) * 1000)
+
+    # -- what goes wrong ------------------------------------------------------------------------------------------
+
+    def crash_at(self, point: str, moment: Moment, *, lasts: Duration = "10s") -> None:
+        """Let something go wrong once, at "step:<name>" or "spend:<budget>".
+
+        The process dies `before_effect`, `after_effect` (before it is remembered) or `after_commit`. After the effect,
+        with `lease_expired` the work is taken over by another while this handler goes on, and with `store_down` the
+        store is away for as long as it `lasts`.
+        """
+        if moment not in get_args(Moment):
+            raise ValueError(f"{moment!r} is none of {', '.join(get_args(Moment))}")
+        self._faults.append((point, moment, to_ms(lasts, "lasts") / 1000))
 
     async def _pass_point(self, context: Context, point: str, moment: str) -> None:
-        if (point, moment) in self._crashes:
-            self._crashes.remove((point, moment))
-            raise Crash(f"{point} {moment}")
+        for fault in self._faults:
+            known, what, lasts_s = fault
+            if known != point or (what if what in ("before_effect", "after_commit") else "after_effect") != moment:
+                continue
+            self._faults.remove(fault)
+            if what == "lease_expired":
+                await self._let_lapse(context)
+            elif what == "store_down":
+                self.store.go_down()
+                asyncio.get_running_loop().call_later(lasts_s, self.store.heal)
+            else:
+                raise Crash(f"{point} {moment}")
+            return
+
+    async def _let_lapse(self, context: Context) -> None:
+        left_s = context.lease_seconds_left
+        for worker, _ in self._workers:
+            worker.forsake(context.handle.fields.lease_id)
+        await asyncio.sleep(left_s + LAPSED_S)
+
+    def stub(
+        self,
+        target: Callable[..., Any],
+        instead: Callable[..., Any] | None = None,
+        *,
+        returns: Any = None,
+        raises: BaseException | None = None,
+    ) -> Stub:
+        """Let something else run instead of a step's function, or of a task: a function, a value, or an error."""
+        stub = self.app.stubs[target] = Stub(instead, returns, raises)
+        return stub
+
+    # -- people ---------------------------------------------------------------------------------------------------
 
     async def approval(self, run: Run[Any], name: str) -> Ballots:
         """The open approval of this name, once the run has come to it."""
         for _ in range(10_000):
             waits = await self.engine.read_waits(run.id)
             for gate in waits.open.values():
-                if any(key.startswith(f"{name}.") for _, key in gate.waitpoints):
+                if any(key.rpartition(".")[0] == name for _, key in gate.waitpoints):
                     links = [await self._link(run.id, one) for one, _ in gate.waitpoints]
-                    return Ballots(run, links)
+                    return Ballots(run, links, self._shapes.get((run.id, name), bool))
             await asyncio.sleep(0.01)
         raise AssertionError(f"{run} does not ask for {name!r}")
+
+    def _note_shape(self, context: Context, name: str, shape: Any) -> None:
+        self._shapes[context.run_id, name] = shape
 
     async def _link(self, run_id: str, waitpoint_id: str) -> str:
         token = await self.engine.read_waitpoint_token(partition_of(ExecutionId(run_id)), waitpoint_id)
         return f"{self.app.public_url}/v1/waitpoints/{run_id}/{waitpoint_id}?token={token.reveal() if token else ''}"
 
-    async def assert_invariants(self) -> None:
-        """Raise when anything that must always hold does not."""
-        await check_invariants(self.engine)
-
-    def now_ms(self) -> int:
-        """The store's time."""
-        return EPOCH_MS + round((self._time.now() - self._began) * 1000)
+    def assert_invariants(self) -> Any:
+        """Raise when anything that must always hold does not; may be awaited, but is done when it returns."""
+        return Checked(check_invariants(self.engine), check_flow_invariants(self.engine))

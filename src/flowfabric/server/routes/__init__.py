@@ -12,9 +12,9 @@ from flowfabric.server.routes import (
     health,
     lookups,
     signals,
+    spending,
     streams,
     waitpoint_pages,
-    work,
     workers,
 )
 
@@ -28,7 +28,7 @@ PAGES = (
     flows.routes,
     budgets.routes,
     workers.routes,
-    work.routes,
+    spending.routes,
     durable.routes,
     apps.routes,
     feeds.routes,

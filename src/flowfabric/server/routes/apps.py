@@ -1,25 +1,22 @@
-"""What applications that know only this server need beside the rest: its store, results of others, their budgets."""
+"""What applications that know only this server need beside the rest: its store, and the budgets of their runs."""
 
 from __future__ import annotations
 
-import asyncio
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-from msgspec import Meta
 
 from flowfabric import ids
 from flowfabric.model import verdicts
 from flowfabric.model.api_token import Scope
 from flowfabric.server.ask import Ask, json, tagged, uuid_in
-from flowfabric.server.routes.work import USAGE
-from flowfabric.server.table import WORK_LIMIT, Reply, Routes, Subject
+from flowfabric.server.routes.spending import USAGE
+from flowfabric.server.table import Reply, Routes, Subject
 from flowfabric.server.wire import Body, Natural, checked, variants
 
 routes = Routes("applications")
 
 ONE = "/v1/executions/{id}"
-MAX_RESULTS = 10_000
 
 
 class StoreInfo(msgspec.Struct, frozen=True):
@@ -36,27 +33,6 @@ async def store_info(ask: Ask[None]) -> Reply:
     await ask.app.guard.admit(ask.headers.get(b"authorization"))
     engine = ask.engine
     return json(StoreInfo(engine.store.tag.title, engine.partitions, await engine.ping()))
-
-
-class ResultsBody(Body, frozen=True):
-    execution_ids: Annotated[tuple[str, ...], Meta(max_length=MAX_RESULTS)]
-
-    def __post_init__(self) -> None:
-        checked(ids.parse_execution_id, *self.execution_ids)
-
-
-class ResultsOf(msgspec.Struct, frozen=True):
-    """Results in base64; null for an execution that has none."""
-
-    results: dict[str, bytes | None]
-
-
-@routes.post("/v1/results", {200: ResultsOf}, body=ResultsBody, limit=WORK_LIMIT, scope=Scope.READ, subject=Subject.OWN)
-async def read_results(ask: Ask[ResultsBody]) -> Reply:
-    """The results of many executions at once."""
-    wanted = ask.body.execution_ids
-    await asyncio.gather(*(ask.may_touch(one) for one in wanted))
-    return json(ResultsOf(await ask.engine.read_results(wanted)))
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -144,7 +120,7 @@ def _budget(ask: Ask[Any]) -> str:
     scope=Scope.WORK,
     subject=Subject.OWN,
 )
-async def refund_budget(ask: Ask[RefundBody]) -> Reply:
+async def refund_reservation(ask: Ask[RefundBody]) -> Reply:
     """Give all of a reservation back; one that is over has nothing to give."""
     return tagged(await ask.engine.refund_budget(_budget(ask), ask.body.reservation_id))
 

@@ -137,6 +137,25 @@ async def change_budget_limits(ask: Ask[LimitsBody]) -> Reply:
     return tagged(answer, name="Changed")
 
 
+class ReleaseBody(Body, frozen=True):
+    execution_id: str
+
+    def __post_init__(self) -> None:
+        checked(ids.parse_execution_id, self.execution_id)
+
+
+@routes.post(
+    f"{ONE}/release",
+    {200: variants(Released=verdicts.BudgetReleased)},
+    body=ReleaseBody,
+    scope=Scope.OPERATE,
+    audit=True,
+)
+async def release_budget(ask: Ask[ReleaseBody]) -> Reply:
+    """Give back everything that an execution spent since the last reset."""
+    return tagged(await ask.engine.release_budget(_budget(ask), ask.body.execution_id), name="Released")
+
+
 # ---------------------------------------------------------------------------------------------------------------
 # Quotas
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from json import dumps
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from flowfabric import errors, ids
-from flowfabric.engine.asks import CreateExecution, Fence
+from flowfabric.engine.asks import POLICY_PARTS, CreateExecution, Fence
 from flowfabric.engine.reads import ExecutionPage
 from flowfabric.model import answers
 from flowfabric.model.api_token import Scope
 from flowfabric.model.states import PublicState
+from flowfabric.server import traces
 from flowfabric.server.ask import Ask, encode, found, json, same, tagged, variant
 from flowfabric.server.problems import bad_request, told
 from flowfabric.server.table import BULK_LIMIT, CREATE_LIMIT, OCTETS, Param, Reply, Routes, Subject
@@ -22,6 +24,7 @@ from flowfabric.server.wire import CURSOR, LIMIT, Body, Octets, Whole, checked, 
 routes = Routes("executions")
 
 MAX_BULK = 10_000
+LONGEST_WARNING = 1000
 MAX_WAIT_MS = 30_000
 ONE = "/v1/executions/{id}"
 
@@ -82,6 +85,7 @@ class Revoked(msgspec.Struct, frozen=True):
 def creation(ask: Ask[Any], body: CreateBody) -> CreateExecution:
     """What the body asks of the engine."""
     ask.within(body.namespace)
+    place = ask.app.spans.place()
     return CreateExecution(
         execution_id=body.execution_id or ask.engine.new_execution_id(body.lane_id),
         partition=0,
@@ -93,7 +97,7 @@ def creation(ask: Ask[Any], body: CreateBody) -> CreateExecution:
         priority=body.priority,
         creator_identity=body.creator_identity,
         idempotency_key=body.idempotency_key,
-        tags=body.tags,
+        tags=body.tags if place is None else {traces.TAG: place} | body.tags,
         policy=None if body.policy is None else encode(body.policy).decode(),
         delay_until=body.delay_until,
         execution_deadline_at=body.execution_deadline_at,
@@ -112,7 +116,11 @@ def creation(ask: Ask[Any], body: CreateBody) -> CreateExecution:
 async def create_execution(ask: Ask[CreateBody]) -> Reply:
     """Create an execution; the same id, or the same live idempotency key, is the same execution."""
     answer = await ask.engine.create(creation(ask, ask.body))
-    return tagged(answer, 201 if isinstance(answer, answers.Created) else 200)
+    reply = tagged(answer, 201 if isinstance(answer, answers.Created) else 200)
+    if ask.body.policy is None or POLICY_PARTS.issuperset(ask.body.policy):
+        return reply
+    odd = dumps(sorted(ask.body.policy.keys() - POLICY_PARTS))[1:-1].replace('"', "'")[:LONGEST_WARNING]
+    return msgspec.structs.replace(reply, headers=(("warning", f'299 flowfabric "policy keys passed over: {odd}"'),))
 
 
 class BulkBody(Body, frozen=True):

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Meta, UnsetType
 
+from flowfabric import ids
 from flowfabric.engine.engine import Capabilities
 from flowfabric.engine.reads import ExecutionSnapshot, HistoryEntry, LanePage, SnapshotPage
 from flowfabric.engine.suspensions import SuspendedPage
 from flowfabric.model.answers import AttemptView
+from flowfabric.model.api_token import Scope
 from flowfabric.server.ask import Ask, found, json
 from flowfabric.server.problems import bad_request
 from flowfabric.server.table import Param, Reply, Routes, Subject
-from flowfabric.server.wire import CURSOR, LIMIT
+from flowfabric.server.wire import CURSOR, LIMIT, Body, checked
 
 routes = Routes("lookups")
 
 ONE = "/v1/executions/{id}"
 TEXT = {"type": "string"}
+MAX_RESULTS = 1000
 
 
 @routes.get(
@@ -147,6 +150,27 @@ async def await_end(ask: Ask[None]) -> Reply:
             ended.result if ask.query("result") in ("true", "1") else UNSET,
         )
     )
+
+
+class ResultsBody(Body, frozen=True):
+    execution_ids: Annotated[list[str], Meta(max_length=MAX_RESULTS)]
+
+    def __post_init__(self) -> None:
+        checked(ids.parse_execution_id, *self.execution_ids)
+
+
+class ResultsOf(msgspec.Struct, frozen=True):
+    """Results in base64 by execution; null for one that has none."""
+
+    results: dict[str, bytes | None]
+
+
+@routes.post("/v1/executions/results", {200: ResultsOf}, body=ResultsBody, scope=Scope.READ, subject=Subject.OWN)
+async def read_results(ask: Ask[ResultsBody]) -> Reply:
+    """The results of many executions in one trip."""
+    for execution_id in ask.body.execution_ids:
+        await ask.may_touch(execution_id)
+    return json(ResultsOf(await ask.engine.read_results(ask.body.execution_ids)))
 
 
 @routes.get("/v1/lanes", {200: LanePage}, query=(CURSOR, LIMIT))

@@ -13,7 +13,7 @@ from flowfabric import errors, ids
 from flowfabric.engine.asks import BestEffort, Fresh, ResumePolicy, SuspendArgs, UsePending
 from flowfabric.engine.suspensions import SuspendDetails, Suspended
 from flowfabric.handles import Handle
-from flowfabric.model import answers, verdicts
+from flowfabric.model import answers
 from flowfabric.model.api_token import Scope
 from flowfabric.server.ask import Ask, json, tagged, variant
 from flowfabric.server.problems import bad_request, told
@@ -53,10 +53,14 @@ async def renew(ask: Ask[RenewBody]) -> Reply:
     good = [one for one in read if isinstance(one, Handle)]
     renewed = iter(await ask.engine.renew_many(good, lease_ttl_ms=ask.body.lease_ttl_ms) if good else [])
     answered = [next(renewed) if isinstance(one, Handle) else one for one in read]
+    lost = sum(isinstance(one, errors.FabricError) for one in answered)
+    ask.engine.meters.count("ff_lease_renewal", len(answered) - lost, outcome="ok")
+    ask.engine.meters.count("ff_lease_renewal", lost, outcome="error")
     return json({"results": [told(one) if isinstance(one, errors.FabricError) else variant(one) for one in answered]})
 
 
-def _holding(path: str, answered: Any, body: Any, limit: int = WORK_LIMIT) -> Callable[[H], H]:
+def holding(path: str, answered: Any, body: Any, limit: int = WORK_LIMIT) -> Callable[[H], H]:
+    """A route for what the holder of a lease says."""
     return routes.post(
         f"/v1/leases/{path}", {200: answered}, body=body, limit=limit, scope=Scope.WORK, subject=Subject.HANDLE
     )
@@ -67,7 +71,7 @@ class ProgressBody(Held, frozen=True):
     message: str | None = None
 
 
-@_holding("progress", variants(answers.ProgressNoted), ProgressBody)
+@holding("progress", variants(answers.ProgressNoted), ProgressBody)
 async def progress(ask: Ask[ProgressBody]) -> Reply:
     """Note how far the work is."""
     return tagged(await ask.engine.progress(ask.body.holder, pct=ask.body.pct, message=ask.body.message))
@@ -82,7 +86,7 @@ class CompleteBody(Held, frozen=True):
         octets("result", self.result, self.result_b64)
 
 
-@_holding("complete", variants(answers.Completed), CompleteBody, BULK_LIMIT)
+@holding("complete", variants(answers.Completed), CompleteBody, BULK_LIMIT)
 async def complete(ask: Ask[CompleteBody]) -> Reply:
     """End the execution successfully; repeating it after a lost answer is success."""
     body = ask.body
@@ -99,7 +103,7 @@ class FailBody(Held, frozen=True):
     retry_policy: str | None = None
 
 
-@_holding("fail", variants(answers.RetryScheduled, answers.TerminalFailed), FailBody)
+@holding("fail", variants(answers.RetryScheduled, answers.TerminalFailed), FailBody)
 async def fail(ask: Ask[FailBody]) -> Reply:
     """End the attempt as failed; the retry policy decides whether another one follows."""
     body = ask.body
@@ -112,7 +116,7 @@ class HolderCancelBody(Held, frozen=True):
     reason: str = ""
 
 
-@_holding("cancel", variants(answers.Cancelled), HolderCancelBody)
+@holding("cancel", variants(answers.Cancelled), HolderCancelBody)
 async def cancel(ask: Ask[HolderCancelBody]) -> Reply:
     """Cancel as the holder."""
     return tagged(await ask.engine.cancel(ask.body.holder, reason=ask.body.reason))
@@ -125,7 +129,7 @@ class DelayBody(Held, frozen=True):
     delay_ms: Natural | None = None
 
 
-@_holding("delay", variants(answers.Delayed), DelayBody)
+@holding("delay", variants(answers.Delayed), DelayBody)
 async def delay(ask: Ask[DelayBody]) -> Reply:
     """Put the work away for a while; the same attempt goes on afterwards."""
     body = ask.body
@@ -141,7 +145,7 @@ class HandleBody(Held, frozen=True):
     pass
 
 
-@_holding("wait-children", variants(answers.Moved), HandleBody)
+@holding("wait-children", variants(answers.Moved), HandleBody)
 async def wait_children(ask: Ask[HandleBody]) -> Reply:
     """Put the work away until its dependencies are resolved."""
     return tagged(await ask.engine.wait_children(ask.body.holder))
@@ -192,7 +196,7 @@ class Waiting(msgspec.Struct, frozen=True):
     handle: str | UnsetType = UNSET
 
 
-@_holding("suspend", variants(Suspended=Waiting, AlreadySatisfied=Waiting), SuspendBody)
+@holding("suspend", variants(Suspended=Waiting, AlreadySatisfied=Waiting), SuspendBody)
 async def suspend(ask: Ask[SuspendBody]) -> Reply:
     """Give the lease back and wait for the condition; signals that came early may have met it already."""
     body = ask.body
@@ -260,7 +264,7 @@ class Pending(msgspec.Struct, frozen=True):
     token: str
 
 
-@_holding("waitpoints", Pending, WaitpointBody)
+@holding("waitpoints", Pending, WaitpointBody)
 async def create_waitpoint(ask: Ask[WaitpointBody]) -> Reply:
     """A waitpoint to hand out before the wait."""
     made = await ask.engine.create_waitpoint(ask.body.holder, ask.body.waitpoint_key, ask.body.expires_in_ms)
@@ -282,7 +286,7 @@ class ObservedSignals(msgspec.Struct, frozen=True):
     signals: list[ObservedSignal]
 
 
-@_holding("signals", ObservedSignals, HandleBody)
+@holding("signals", ObservedSignals, HandleBody)
 async def observe_signals(ask: Ask[HandleBody]) -> Reply:
     """The signals that resumed this attempt, in the order in which they were accepted."""
     return json(ObservedSignals([observed(one) for one in await ask.engine.observe_signals(ask.body.holder)]))
@@ -303,7 +307,7 @@ def observed(signal: Any) -> ObservedSignal:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Output and spending
+# Output
 
 
 class BestEffortSpec(Body, frozen=True):
@@ -329,7 +333,7 @@ class FramesBody(Held, frozen=True):
     frames: Annotated[list[FrameSpec], Meta(min_length=1, max_length=MAX_FRAMES)]
 
 
-@_holding("frames", Results, FramesBody)
+@holding("frames", Results, FramesBody)
 async def append_frames(ask: Ask[FramesBody]) -> Reply:
     """Add frames to the attempt's output, in order; each answer stands for itself."""
     handle = ask.body.holder
@@ -352,65 +356,3 @@ async def _appended(ask: Ask[FramesBody], handle: Handle, frame: FrameSpec) -> A
     except errors.FabricError as refused:
         return told(refused)
     return variant(answer)
-
-
-USAGE = variants(verdicts.Ok, verdicts.AlreadyApplied, verdicts.SoftBreach, verdicts.HardBreach)
-
-
-class HolderUsageBody(Held, frozen=True):
-    budget_id: str
-    dimensions: dict[str, Natural]
-    dedup_key: str | None = None
-
-    def __post_init__(self) -> None:
-        checked(ids.parse_uuid, self.budget_id)
-
-
-@_holding("usage", USAGE, HolderUsageBody)
-async def report_usage_as_holder(ask: Ask[HolderUsageBody]) -> Reply:
-    """Report what this execution used."""
-    body = ask.body
-    return tagged(await ask.engine.report_usage(body.holder, body.budget_id, body.dimensions, dedup_key=body.dedup_key))
-
-
-@_holding("spend", USAGE, HolderUsageBody)
-async def record_spend(ask: Ask[HolderUsageBody]) -> Reply:
-    """Report for this execution's ledger, so that it can be given back."""
-    body = ask.body
-    handle = body.holder
-    return tagged(
-        await ask.engine.record_spend(
-            body.budget_id,
-            handle.fields.execution_id,
-            body.dimensions,
-            idempotency_key=body.dedup_key,
-            handle=handle,
-        )
-    )
-
-
-class ReserveBody(Held, frozen=True):
-    budget_id: str
-    amounts: dict[str, Natural]
-    ttl_ms: Natural
-    reservation_id: str | None = None
-
-    def __post_init__(self) -> None:
-        checked(ids.parse_uuid, self.budget_id, self.reservation_id)
-
-
-@_holding("reserve", variants(verdicts.Reserved, verdicts.HardBreach, verdicts.AlreadyApplied), ReserveBody)
-async def reserve_budget(ask: Ask[ReserveBody]) -> Reply:
-    """Keep room free in a budget for this execution."""
-    body = ask.body
-    handle = body.holder
-    return tagged(
-        await ask.engine.reserve_budget(
-            body.budget_id,
-            handle.fields.execution_id,
-            body.amounts,
-            ttl_ms=body.ttl_ms,
-            reservation_id=body.reservation_id,
-            handle=handle,
-        )
-    )

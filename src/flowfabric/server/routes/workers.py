@@ -20,6 +20,7 @@ from flowfabric.model.worker import (
     WorkerRefreshed,
     WorkerRegistered,
 )
+from flowfabric.server import traces
 from flowfabric.server.ask import Ask, json, tagged
 from flowfabric.server.problems import bad_request
 from flowfabric.server.routes.claims import check_names
@@ -50,6 +51,7 @@ class Work(msgspec.Struct, frozen=True):
     payload_encoding: str | None
     creator_identity: str
     policy: str | None
+    traceparent: str | None = None  # where it was submitted, when traces are kept
 
 
 class Works(msgspec.Struct, frozen=True):
@@ -142,6 +144,11 @@ async def _work(ask: Ask[ClaimsBody] | Ask[RedeemBody], claimed: answers.Claimed
     else:
         kind, data = payload.execution_kind, payload.input_payload or b""
         encoding, creator, policy = payload.payload_encoding, payload.creator_identity, payload.policy
+    submitted = None
+    if ask.app.spans.is_on:
+        snapshot = await ask.engine.describe_execution(claimed.execution_id)
+        submitted = None if snapshot is None else snapshot.tags.get(traces.TAG)
+        ask.app.spans.claimed(claimed.execution_id, claimed.attempt_index, claimed.attempt_type.value, submitted)
     return Work(
         execution_id=claimed.execution_id,
         handle=write_handle(claimed.handle),
@@ -156,6 +163,7 @@ async def _work(ask: Ask[ClaimsBody] | Ask[RedeemBody], claimed: answers.Claimed
         payload_encoding=encoding,
         creator_identity=creator,
         policy=policy,
+        traceparent=submitted,
     )
 
 

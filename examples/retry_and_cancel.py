@@ -1,0 +1,83 @@
+"""Retries, waiting as told, giving up, and cancelling: the four ways in which work does not just succeed.
+
+python examples/retry_and_cancel.py
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from stage import reached, say, store, working
+
+from flowfabric import Context, Fabric, Fatal, Retry, RetryAfter, RunCancelled, RunFailed
+
+app = Fabric(store())
+
+
+class GatewayDown(Exception):
+    """Something that may go away by itself."""
+
+
+tidied = asyncio.Event()
+calls = {"charge": 0, "quota": 0}
+
+
+@app.task(retry=Retry(max=3, base="200ms", factor=2, jitter=False))
+async def charge(ctx: Context, order: str) -> str:
+    """Fails twice; each failure is followed by another attempt, after 200 ms, then 400 ms."""
+    calls["charge"] += 1
+    say(f"charge {order}: attempt {ctx.attempt + 1}, with the key {ctx.key('charge')[:8]} as before")
+    if calls["charge"] < 3:
+        raise GatewayDown("the gateway did not answer")
+    return f"{order} is paid"
+
+
+@app.task
+async def quota(order: str) -> str:
+    """The other side says when to come back: that is no failure and costs no retry."""
+    calls["quota"] += 1
+    if calls["quota"] == 1:
+        say("quota: 429, come back in 300 ms")
+        raise RetryAfter(0.3)
+    return f"{order} was accepted"
+
+
+@app.task(retry=Retry(max=5))
+async def refund(order: str) -> str:
+    """No retry can mend this, so none is made."""
+    raise Fatal(f"{order} was never paid")
+
+
+@app.task
+async def export(rows: int) -> None:
+    """Would take an hour."""
+    say(f"export of {rows} rows begins")
+    try:
+        await asyncio.sleep(3600)
+    finally:
+        say("export is told to stop, and tidies up")
+        tidied.set()
+
+
+async def main() -> None:
+    async with working(app):
+        say(await (await charge.submit("order-7")).result(timeout=20))
+        say(await (await quota.submit("order-7")).result(timeout=20))
+
+        try:
+            await (await refund.submit("order-8")).result(timeout=20)
+        except RunFailed as failed:
+            say("refund failed at once:", failed.reason.splitlines()[0])
+
+        long = await export.submit(1_000_000)
+        await reached(long, "active")
+        await long.cancel("nobody needs it any more")
+        try:
+            await long.result(timeout=20)
+        except RunCancelled as cancelled:
+            say("export was cancelled:", cancelled.reason)
+        await tidied.wait()  # the worker hears of it with its next heartbeat
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,56 @@
+"""What the examples share, so that each runs with one command: a store in a scratch folder, and a worker beside it.
+
+An application has neither of them in its code: it names its store (or sets FLOWFABRIC_URL), and its workers are
+processes of their own, started with `ff worker package.module:app` on as many machines as it likes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import logging
+import os
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from flowfabric import Fabric, Run
+from flowfabric.sdk.worker import Worker
+
+_began = time.monotonic()
+logging.getLogger("flowfabric").setLevel(logging.ERROR)  # the examples tell their story themselves
+
+
+def store() -> str:
+    """FLOWFABRIC_URL, else SQLite in a folder that is gone when the example is over."""
+    if url := os.environ.get("FLOWFABRIC_URL"):
+        return url
+    folder = tempfile.TemporaryDirectory(prefix="ff-example-")
+    atexit.register(folder.cleanup)
+    return f"sqlite:///{folder.name}/example.db"
+
+
+@asynccontextmanager
+async def working(app: Fabric, *, slots: int = 10) -> AsyncIterator[None]:
+    """A worker in this process, for as long as the example lasts."""
+    async with app:
+        worker = Worker(app, slots=slots, lease_ttl="5s", grace="5s")
+        work = asyncio.create_task(worker.work())
+        try:
+            yield
+        finally:
+            worker.stop()
+            await work
+
+
+async def reached(run: Run[Any], state: str) -> None:
+    """Wait until a run is in this state."""
+    while (await run.state()).value != state:  # noqa: ASYNC110 - an example looks; applications await results
+        await asyncio.sleep(0.02)
+
+
+def say(*words: object) -> None:
+    """Tell the story, with the time."""
+    print(f"{time.monotonic() - _began:5.1f} s ", *words, flush=True)

@@ -1,0 +1,105 @@
+"""What the holder of a lease spends: usage, its ledger, reservations."""
+
+from __future__ import annotations
+
+from flowfabric import ids
+from flowfabric.model import verdicts
+from flowfabric.server.ask import Ask, tagged
+from flowfabric.server.routes.work import holding, routes
+from flowfabric.server.table import Reply
+from flowfabric.server.wire import Held, Natural, checked, variants
+
+USAGE = variants(verdicts.Ok, verdicts.AlreadyApplied, verdicts.SoftBreach, verdicts.HardBreach)
+
+
+class HolderUsageBody(Held, frozen=True):
+    budget_id: str
+    dimensions: dict[str, Natural]
+    dedup_key: str | None = None
+
+    def __post_init__(self) -> None:
+        checked(ids.parse_uuid, self.budget_id)
+
+
+@holding("usage", USAGE, HolderUsageBody)
+async def report_usage_as_holder(ask: Ask[HolderUsageBody]) -> Reply:
+    """Report what this execution used."""
+    body = ask.body
+    return tagged(await ask.engine.report_usage(body.holder, body.budget_id, body.dimensions, dedup_key=body.dedup_key))
+
+
+@holding("spend", USAGE, HolderUsageBody)
+async def record_spend(ask: Ask[HolderUsageBody]) -> Reply:
+    """Report for this execution's ledger, so that it can be given back."""
+    body = ask.body
+    handle = body.holder
+    return tagged(
+        await ask.engine.record_spend(
+            body.budget_id,
+            handle.fields.execution_id,
+            body.dimensions,
+            idempotency_key=body.dedup_key,
+            handle=handle,
+        )
+    )
+
+
+class ReserveBody(Held, frozen=True):
+    budget_id: str
+    amounts: dict[str, Natural]
+    ttl_ms: Natural
+    reservation_id: str | None = None
+
+    def __post_init__(self) -> None:
+        checked(ids.parse_uuid, self.budget_id, self.reservation_id)
+
+
+@holding("reserve", variants(verdicts.Reserved, verdicts.HardBreach, verdicts.AlreadyApplied), ReserveBody)
+async def reserve_budget(ask: Ask[ReserveBody]) -> Reply:
+    """Keep room free in a budget for this execution."""
+    body = ask.body
+    handle = body.holder
+    return tagged(
+        await ask.engine.reserve_budget(
+            body.budget_id,
+            handle.fields.execution_id,
+            body.amounts,
+            ttl_ms=body.ttl_ms,
+            reservation_id=body.reservation_id,
+            handle=handle,
+        )
+    )
+
+
+class SettleBody(Held, frozen=True):
+    budget_id: str
+    reservation_id: str
+    amounts: dict[str, Natural]
+
+    def __post_init__(self) -> None:
+        checked(ids.parse_uuid, self.budget_id, self.reservation_id)
+
+
+@holding("settle", USAGE, SettleBody)
+async def settle_budget(ask: Ask[SettleBody]) -> Reply:
+    """Turn a reservation into what was really spent."""
+    body = ask.body
+    execution_id = body.holder.fields.execution_id
+    return tagged(await ask.engine.settle_budget(body.budget_id, execution_id, body.reservation_id, body.amounts))
+
+
+class RefundBody(Held, frozen=True):
+    budget_id: str
+    reservation_id: str
+
+    def __post_init__(self) -> None:
+        checked(ids.parse_uuid, self.budget_id, self.reservation_id)
+
+
+@holding("refund", variants(verdicts.Refunded), RefundBody)
+async def refund_budget(ask: Ask[RefundBody]) -> Reply:
+    """Give a reservation's room back unused."""
+    return tagged(await ask.engine.refund_budget(ask.body.budget_id, ask.body.reservation_id))
+
+
+__all__ = ["routes"]

@@ -1,0 +1,293 @@
+"""The diagram of public states, found out by asking: every verb is tried in every state that can be reached.
+
+    python -m tests.docs.states      writes it into docs/concepts.md
+
+Each life is played anew from its first verb, on a store in memory; what the rules refuse is no arrow. A state counts as
+known by all seven dimensions, so that an arrow is found wherever it begins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from flowfabric import CreateExecution, Engine, FabricError, Handle
+from flowfabric.clock import ManualClock
+from flowfabric.engine.asks import ByName, Fresh, Single, SuspendArgs
+from flowfabric.engine.flows import GraphEdge
+from flowfabric.ids import FlowId, SeededMinter, mint_for_flow
+from flowfabric.settings import Settings, Sweeps
+from flowfabric.stores.memory import MemoryStore
+from tests.postgres_install import ROOT
+
+PAGE = ROOT / "docs" / "concepts.md"
+BEGIN, END = "<!-- states:begin -->\n", "<!-- states:end -->\n"
+DEEPEST = 6
+TTL_MS = 1000
+HOUR_MS = 3_600_000
+ONE_RETRY = {"retry_policy": {"max_retries": 1, "backoff": {"type": "fixed", "delay_ms": 500}}}
+NEVER: dict[str, Any] = {name: 0 for name in Sweeps.__struct_fields__ if name.endswith("_ms")}
+STILL = Settings(sweeps=Sweeps(**NEVER))
+
+Verb = Callable[["Life"], Awaitable[Any]]
+
+
+class Life:
+    """One execution, and what was done to it."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.store = MemoryStore(self.clock)
+        self.engine = Engine(self.store, minter=SeededMinter(1), settings=STILL)
+        self.id = ""
+        self.upstream = ""
+        self.handle: Handle | None = None
+
+    async def begin(self) -> None:
+        await self.store.open(migrate=True)
+        await self.engine.ensure_signing_key("00" * 32)
+
+    @property
+    def held(self) -> Handle:
+        if self.handle is None:
+            raise FabricError("nobody holds it")
+        return self.handle
+
+    async def vector(self) -> tuple[str, ...]:
+        found = await self.engine.read_state_vector(self.id)
+        assert found is not None
+        return tuple(getattr(found, name) for name in found.__struct_fields__)
+
+
+def verb(name: str) -> Callable[[Verb], Verb]:
+    """Give a verb the name that stands on its arrows."""
+
+    def named(function: Verb) -> Verb:
+        VERBS[name] = function
+        return function
+
+    return named
+
+
+BEGINNINGS: dict[str, Verb] = {}
+VERBS: dict[str, Verb] = {}
+
+
+async def _create(life: Life, **ways: Any) -> None:
+    life.id = life.engine.new_execution_id()
+    await life.engine.create_execution(execution_id=life.id, policy=ONE_RETRY, **ways)
+
+
+async def submit(life: Life) -> None:
+    await _create(life, execution_deadline_at=life.clock() + HOUR_MS)
+
+
+async def submit_with_delay(life: Life) -> None:
+    await _create(life, delay_until=life.clock() + 500)
+
+
+async def submit_in_a_flow(life: Life) -> None:
+    engine, flow = life.engine, FlowId(life.engine.minter.uuid())
+    life.upstream, life.id = (mint_for_flow(flow, engine.partitions, engine.minter) for _ in range(2))
+    nodes = [
+        CreateExecution(execution_id=one, partition=0, namespace="default", lane_id=lane, execution_kind="task")
+        for one, lane in ((life.upstream, "upstream"), (life.id, "default"))
+    ]
+    await engine.create_flow_graph(flow, nodes, [GraphEdge(life.upstream, life.id)])
+
+
+BEGINNINGS |= {"submit": submit, "submit with a delay": submit_with_delay, "submit as part of a flow": submit_in_a_flow}
+
+
+@verb("claim")
+async def claim(life: Life) -> None:
+    claimed = await life.engine.claim("default", worker_id="w", worker_instance_id="w-1", lease_ttl_ms=TTL_MS)
+    if claimed is None:
+        raise FabricError("nothing to claim")
+    life.handle = claimed.handle
+
+
+@verb("complete")
+async def complete(life: Life) -> None:
+    await life.engine.complete(life.held)
+
+
+@verb("fail")
+async def fail(life: Life) -> None:
+    await life.engine.fail(life.held, reason="failed")
+
+
+@verb("delay")
+async def delay(life: Life) -> None:
+    await life.engine.delay_for(life.held, 500)
+
+
+@verb("suspend")
+async def suspend(life: Life) -> None:
+    engine = life.engine
+    await engine.suspend(
+        life.held,
+        SuspendArgs(
+            suspension_id=engine.minter.uuid(),
+            waitpoints=(Fresh(engine.minter.uuid(), "go"),),
+            resume_condition=Single("go", ByName("go")),
+            reason_code="waiting_for_signal",
+            timeout_at=life.clock() + HOUR_MS,
+            now=life.clock(),
+        ),
+    )
+
+
+@verb("signal")
+async def signal(life: Life) -> None:
+    page = await life.engine.list_pending_waitpoints(life.id)
+    if not page.entries:
+        raise FabricError("it waits for nothing")
+    await life.engine.deliver_approval_signal(
+        life.id,
+        lane_id="default",
+        waitpoint_id=page.entries[0].waitpoint_id,
+        signal_name="go",
+        idempotency_suffix="1",
+        signal_dedup_ttl_ms=1000,
+    )
+
+
+@verb("cancel")
+async def cancel(life: Life) -> None:
+    await life.engine.cancel_execution(life.id, reason="cancelled")
+
+
+@verb("replay")
+async def replay(life: Life) -> None:
+    await life.engine.replay_execution(life.id)
+
+
+@verb("a limit is reached")
+async def block(life: Life) -> None:
+    await life.engine.block_execution_for_admission(life.id, reason="waiting_for_quota")
+
+
+@verb("there is room")
+async def unblock(life: Life) -> None:
+    await life.engine.unblock_execution(life.id)
+
+
+@verb("its time has come")
+async def promote(life: Life) -> None:
+    life.clock.pass_ms(500)
+    await life.engine.promote_delayed(life.id)
+
+
+@verb("its deadline passes")
+async def expire(life: Life) -> None:
+    life.clock.pass_ms(HOUR_MS)
+    await life.engine.sweep_once("execution_deadline")
+
+
+@verb("nobody signals in time")
+async def time_out(life: Life) -> None:
+    life.clock.pass_ms(HOUR_MS)
+    await life.engine.expire_suspension(life.id)
+
+
+@verb("its worker dies and another claims")
+async def take_over(life: Life) -> None:
+    held = life.held
+    if (await life.vector())[-1] != "active":
+        raise FabricError("nobody works on it")
+    life.clock.pass_ms(TTL_MS)
+    claimed = await life.engine.claim("default", worker_id="w", worker_instance_id="w-2", lease_ttl_ms=TTL_MS)
+    if claimed is None or claimed.handle.fields.lease_epoch <= held.fields.lease_epoch:
+        raise FabricError("nothing to take over")
+    life.handle = claimed.handle
+
+
+async def _end_upstream(life: Life, *, success: bool) -> None:
+    if not life.upstream:
+        raise FabricError("it depends on nothing")
+    claimed = await life.engine.claim("upstream", worker_id="w", worker_instance_id="w-3")
+    if claimed is None:
+        raise FabricError("it has ended")
+    await (life.engine.complete(claimed.handle) if success else life.engine.fail(claimed.handle, reason="failed"))
+    await life.engine.dispatched()
+
+
+@verb("what it depends on succeeds")
+async def satisfy(life: Life) -> None:
+    await _end_upstream(life, success=True)
+
+
+@verb("what it depends on fails")
+async def dash(life: Life) -> None:
+    await _end_upstream(life, success=False)
+
+
+async def _played(path: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+    """The state before the last verb of a path and the one after it; None when it was refused."""
+    life = Life()
+    await life.begin()
+    try:
+        await BEGINNINGS[path[0]](life)
+        for name in path[1:-1]:
+            await VERBS[name](life)
+        before = await life.vector()
+        if path[1:]:
+            await VERBS[path[-1]](life)
+        return before, await life.vector()
+    except FabricError:
+        return None
+    finally:
+        await life.engine.close()
+
+
+async def arrows() -> list[tuple[str, str, list[str]]]:
+    """From which public state which verbs lead to which."""
+    found: dict[tuple[str, str], list[str]] = {}
+    known: set[tuple[str, ...]] = set()
+    paths: list[tuple[str, ...]] = [(beginning,) for beginning in BEGINNINGS]
+    while paths:
+        path, *paths = paths
+        played = await _played(path)
+        if played is None:
+            continue
+        before, after = played[0][-1] if len(path) > 1 else "[*]", played[1][-1]
+        verbs = found.setdefault((before, after), [])
+        moved = played[0] != played[1] or path[-1] == "its worker dies and another claims"
+        if (len(path) == 1 or moved) and path[-1] not in verbs:
+            verbs.append(path[-1])
+        place = (*played[1], path[0])
+        if place not in known and len(path) < DEEPEST:
+            known.add(place)
+            paths += [(*path, name) for name in VERBS]
+    return [(before, after, verbs) for (before, after), verbs in found.items() if verbs]
+
+
+async def diagram() -> str:
+    """The arrows as a diagram, those of one verb from one state side by side."""
+    lines = [
+        f"    {before} --> {after}: {', '.join(verbs)}" for before, after, verbs in sorted(await arrows(), key=_order)
+    ]
+    return "\n".join(["```mermaid", "stateDiagram-v2", *lines, "```", ""])
+
+
+def _order(arrow: tuple[str, str, list[str]]) -> tuple[bool, str, str]:
+    return arrow[0] != "[*]", arrow[0], arrow[1]
+
+
+def kept(page: Path = PAGE) -> str:
+    """The diagram as it stands in the page."""
+    return page.read_text().partition(BEGIN)[2].partition(END)[0]
+
+
+def main() -> None:
+    """Write the diagram into its page."""
+    text = PAGE.read_text()
+    head, rest = text.split(BEGIN)
+    PAGE.write_text(f"{head}{BEGIN}{asyncio.run(diagram())}{END}{rest.partition(END)[2]}")
+
+
+if __name__ == "__main__":
+    main()

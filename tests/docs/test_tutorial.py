@@ -1,0 +1,58 @@
+"""A newcomer who types what the tutorial says gets what the tutorial says."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import MARK, blocks, commands, matches, script
+from tests.postgres_install import ROOT
+
+
+@pytest.mark.slow
+def test_the_tutorial_happens_as_it_is_told(tmp_path: Path) -> None:
+    session = commands(blocks(ROOT / "docs" / "tutorial.md"))
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("FF_", "FLOWFABRIC"))}
+    path = os.pathsep.join((str(Path(sys.executable).parent), environ["PATH"]))
+    environ |= {"PATH": path, "PYTHONPATH": str(ROOT / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+
+    with (tmp_path / "said").open("w+") as said_file, (tmp_path / "complaints").open("w+") as complaints:
+        shell = subprocess.Popen(
+            ["bash", "-c", script(session)],
+            cwd=tmp_path,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=said_file,
+            stderr=complaints,
+            start_new_session=True,
+        )
+        try:
+            shell.wait(100)
+        finally:
+            with suppress(ProcessLookupError):  # whatever it has left running
+                os.killpg(shell.pid, signal.SIGKILL)
+
+    printed = (tmp_path / "said").read_text().split(f"{MARK}\n")
+    wrong = (tmp_path / "complaints").read_text()
+    for command, said in zip(session, printed, strict=False):
+        if command.prints is not None:
+            assert matches(command.prints, said), (
+                f"$ {command.words}\nshould print\n{command.prints}\nand prints\n{said}\n{wrong}"
+            )
+    assert len(printed) == len(session) + 1, wrong
+    assert len([command for command in session if command.prints]) > 10
+
+
+def test_dots_stand_for_anything_and_nothing_else_does() -> None:
+    assert matches("a … c\n", "a   b\n c\n")
+    assert matches("✓ voted …\n", "✓ voted (resume_condition_satisfied)\n")
+    assert matches("", "")
+    assert not matches("a … c\n", "a b d\n")
+    assert not matches("", "oh\n")
+    assert not matches("2 passed\n", "12 passed\n")

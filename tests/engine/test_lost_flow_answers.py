@@ -1,0 +1,171 @@
+"""Flows: a request or an answer gets lost, and each verb ends exactly once all the same."""
+
+from __future__ import annotations
+
+from uuid import UUID
+
+import pytest
+
+from flowfabric.clock import ManualClock
+from flowfabric.engine.flow_cancels import WaitIndefinite
+from flowfabric.engine.flows import GraphEdge
+from flowfabric.ids import FlowId, mint_for_flow
+from flowfabric.model.flow import EdgeGroup
+from flowfabric.model.flow_answers import Resolution
+from flowfabric.rules.create import CreateExecution
+from flowfabric.stores.base import Scan, Store
+from flowfabric.stores.memory import MemoryStore
+from tests.engine.losing import LosingStore, Loss
+from tests.engine.once import happens_once
+from tests.engine.test_lost_answers import LEASE_MS, WORKER, Act, Case, Scene, scene_on
+
+F = FlowId(str(UUID(int=7)))
+EDGE, OTHER = str(UUID(int=8)), str(UUID(int=9))
+
+
+async def flow_of(scene: Scene, count: int, *, edge: bool = False, applied: bool = False) -> list[str]:
+    """A flow with members, perhaps with an edge from the first to the second."""
+    await scene.engine.create_flow(F)
+    members = []
+    for _ in range(count):
+        e = mint_for_flow(F, scene.engine.partitions, scene.engine.minter)
+        await scene.engine.create_execution(execution_id=e)
+        await scene.engine.add_execution_to_flow(F, e)
+        members.append(e)
+    if edge:
+        await scene.engine.stage_dependency_edge(F, EDGE, *members[:2], expected_graph_revision=count)
+    if applied:
+        await scene.engine.apply_dependency_to_child(F, EDGE, members[1], members[0])
+    return [str(one) for one in members]
+
+
+async def create_flow(scene: Scene) -> Act:
+    return lambda: scene.engine.create_flow(F)
+
+
+async def add_a_member(scene: Scene) -> Act:
+    await flow_of(scene, 1)
+    e = mint_for_flow(F, scene.engine.partitions, scene.engine.minter)
+    await scene.engine.create_execution(execution_id=e)
+    return lambda: scene.engine.add_execution_to_flow(F, e)
+
+
+async def stage_an_edge(scene: Scene) -> Act:
+    a, b = await flow_of(scene, 2)
+    return lambda: scene.engine.stage_dependency_edge(F, EDGE, a, b, expected_graph_revision=2)
+
+
+async def apply_an_edge(scene: Scene) -> Act:
+    a, b = await flow_of(scene, 2, edge=True)
+    return lambda: scene.engine.apply_dependency_to_child(F, EDGE, b, a)
+
+
+async def set_a_policy(scene: Scene) -> Act:
+    [a] = await flow_of(scene, 1)
+    return lambda: scene.engine.set_edge_group_policy(F, a, {"kind": "quorum", "k": 2, "on_satisfied": "let_run"})
+
+
+async def tag_a_flow(scene: Scene) -> Act:
+    await flow_of(scene, 1)
+    return lambda: scene.engine.set_flow_tag(F, "a.b", "c")
+
+
+async def create_a_graph(scene: Scene) -> Act:
+    names = [mint_for_flow(F, scene.engine.partitions, scene.engine.minter) for _ in range(3)]
+    nodes = [
+        CreateExecution(execution_id=e, partition=0, namespace="default", lane_id="default", execution_kind="task")
+        for e in names
+    ]
+    edges = [GraphEdge(names[0], names[2], edge_id=EDGE), GraphEdge(names[1], names[2], edge_id=OTHER)]
+    return lambda: scene.engine.create_flow_graph(F, nodes, edges)
+
+
+async def cancel_the_header(scene: Scene) -> Act:
+    await flow_of(scene, 2)
+    return lambda: scene.engine.cancel_flow_header(F, reason="r")
+
+
+async def cancel_and_wait(scene: Scene) -> Act:
+    await flow_of(scene, 2)
+    return lambda: scene.engine.cancel_flow(F, reason="r", wait=WaitIndefinite())
+
+
+async def acknowledge(scene: Scene) -> Act:
+    a, _ = await flow_of(scene, 2)
+    await scene.engine.cancel_flow_header(F, reason="r")
+    return lambda: scene.engine.ack_cancel_member(F, a)
+
+
+async def acknowledge_the_last(scene: Scene) -> Act:
+    [a] = await flow_of(scene, 1)
+    await scene.engine.cancel_flow_header(F, reason="r")
+    return lambda: scene.engine.ack_cancel_member(F, a)
+
+
+async def resolve_an_edge(scene: Scene) -> Act:
+    _, b = await flow_of(scene, 2, edge=True, applied=True)
+    return lambda: scene.engine.resolve_dependency(F, EDGE, b, "success")
+
+
+async def complete_an_upstream(scene: Scene) -> Act:
+    a, _ = await flow_of(scene, 2, edge=True, applied=True)
+    await scene.granted(a)
+    held = await scene.engine.claim_execution(a, **WORKER, lease_ttl_ms=LEASE_MS)
+
+    async def done() -> object:
+        answer = await scene.engine.complete(held.handle, result=b"R")
+        await scene.engine.dispatched()
+        return answer
+
+    return done
+
+
+async def replay_a_skipped_member(scene: Scene) -> Act:
+    a, b = await flow_of(scene, 2, edge=True, applied=True)
+    await scene.engine.cancel_execution(a)
+    await scene.engine.dispatched()
+    return lambda: scene.engine.replay_execution(b)
+
+
+async def project(scene: Scene) -> Act:
+    await flow_of(scene, 2)
+    return lambda: scene.engine.project_flow_summary(F)
+
+
+CASES: tuple[Case, ...] = (
+    *(create_flow, add_a_member, stage_an_edge, apply_an_edge, set_a_policy, tag_a_flow, create_a_graph),
+    *(cancel_the_header, cancel_and_wait, acknowledge, acknowledge_the_last, complete_an_upstream),
+    *(replay_a_skipped_member, project),
+)
+
+
+@pytest.mark.parametrize("loss", Loss, ids=lambda loss: loss.name.lower())
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+async def test_what_got_lost_once_happens_once(clock: ManualClock, case: Case, loss: Loss) -> None:
+    await happens_once(MemoryStore(clock), clock, case, loss)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+async def test_a_lost_answer_is_found_again_in_every_store(store: Store, clock: ManualClock, case: Case) -> None:
+    await happens_once(store, clock, case, Loss.ANSWER)
+
+
+@pytest.mark.parametrize("loss", [Loss.REQUEST, Loss.DOUBT, Loss.ANSWER], ids=lambda loss: loss.name.lower())
+async def test_an_edge_that_is_resolved_with_losses_is_counted_once(
+    store: Store, clock: ManualClock, loss: Loss
+) -> None:
+    await happens_once(store, clock, resolve_an_edge, loss)
+
+
+async def test_an_edge_whose_resolution_is_written_late_is_counted_once_and_told_as_resolved(
+    store: Store, clock: ManualClock
+) -> None:
+    losing = LosingStore(store)
+    scene = await scene_on(losing, clock)
+    act = await resolve_an_edge(scene)
+    losing.next_loss = Loss.LATE
+
+    assert await act() is Resolution.ALREADY_RESOLVED
+
+    [group] = await store.scan(Scan(EdgeGroup))
+    assert (group.succeeded, group.n, group.group_state) == (1, 1, "satisfied")

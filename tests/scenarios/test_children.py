@@ -1,0 +1,107 @@
+"""Children: their ends reach the function that waits for them, whoever dies in between."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from flowfabric import errors
+from flowfabric.ids import ExecutionId
+from flowfabric.model.gate import GateEnd
+from tests.scenarios.functions import WAITS, Function, closed
+from tests.scenarios.play import RESUMABLE, Play
+from tests.scenarios.waits import Waits
+
+
+async def test_the_end_of_children_resumes_their_parent(function: Function, play: Play) -> None:
+    first, second = await function.child(), await function.child()
+    await function.children("both", first.execution_id, second.execution_id)
+    await function.park("both")
+
+    await function.engine.complete(first.handle)
+    await function.engine.folds_done()
+    assert await play.vector(function.e) == WAITS
+    await function.engine.complete(second.handle)
+    await function.engine.folds_done()
+
+    assert await play.vector(function.e) == RESUMABLE
+    assert (await function.memo("both")).ended_as is GateEnd.SATISFIED
+
+
+async def test_a_child_that_ended_before_the_wait_counts(function: Function) -> None:
+    child = await function.child()
+    await function.engine.complete(child.handle)
+    await function.engine.folds_done()
+
+    assert closed(await function.children("one", child.execution_id)).ended_as is GateEnd.SATISFIED
+    assert closed(await function.children("again", child.execution_id)).ended_as is GateEnd.SATISFIED
+
+
+@pytest.mark.parametrize(
+    ("need", "any_outcome", "ends", "ended_as"),
+    [
+        (2, False, ["success", "failed", "success"], GateEnd.SATISFIED),
+        (2, False, ["failed", "failed"], GateEnd.IMPOSSIBLE),
+        (3, True, ["failed", "success", "cancelled"], GateEnd.SATISFIED),
+        (1, False, ["success"], GateEnd.SATISFIED),
+        (3, False, ["failed"], GateEnd.IMPOSSIBLE),
+    ],
+)
+async def test_a_quorum_of_children(
+    function: Function, play: Play, need: int, any_outcome: bool, ends: list[str], ended_as: GateEnd
+) -> None:
+    children = [await function.child() for _ in range(3)]
+    names = [child.execution_id for child in children]
+    await function.children("quorum", *names, need=need, any_outcome=any_outcome)
+    await function.park("quorum")
+
+    for number, (child, end) in enumerate(zip(children, ends, strict=False)):
+        assert await play.vector(function.e) == WAITS, f"before end {number}"
+        match end:
+            case "success":
+                await function.engine.complete(child.handle)
+            case "failed":
+                await function.engine.fail(child.handle, reason="no", category="permanent")
+            case _:
+                await function.engine.cancel_execution(child.execution_id)
+        await function.engine.folds_done()
+
+    assert await play.vector(function.e) == RESUMABLE
+    assert (await function.memo("quorum")).ended_as is ended_as
+
+
+async def test_an_end_that_nobody_carried_over_is_found_by_the_sweep(function: Function, play: Play) -> None:
+    child = await function.child()
+    await function.children("one", child.execution_id)
+    await function.park("one")
+    function.engine.followers.clear()  # as if the process had died right after the commit
+
+    await function.engine.complete(child.handle)
+    assert await play.vector(function.e) == WAITS
+    assert (await function.engine.sweep_once("child_ends")).processed == 1
+
+    assert await play.vector(function.e) == RESUMABLE
+    assert (await function.engine.sweep_once("child_ends")).processed == 0
+
+
+async def test_a_child_lives_where_its_parent_does(play: Play) -> None:
+    with pytest.raises(errors.InvalidInput, match="parent_id"):
+        await play.create(parent_id=ExecutionId("{fp:1}:11111111-1111-4111-8111-111111111111"))
+
+
+async def test_many_children_are_taken_in_together(store: Any, clock: Any) -> None:
+    from flowfabric.engine.engine import Engine
+
+    play = Play(Engine(store), clock)
+    held = await play.claimed()
+    function = Function(play, Waits(play), held.execution_id, held)
+    children = [await function.child() for _ in range(60)]
+    await function.children("all", *(child.execution_id for child in children))
+    await function.park("all")
+
+    await asyncio.gather(*(function.engine.complete(child.handle) for child in children))
+    await function.engine.folds_done()
+
+    assert await play.vector(function.e) == RESUMABLE

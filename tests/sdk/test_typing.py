@@ -1,0 +1,112 @@
+"""What editors and type checkers know: results, parameters, and calls that are wrong.
+
+The functions below are checked, never run: `assert_type` has to hold, and each `type: ignore` has to be needed, or the
+check of the tests fails. They are written so that mypy and pyright agree.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, assert_type
+
+import pydantic
+
+from flowfabric import Context, Fabric, FlowRun, Quorum, Run, Task
+from flowfabric.sdk.approvals import Approval, Votes
+from flowfabric.sdk.flows import Node
+from flowfabric.sdk.sync import SyncRun
+
+app = Fabric("sqlite:////nowhere/at/all.db")
+
+
+class Mail(pydantic.BaseModel):
+    to: str
+
+
+class Receipt(pydantic.BaseModel):
+    id: str
+
+
+@app.task
+async def send(ctx: Context, mail: Mail, copies: int = 1) -> Receipt:
+    return Receipt(id=mail.to * copies)
+
+
+@app.task(lane="mail", timeout="30s")
+async def plain(mail: Mail) -> Receipt:
+    return Receipt(id=mail.to)
+
+
+@app.task
+def blocking(ctx: Context, n: int) -> str:
+    return str(n)
+
+
+@app.task(isolation="process")
+def counting(n: int) -> int:
+    return n
+
+
+async def fetch(n: int) -> list[str]:
+    return [str(n)]
+
+
+def look(n: int) -> bytes:
+    return bytes(n)
+
+
+async def knows_runs(mail: Mail) -> None:
+    run = await send.submit(mail, copies=2)
+    assert_type(run, Run[Receipt])
+    assert_type(await run.result(timeout=10), Receipt)
+    assert_type(await plain.submit(mail), Run[Receipt])
+    assert_type(await blocking.submit(3), Run[str])
+    assert_type(await counting.submit(3), Run[int])
+    assert_type(await send.options(delay="1h").submit(mail), Run[Receipt])
+    assert_type(await plain.submit_many([mail]), list[Run[Receipt]])
+    assert_type(await send.submit(mail, using=object()), Run[Receipt])
+    assert_type(send.sync.submit(mail), SyncRun[Receipt])
+    assert_type(send.sync.submit(mail).result(), Receipt)
+    assert_type(run.sync.result(), Receipt)
+    assert_type(send.run("id"), Run[Receipt])
+
+
+async def knows_parameters(mail: Mail) -> None:
+    await send.submit("mail")  # type: ignore[call-overload]
+    await send.submit(mail, copies="two")  # type: ignore[call-overload]
+    await send.submit()  # type: ignore[call-overload]
+    await counting.submit("three")  # type: ignore[call-overload]
+    send.s("mail")  # type: ignore[arg-type]
+    send.sync.submit("mail")  # type: ignore[arg-type]
+
+
+async def knows_contexts(ctx: Context) -> None:
+    assert_type(await ctx.step(fetch, 1), list[str])
+    assert_type(await ctx.step(look, 1), bytes)
+    assert_type(ctx.sync.step(fetch, 1), list[str])
+    assert_type(ctx.sync.step(look, 1), bytes)
+    assert_type(await ctx.receive("steer", Mail), Mail | None)
+    gate = assert_type(await ctx.approval("approve", Mail), Approval[Mail])
+    votes = await gate
+    assert_type(votes, Votes[Mail])
+    assert_type([vote.value for vote in votes], list[Mail])
+    assert_type(await ctx.spawn(counting.s(1)), Run[int])
+    assert_type(await ctx.gather([counting.s(1)]), list[int])
+    assert_type(await ctx.gather([counting.s(1)], join=Quorum(1)), list[int | None])
+    assert_type(await ctx.race(counting.s(1), counting.s(2)), int)
+    assert_type(ctx.sync.race(counting.s(1)), int)
+
+
+async def knows_flows() -> None:
+    flow = app.flow("nightly")
+    node = flow.add(counting, 1)
+    assert_type(node, Node[int])
+    run = await flow.submit()
+    assert_type(run, FlowRun)
+    assert_type(run[node], Run[int])
+
+
+def test_what_is_checked_is_there() -> None:
+    checked: list[Any] = [knows_runs, knows_parameters, knows_contexts, knows_flows]
+    assert all(inspect.iscoroutinefunction(one) for one in checked)
+    assert all(isinstance(one, Task) for one in (send, plain, blocking, counting))
