@@ -25,12 +25,51 @@ AT_ONCE_S = 1.0  # the patience of a heartbeat, whose next one comes soon
 NO_FENCE = Fence()
 
 
+class Pull:
+    """One worker's claims from its lanes, one after the other."""
+
+    def __init__(self, engine: Working, lanes: Sequence[str], **ways: Any) -> None:
+        self._engine = engine
+        self._lanes = tuple(lanes)
+        self._ways = ways
+
+    async def claim(
+        self, limit: int, *, max_wait_ms: int = 0, go_on: Callable[[], bool] = lambda: True
+    ) -> list[answers.Claimed]:
+        """Up to `limit` executions, as soon as there is at least one; ends early when the engine is nudged."""
+        return await self._engine.claim_from_lanes(
+            self._lanes, limit, max_wait_ms=max_wait_ms, go_on=go_on, **self._ways
+        )
+
+    def close(self) -> None:
+        """Nothing is held between claims."""
+
+
 class Working(Asking):
     """The holder's side."""
 
     _claim_keys: dict[str, str]  # by worker instance: the claim whose answer never came
     _claiming: dict[str, tuple[str, frozenset[str]]]  # by worker instance: who waits for work, and in which lanes
     _ending: set[asyncio.Task[Any]]
+
+    def pulling(
+        self,
+        lanes: Sequence[str],
+        *,
+        worker_id: str,
+        worker_instance_id: str,
+        capabilities: Iterable[str] = (),
+        lease_ttl_ms: int = 15_000,
+    ) -> Pull:
+        """Claims from these lanes, one after the other."""
+        return Pull(
+            self,
+            lanes,
+            worker_id=worker_id,
+            worker_instance_id=worker_instance_id,
+            capabilities=tuple(capabilities),
+            lease_ttl_ms=lease_ttl_ms,
+        )
 
     async def claim_from_lanes(
         self,

@@ -10,7 +10,6 @@ import socket
 from collections.abc import Iterable
 
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.pulling import Pull
 from flowfabric.errors import FabricError, InvalidInput, StoreUnavailable
 from flowfabric.model.answers import Claimed
 from flowfabric.sdk.attempts import Attempts
@@ -136,8 +135,7 @@ class Worker:
         )
 
     async def _pull(self, engine: Engine) -> None:
-        pull = Pull(
-            engine,
+        pull = engine.pulling(
             self._lanes,
             worker_id=self.worker_id,
             worker_instance_id=self.instance_id,
