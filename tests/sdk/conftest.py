@@ -14,6 +14,7 @@ from flowfabric import Fabric
 from flowfabric.sdk.worker import Worker
 from tests.conftest import STORES, emptied
 from tests.remote.serving import serving
+from tests.remote.worlds import see_through_server
 
 PLACES = (*STORES, "http")
 
@@ -30,6 +31,20 @@ async def shared_app(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIte
     """An app without tasks on a store that other processes and loops can open, too."""
     async with _address(request, tmp_path) as url, Fabric(url) as app:
         yield app
+
+
+@pytest.fixture
+def through(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stands between the app of a world and its engine: nothing, or a server."""
+    if request.param == "server":
+        see_through_server(monkeypatch)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Enter every world twice: directly, and through a server."""
+    if "World" in metafunc.function.__code__.co_names:
+        metafunc.fixturenames.append("through")
+        metafunc.parametrize("through", ("engine", "server"), indirect=True)
 
 
 @asynccontextmanager

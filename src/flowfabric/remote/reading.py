@@ -20,6 +20,7 @@ from flowfabric.model.states import PublicState, TerminalOutcome
 from flowfabric.remote.asking import Asking, execution_path
 from flowfabric.remote.shapes import read
 from flowfabric.server.routes import executions, lookups, streams
+from flowfabric.server.wire import MAX_WAIT_MS
 
 MOST_WAITING = 256  # requests of one process that wait at a time; who comes later looks now and then
 LOOK_S = 1.0
@@ -107,7 +108,7 @@ class Reading(Asking):
         until = clock() + max_wait_ms / 1000
         while True:
             left_ms = max(0, int((until - clock()) * 1000))
-            wait_ms = 0 if self._waiting >= MOST_WAITING else min(left_ms, executions.MAX_WAIT_MS)
+            wait_ms = 0 if self._waiting >= MOST_WAITING else min(left_ms, MAX_WAIT_MS)
             self._waiting += wait_ms > 0
             try:
                 query = {"wait_ms": wait_ms, "result": "true"}

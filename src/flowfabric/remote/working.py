@@ -18,8 +18,8 @@ from flowfabric.remote.asking import Asking
 from flowfabric.remote.refusals import among_answers
 from flowfabric.remote.shapes import read, variant, variant_of
 from flowfabric.remote.wire import segment
-from flowfabric.server.routes.workers import MAX_WAIT_MS, Work, Works
-from flowfabric.server.wire import read_handle, write_handle
+from flowfabric.server.routes.workers import Work, Works
+from flowfabric.server.wire import MAX_WAIT_MS, read_handle, write_handle
 
 AT_ONCE_S = 1.0  # the patience of a heartbeat, whose next one comes soon
 NO_FENCE = Fence()

@@ -16,7 +16,7 @@ from flowfabric.model.api_token import Scope
 from flowfabric.server.ask import Ask, found, json
 from flowfabric.server.problems import bad_request
 from flowfabric.server.table import Param, Reply, Routes, Subject
-from flowfabric.server.wire import CURSOR, LIMIT, Body, checked
+from flowfabric.server.wire import CURSOR, LIMIT, MAX_WAIT_MS, Body, checked
 
 routes = Routes("lookups")
 
@@ -130,14 +130,14 @@ class Ended(msgspec.Struct, frozen=True):
     {200: Ended, 204: None},
     subject=Subject.EXECUTION,
     query=(
-        Param("wait_ms", {"type": "integer", "minimum": 0, "maximum": 30_000}),
+        Param("wait_ms", {"type": "integer", "minimum": 0, "maximum": MAX_WAIT_MS}),
         Param("result", {"type": "string", "enum": ["true", "1", "false", "0"]}),
     ),
     long=True,
 )
 async def await_end(ask: Ask[None]) -> Reply:
     """How an execution ended, waited for up to `wait_ms`, with `result=true` also its result; 204 when it has not."""
-    ended = await ask.engine.await_end(ask.execution_id, max_wait_ms=min(ask.number("wait_ms", 0), 30_000))
+    ended = await ask.engine.await_end(ask.execution_id, max_wait_ms=min(ask.number("wait_ms", 0), MAX_WAIT_MS))
     if ended is None:
         return Reply(204)
     return json(
