@@ -27,6 +27,7 @@ def see_through_server(monkeypatch: pytest.MonkeyPatch) -> None:
         engine.estimate = Estimate(passing=self._time.now)
         engine.is_shared = False  # its leases are renewed on the loop whose time is bent
         await engine.ping()
+        self.engine.start_sweeps()  # as servers do
         return cast("Engine", engine)
 
     monkeypatch.setattr(World, "offered", offered)

@@ -33,17 +33,16 @@ async def shared_app(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIte
         yield app
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def through(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """What stands between the app of a world and its engine: nothing, or a server."""
-    if request.param == "server":
+    if getattr(request, "param", "engine") == "server":
         see_through_server(monkeypatch)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Enter every world twice: directly, and through a server."""
     if "World" in metafunc.function.__code__.co_names:
-        metafunc.fixturenames.append("through")
         metafunc.parametrize("through", ("engine", "server"), indirect=True)
 
 
