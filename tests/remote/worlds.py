@@ -10,9 +10,9 @@ import pytest
 from flowfabric.clock import Estimate
 from flowfabric.engine.engine import Engine
 from flowfabric.ids import SeededMinter
-from flowfabric.remote import RemoteEngine, reading, working
+from flowfabric.remote import RemoteEngine, ending, working
 from flowfabric.server import create_app
-from flowfabric.server.routes import lookups, workers
+from flowfabric.server.routes import apps, workers
 from flowfabric.testing.world import SELDOM_MS, SETTINGS, World
 
 TURNS = 2000  # of the loop: a request takes more of them than a call
@@ -32,5 +32,5 @@ def see_through_server(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(World, "offered", offered)
     monkeypatch.setattr("flowfabric.testing.world.TURNS", TURNS)
-    for page in (lookups, workers, reading, working):  # nobody looks in between here
+    for page in (apps, workers, ending, working):  # nobody looks in between here
         monkeypatch.setattr(page, "MAX_WAIT_MS", SELDOM_MS)

@@ -16,6 +16,7 @@ from flowfabric import errors
 from flowfabric.clock import Estimate
 from flowfabric.engine.engine import Engine
 from flowfabric.ids import ExecutionId, LaneId, Minter, RandomMinter, mint_solo, parse_lane_id
+from flowfabric.remote.ending import Ending
 from flowfabric.remote.frames import Frames
 from flowfabric.remote.reading import Reading
 from flowfabric.remote.shapes import read
@@ -29,7 +30,7 @@ from flowfabric.settings import Secret, Settings
 FIRST_PATIENCE_S = 2.0  # an address that is wrong is told soon
 
 
-class RemoteEngine(Submitting, Waiting, Reading, Spending, Frames):
+class RemoteEngine(Submitting, Waiting, Reading, Ending, Spending, Frames):
     """The verbs of `Engine` that the SDK uses, with the same signatures. Made with `connect`."""
 
     is_shared = True  # other processes, threads and loops reach the same store
@@ -53,6 +54,7 @@ class RemoteEngine(Submitting, Waiting, Reading, Spending, Frames):
         self.wire = Wire(url, token=token, minter=self.minter, patience_s=patience_s, transport=transport)
         self._claim_keys, self._claiming, self._ending = {}, {}, set()
         self._outgoing, self._senders = {}, {}
+        self._awaited, self._fresh, self._askers, self._lookers = {}, {}, set(), set()
 
     @classmethod
     async def connect(cls, url: str, **given: Any) -> Self:
@@ -81,8 +83,10 @@ class RemoteEngine(Submitting, Waiting, Reading, Spending, Frames):
 
     async def close(self) -> None:
         """Let what is on its way arrive, and let go of the connections. A second call does nothing."""
-        under_way = [*self._senders.values(), *self._ending]
-        if under_way:
+        waiting = (*self._askers, *self._lookers)
+        for task in waiting:
+            task.cancel()
+        if under_way := (*waiting, *self._senders.values(), *self._ending):
             await asyncio.wait(under_way)
         await self.wire.close()
 

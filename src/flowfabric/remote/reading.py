@@ -1,8 +1,7 @@
-"""Looking: states, ends, results, explanations, output."""
+"""Looking: states, results, explanations, output."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,26 +9,19 @@ import msgspec
 
 from flowfabric import errors
 from flowfabric.engine.asks import FrameView, StreamPage
-from flowfabric.engine.pulling import Ended
 from flowfabric.engine.reads import ExecutionSnapshot, SnapshotPage
 from flowfabric.engine.streams import Visibility
 from flowfabric.model import obstacles
 from flowfabric.model.answers import AttemptView
 from flowfabric.model.obstacles import Explanation
-from flowfabric.model.states import PublicState, TerminalOutcome
+from flowfabric.model.states import PublicState
 from flowfabric.remote.asking import Asking, execution_path
 from flowfabric.remote.shapes import read
 from flowfabric.server.routes import executions, lookups, streams
-from flowfabric.server.wire import MAX_WAIT_MS
-
-MOST_WAITING = 256  # requests of one process that wait at a time; who comes later looks now and then
-LOOK_S = 1.0
 
 
 class Reading(Asking):
     """What anybody may look at."""
-
-    _waiting: int = 0
 
     async def read_execution_state(self, execution_id: str) -> PublicState | None:
         """The one public word; None when there is no such execution."""
@@ -99,28 +91,7 @@ class Reading(Asking):
         }
         return read((await self.wire.ask("GET", "/v1/executions/search", query=query)).body, SnapshotPage)
 
-    # -- ends and results -----------------------------------------------------------------------------------------
-
-    async def await_end(self, execution_id: str, *, max_wait_ms: int = 0) -> Ended | None:
-        """How the execution ended; None when it has not within the time."""
-        path = execution_path(execution_id, "end")
-        clock = asyncio.get_running_loop().time
-        until = clock() + max_wait_ms / 1000
-        while True:
-            left_ms = max(0, int((until - clock()) * 1000))
-            wait_ms = 0 if self._waiting >= MOST_WAITING else min(left_ms, MAX_WAIT_MS)
-            self._waiting += wait_ms > 0
-            try:
-                query = {"wait_ms": wait_ms, "result": "true"}
-                told = await self.wire.ask("GET", path, query=query, wait_ms=wait_ms or None)
-            finally:
-                self._waiting -= wait_ms > 0
-            if told.status != 204:
-                return _ended(read(told.body, lookups.Ended))
-            if left_ms <= wait_ms:
-                return None
-            if not wait_ms:
-                await asyncio.sleep(min(LOOK_S, left_ms / 1000))
+    # -- results --------------------------------------------------------------------------------------------------
 
     async def read_results(self, execution_ids: Sequence[str]) -> dict[str, bytes | None]:
         """The results of many; None for an execution that has none."""
@@ -154,14 +125,3 @@ class Reading(Asking):
             None if told.closed_at is msgspec.UNSET else told.closed_at,
             None if told.closed_reason is msgspec.UNSET else told.closed_reason,
         )
-
-
-def _ended(told: lookups.Ended) -> Ended:
-    result = told.result_b64
-    return Ended(
-        told.execution_id,
-        TerminalOutcome(told.outcome),
-        None if result is msgspec.UNSET else result,
-        told.encoding,
-        told.reason,
-    )

@@ -126,9 +126,13 @@ class Working(Asking):
             task.add_done_callback(self._ending.discard)
 
     async def _end_claims(self, worker_id: str, instance: str) -> None:
-        path = f"/v1/workers/{segment(worker_id)}/claims/end"
+        """Ask for the end of a claim until it has come: the claim itself may still be on its way there."""
+        path, pause_s = f"/v1/workers/{segment(worker_id)}/claims/end", 0.01
         with suppress(errors.FabricError):  # the claim ends by itself then, a little later
-            await self.wire.ask("POST", path, {"worker_instance_id": instance}, patience_s=AT_ONCE_S)
+            while instance in self._claiming:
+                await self.wire.ask("POST", path, {"worker_instance_id": instance}, patience_s=AT_ONCE_S)
+                await asyncio.sleep(pause_s)
+                pause_s = min(pause_s * 2, AT_ONCE_S)
 
     async def renew_many(
         self, handles: Sequence[Handle], *, lease_ttl_ms: int | None = None

@@ -66,6 +66,7 @@ class Worker:
         )
         self._leases = Leases()
         self._running: dict[str, tuple[asyncio.Task[None], Claimed]] = {}
+        self._telling: set[str] = set()  # the leases of attempts whose ends are on their way
         self._free = asyncio.Event()
         self._stopping = asyncio.Event()
         self._hurry = asyncio.Event()
@@ -191,6 +192,7 @@ class Worker:
 
     def _over(self, task: asyncio.Task[None], claimed: Claimed) -> None:
         self._leases.let_go(claimed)
+        self._telling.discard(claimed.lease_id)
         self._running.pop(claimed.lease_id, None)
         self._free.set()
         if not task.cancelled() and (bug := task.exception()) is not None:
@@ -198,7 +200,7 @@ class Worker:
 
     def _lease_lost(self, lease_id: str, why: FabricError) -> None:
         found = self._running.get(lease_id)
-        if found is not None:
+        if found is not None and lease_id not in self._telling:  # an end that is just being told lets the lease go, too
             logger.warning("%s was taken away: %s", found[1].execution_id, why)
             found[0].cancel(f"lease lost: {why}")
 
@@ -211,6 +213,7 @@ class Worker:
                 await engine.delay_for(claimed.handle, UNKNOWN_TASK_DELAY_MS)
                 return
             outcome = await self._attempts.attempt(claimed, task)
+            self._telling.add(claimed.lease_id)
             await tell(engine, claimed.handle, outcome)
             self.done += isinstance(outcome, Done)
         except FabricError as refused:

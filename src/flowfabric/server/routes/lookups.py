@@ -8,6 +8,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from flowfabric import ids
+from flowfabric.engine import pulling
 from flowfabric.engine.engine import Capabilities
 from flowfabric.engine.reads import ExecutionSnapshot, HistoryEntry, LanePage, SnapshotPage
 from flowfabric.engine.suspensions import SuspendedPage
@@ -140,15 +141,18 @@ async def await_end(ask: Ask[None]) -> Reply:
     ended = await ask.engine.await_end(ask.execution_id, max_wait_ms=min(ask.number("wait_ms", 0), MAX_WAIT_MS))
     if ended is None:
         return Reply(204)
-    return json(
-        Ended(
-            ended.execution_id,
-            ended.outcome.value,
-            ended.result is not None,
-            ended.encoding,
-            ended.reason,
-            ended.result if ask.query("result") in ("true", "1") else UNSET,
-        )
+    return json(told_end(ended, with_result=ask.query("result") in ("true", "1")))
+
+
+def told_end(ended: pulling.Ended, *, with_result: bool) -> Ended:
+    """An end for those who waited for it."""
+    return Ended(
+        ended.execution_id,
+        ended.outcome.value,
+        ended.result is not None,
+        ended.encoding,
+        ended.reason,
+        ended.result if with_result else UNSET,
     )
 
 
