@@ -20,7 +20,7 @@ from flowfabric.engine.asks import (
     plain_condition,
 )
 from flowfabric.engine.gates import Link, OpenedGate, Parked, Waits
-from flowfabric.engine.signals import WaitpointPage
+from flowfabric.engine.signals import DEFAULT_PAGE, WaitpointPage
 from flowfabric.handles import Handle
 from flowfabric.model.gate import GateMemo, StepMemo
 from flowfabric.remote.asking import execution_path
@@ -106,7 +106,7 @@ class Waiting(Working):
         ]
 
     async def list_pending_waitpoints(
-        self, execution_id: str, *, after: str | None = None, limit: int = 1000
+        self, execution_id: str, *, after: str | None = None, limit: int = DEFAULT_PAGE
     ) -> WaitpointPage:
         """The open waitpoints of an execution by id, without their tokens."""
         query = {"after": after, "limit": limit}
