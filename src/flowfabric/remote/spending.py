@@ -32,7 +32,10 @@ class Spending(Asking):
         on_soft_limit: str = "",
         reset_interval_ms: int = 0,
     ) -> verdicts.BudgetCreated | verdicts.BudgetExists:
-        """Define a budget; a second definition changes nothing."""
+        """Define a budget; a second definition changes nothing.
+
+        Defining is for operators. An app with a lesser token finds what they defined.
+        """
         body = {
             "budget_id": budget_id,
             "dimensions": list(dimensions),
@@ -45,7 +48,12 @@ class Spending(Asking):
             "on_soft_limit": on_soft_limit,
             "reset_interval_ms": reset_interval_ms,
         }
-        told = await self.wire.ask("POST", "/v1/budgets", body)
+        try:
+            told = await self.wire.ask("POST", "/v1/budgets", body)
+        except errors.Unauthorized:
+            if (await self.wire.ask("GET", _budget(budget_id), misses=True)).status == 404:
+                raise
+            return verdicts.BudgetExists(budget_id)
         made: verdicts.BudgetCreated | verdicts.BudgetExists = variant(
             told.body, Created=verdicts.BudgetCreated, AlreadySatisfied=verdicts.BudgetExists
         )
@@ -91,7 +99,7 @@ class Spending(Asking):
         max_concurrent: int,
         jitter_ms: int = 0,
     ) -> verdicts.QuotaPolicyCreated | verdicts.QuotaPolicyExists:
-        """Define a quota policy; a second definition changes nothing."""
+        """Define a quota policy; a second definition changes nothing. What was said of budgets holds here, too."""
         body = {
             "quota_policy_id": quota_policy_id,
             "window_seconds": window_seconds,
@@ -99,7 +107,12 @@ class Spending(Asking):
             "max_concurrent": max_concurrent,
             "jitter_ms": jitter_ms,
         }
-        told = await self.wire.ask("POST", "/v1/quotas", body)
+        try:
+            told = await self.wire.ask("POST", "/v1/quotas", body)
+        except errors.Unauthorized:
+            if (await self.wire.ask("GET", f"/v1/quotas/{segment(quota_policy_id)}", misses=True)).status == 404:
+                raise
+            return verdicts.QuotaPolicyExists(quota_policy_id)
         made: verdicts.QuotaPolicyCreated | verdicts.QuotaPolicyExists = variant(
             told.body, Created=verdicts.QuotaPolicyCreated, AlreadySatisfied=verdicts.QuotaPolicyExists
         )
