@@ -19,6 +19,7 @@ REPORT = SdkReport(
     durability="WAL",
     versions={"python": "3"},
     cores=2,
+    load=3.5,
     rounds=1,
     jobs=10,
     payload_bytes=1000,
@@ -103,6 +104,7 @@ def test_people_get_a_table(missing: str | None, monkeypatch: pytest.MonkeyPatch
 
     assert answer.exit_code == 0, answer.stderr
     assert re.search(r"functions of 10 steps, 16 in flight +300.5/s", answer.stdout)
+    assert "its load was 3.5 before" in answer.stdout
     assert ("huey 3" in answer.stdout) == (missing is None)
     assert answer.stderr == ("" if missing is None else f"ff: no peer: {missing}\n")
 

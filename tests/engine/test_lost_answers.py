@@ -312,8 +312,12 @@ def plain(value: Any) -> Any:
 
 
 def plain_rows(rows: dict[str, list[Any]]) -> dict[str, Any]:
-    """Everything kept, likewise; a renewal may be told twice, since it may be repeated at will."""
+    """Everything kept, likewise; a renewal may be told twice, since it may be repeated at will.
+
+    Each execution's events have their order; which of two executions comes first after a loss is nobody's promise.
+    """
     told = [one for one in rows["events"] if one.event.lease != "renewed"]
+    told.sort(key=lambda one: one.event.execution_id)
     return {name: plain(kept) for name, kept in (rows | {"events": told}).items()}
 
 

@@ -137,6 +137,56 @@ FAULTS = (
         '        released="completed",\n        guard=seen(row),\n',
         LIVES,
     ),
+    # -- limits
+    Fault(
+        "a hard limit may be exceeded by one",
+        "rules/budgets.py",
+        "counted(row) + amount > row.hard_limit:",
+        "counted(row) + amount > row.hard_limit + 1:",
+        "tests/rules/test_spending.py",
+    ),
+    Fault(
+        "a report that arrives late is counted again",
+        "engine/chains.py",
+        "doubts.append((change, answers))",
+        "pass",
+        "tests/engine/test_lost_limit_answers.py::test_what_got_lost_once_happens_once",
+    ),
+    Fault(
+        "a late word of room wakes from another wait",
+        "rules/sleeping.py",
+        "is not LifecyclePhase.SUSPENDED or need not in shelving.needs(root):",
+        "is not LifecyclePhase.SUSPENDED:",
+        "tests/scenarios/test_sleeping_late.py",
+    ),
+    Fault(
+        "sleepers that need too much hide the others",
+        "engine/waiting.py",
+        "(not freed and not sleeps)",
+        "not freed",
+        "tests/scenarios/test_sleeping_late.py",
+    ),
+    Fault(
+        "the end of an earlier life takes the slot of a later one",
+        "rules/admission.py",
+        "held.life > life)",
+        "held.life > life + 1)",
+        "tests/rules/test_admission.py",
+    ),
+    Fault(
+        "a window keeps a request for a millisecond too long",
+        "rules/admission.py",
+        "if key[0] == dimension and one.admitted_at > passed]",
+        "if key[0] == dimension and one.admitted_at >= passed]",
+        "tests/scenarios/test_s_quotas.py",
+    ),
+    Fault(
+        "a filter does not hold for suspensions",
+        "engine/wait_sweeps.py",
+        'row=Suspension, owner="execution_id")',
+        "row=Suspension)",
+        "tests/scenarios/test_filters.py",
+    ),
     # -- engine
     Fault(
         "a refusal decided on a remembered row is final",

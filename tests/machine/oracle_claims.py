@@ -293,7 +293,8 @@ class Claiming:
         return None
 
     def _signed(self, kind: str, life: Life, expires: int, lane_id: str) -> dict[str, Any]:
-        return {
+        more = {"resumes": life.attempt_state == "attempt_interrupted"} if kind == "ClaimGrant" else {}
+        return more | {
             "is": kind,
             "execution_id": life.execution_id,
             "partition_key": f"{{fp:{life.partition}}}",

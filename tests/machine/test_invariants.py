@@ -104,7 +104,7 @@ async def test_damage_to_a_row_is_named(fields: dict[str, Any], sentence: str) -
 async def test_a_missing_attempt_record_is_named() -> None:
     engine = Engine(MemoryStore(ManualClock()))
     held = await claimed(engine)
-    await engine.complete(held.handle)
+    await engine.fail(held.handle, reason="boom")
     await engine.store.commit([Change((), (Delete(Attempt, (held.execution_id,)),), id=7)])
 
     with pytest.raises(InvariantBroken, match="I8 attempts \\[\\] of 1"):
@@ -123,7 +123,7 @@ async def test_a_missing_attempt_record_is_named() -> None:
 async def test_an_event_too_many_is_named(told: dict[str, Any], sentence: str) -> None:
     engine = Engine(MemoryStore(ManualClock()))
     held = await claimed(engine)
-    await engine.complete(held.handle)
+    await engine.fail(held.handle, reason="boom")
     await engine.store.commit([Change((), (), (Event(held.execution_id, "default", **told),), id=7)])
 
     with pytest.raises(InvariantBroken, match=sentence):

@@ -22,7 +22,7 @@ from flowfabric.model.states import (
     TerminalOutcome,
 )
 from flowfabric.rules import finish, step
-from flowfabric.rules.change import Change, Insert, Patch, Put, as_form, live, seen, spelled_out
+from flowfabric.rules.change import Change, Insert, as_form, live, seen, spelled_out
 from flowfabric.rules.lease import Fence
 
 NOW = 1_700_000_000_000
@@ -64,7 +64,7 @@ def running(**fields: Any) -> Execution:
     return msgspec.structs.replace(row, **fields)
 
 
-def at_length(row: Execution, *also: Put) -> Change:
+def at_length(row: Execution, *also: Insert) -> Change:
     return step.ended(
         row,
         TerminalOutcome.SUCCESS,
@@ -95,7 +95,7 @@ def test_an_ordinary_success_spelled_out_is_what_the_long_rule_says(
     change = finish.complete(row, HELD, None, result, None, NOW).change
     assert change is not None
     assert change.form is not None
-    kept = () if result is None else (Put(Result(row.execution_id, result, None)),)
+    kept = () if result is None else (Insert(Result(row.execution_id, result, None)),)
     assert spelled_out(change, row) == at_length(row, *kept)
 
 
@@ -126,10 +126,9 @@ def test_a_change_without_a_form_is_spelled_out_already() -> None:
     assert spelled_out(change, running()) is change
 
 
-def test_only_a_patch_and_one_new_row_make_a_form() -> None:
+def test_only_a_patch_and_an_event_make_a_form() -> None:
     change = at_length(running())
-    patch, insert = change.writes
-    assert isinstance(patch, Patch)
-    assert isinstance(insert, Insert)
-    with pytest.raises(TypeError, match="a form patches its root and adds one row"):
-        as_form(msgspec.structs.replace(change, writes=(insert, patch)))
+    with pytest.raises(TypeError, match="a form patches its root and tells one event, nothing else"):
+        as_form(msgspec.structs.replace(change, writes=change.writes * 2))
+    with pytest.raises(TypeError, match="a form patches its root and tells one event, nothing else"):
+        as_form(msgspec.structs.replace(change, events=()))

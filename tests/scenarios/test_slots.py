@@ -10,16 +10,19 @@ import pytest
 
 from flowfabric import errors
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.flow_cancels import WaitIndefinite
 from flowfabric.ids import SeededMinter
-from flowfabric.model.answers import Claimed, ReclaimCapExceeded
+from flowfabric.model.answers import Claimed, Completed, ReclaimCapExceeded
 from flowfabric.model.outbox import Message
 from flowfabric.model.quota import QuotaSlot
 from flowfabric.model.verdicts import ConcurrencyExceeded
 from flowfabric.stores.base import Scan
 from flowfabric.testing import FlakyStore, Loss
+from tests.scenarios.flowing import Flowing
 from tests.scenarios.play import LEASE_MS, WAITING, Play
 from tests.scenarios.test_s_quotas import Q2, Q, check, policy, root
 from tests.scenarios.test_s_scheduling import QUOTA_BLOCKED, pull
+from tests.scenarios.waits import Waits
 
 LIMITED = {"quota_policy_ids": [Q]}
 RETRY = {"retry_policy": {"max_retries": 1, "backoff": {"type": "fixed", "delay_ms": 500}}}
@@ -52,6 +55,14 @@ async def completed(play: Play, held: Claimed) -> None:
     await play.engine.complete(held.handle)
 
 
+async def completed_together_with_others(play: Play, held: Claimed) -> None:
+    assert await play.engine.complete_many([(held.handle, b"r")]) == [Completed(held.execution_id)]
+
+
+async def completed_by_an_operator(play: Play, held: Claimed) -> None:
+    await play.engine.complete(execution_id=held.execution_id, source="operator_override")
+
+
 async def failed(play: Play, held: Claimed) -> None:
     await play.engine.fail(held.handle, reason="no", category="permanent")
 
@@ -67,6 +78,17 @@ async def cancelled_by_an_operator(play: Play, held: Claimed) -> None:
 async def cancelled_while_it_waits_for_a_retry(play: Play, held: Claimed) -> None:
     await play.engine.fail(held.handle, reason="flaky")
     await play.engine.cancel_execution(held.execution_id)
+
+
+async def cancelled_while_it_is_suspended(play: Play, held: Claimed) -> None:
+    await Waits(play).suspend(held)
+    await play.engine.cancel_execution(held.execution_id)
+
+
+async def suspended_for_too_long(play: Play, held: Claimed) -> None:
+    await Waits(play).suspend(held, timeout_at=play.now + 10)
+    play.clock.pass_ms(10)
+    assert (await play.engine.sweep_once("suspension_timeout")).processed == 1
 
 
 async def past_its_deadline(play: Play, held: Claimed) -> None:
@@ -85,10 +107,14 @@ async def at_its_reclaim_cap(play: Play, held: Claimed) -> None:
 
 ENDS = [
     completed,
+    completed_together_with_others,
+    completed_by_an_operator,
     failed,
     cancelled_by_its_holder,
     cancelled_by_an_operator,
     cancelled_while_it_waits_for_a_retry,
+    cancelled_while_it_is_suspended,
+    suspended_for_too_long,
     past_its_deadline,
     past_its_time,
     at_its_reclaim_cap,
@@ -115,6 +141,25 @@ async def test_every_end_gives_the_slots_back_and_the_next_one_runs(
     assert await play.vector(second) == WAITING, "the release woke it, no sweep did"
     assert (await take(play)).execution_id == second
     assert await play.engine.scan(Scan(Message)) == []
+
+
+@pytest.mark.parametrize("end", ["skipped", "cancelled"])
+async def test_the_end_of_a_flow_s_member_gives_its_slot_back(play: Play, end: str) -> None:
+    await policy(play, cap=1)
+    flow = await Flowing(play.engine, play.clock).begin("b", policy=LIMITED)
+    await flow.add("a")
+    held = await take(play)
+    assert (held.execution_id, await books(play)) == (flow.names["b"], (1, 1))
+
+    if end == "skipped":
+        await flow.stage("a", "b")
+        await flow.apply("a", "b")
+        await flow.cancel("a")
+        await play.engine.dispatched()
+    else:
+        await play.engine.cancel_flow(flow.id, wait=WaitIndefinite())
+
+    assert (await flow.state("b"), await books(play)) == (end, (0, 0))
 
 
 async def test_a_slot_is_kept_over_a_retry_a_delay_and_a_lost_lease(play: Play) -> None:

@@ -99,11 +99,15 @@ async def test_a_submitted_mail_is_sent(mailing: World) -> None:
 
 
 async def test_a_plain_call_needs_no_engine() -> None:
-    @app.task(name="plain call")
-    async def double(n: int) -> int:
-        return n * 2
-
-    assert await double(4) == 8
+    replies[:] = [(200, "r1"), (400, "")]
+    assert await send(Mail(to="a@b.c")) == Receipt(id="r1")
+    with pytest.raises(Fatal):
+        await send(mail=Mail(to="nobody"))
+    assert await child(4) == 8
+    assert await ask(Question("acme")) == "fortytwo"
+    assert plainly(3) == ([0, 2, 4], 6, True)
+    with pytest.raises(RuntimeError, match="test this function in a World"):
+        await deploy(request_)
 
 
 async def test_retry_after_costs_no_retry_and_the_key_stays(mailing: World) -> None:
@@ -256,7 +260,7 @@ async def child(n: int) -> int:
 
 @app.task
 async def parent(ctx: Context) -> dict[str, object]:
-    spawned = await ctx.spawn(child.s(1))
+    spawned = await ctx.spawn(child, 1)
     gathered = await ctx.gather([child.s(n) for n in range(3)], join=AllOf())
     enough = await ctx.gather([child.s(n) for n in range(10)], join=Quorum(8, cancel_rest=True))
     first = await ctx.race(child.s(21), child.s(21))
@@ -272,6 +276,18 @@ async def parent(ctx: Context) -> dict[str, object]:
         "steer": steer,
         "attempt": ctx.attempt,
     }
+
+
+@app.task
+def plainly(ctx: Context, n: int) -> tuple[list[int | None], int, bool]:
+    assert current() is ctx
+    ctx.sync.sleep("7d")
+    ctx.sync.progress("half way", pct=50)
+    ctx.sync.stream("answer").write("text")
+    doubled = ctx.sync.step(child, n)
+    with ctx.sync.reserve(llm, tokens=1) as kept:
+        kept.spend(tokens=1)
+    return ctx.sync.gather([child.s(number) for number in range(n)]), doubled, ctx.sync.now() > 0
 
 
 async def test_children_joins_and_what_a_context_knows(world: World) -> None:

@@ -91,6 +91,8 @@ async def knows_contexts(ctx: Context) -> None:
     assert_type(votes, Votes[Mail])
     assert_type([vote.value for vote in votes], list[Mail])
     assert_type(await ctx.spawn(counting.s(1)), Run[int])
+    assert_type(await ctx.spawn(counting, 1), Run[int])
+    assert_type(ctx.sync.spawn(counting, 1), SyncRun[int])
     assert_type(await ctx.gather([counting.s(1)]), list[int])
     assert_type(await ctx.gather([counting.s(1)], join=Quorum(1)), list[int | None])
     assert_type(await ctx.race(counting.s(1), counting.s(2)), int)

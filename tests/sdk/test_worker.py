@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from flowfabric import Context, Fabric, Run, RunFailed
+from flowfabric import Context, Engine, Fabric, Run, RunFailed, connect, errors
 from flowfabric.model.states import PublicState
 from tests.sdk.conftest import until, working
 
@@ -61,6 +61,42 @@ async def test_a_loop_that_is_blocked_beyond_its_limit_loses_its_work(
         run = await dead.submit()
         assert await run.result(20) == 1, "somebody else could have had it"
     assert "renewed no more" in caplog.text
+
+
+async def test_a_heartbeat_that_stumbles_goes_on(
+    file_app: Fabric, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    faults: list[Exception] = [RuntimeError("a bug"), errors.StoreUnavailable("away", backend="x", source="other")]
+
+    async def connecting(*args: Any, **kwargs: Any) -> Engine:
+        engine = await connect(*args, **kwargs)
+        if faults:
+            fault = faults.pop()
+            if isinstance(fault, errors.StoreUnavailable):
+                await engine.close()
+                raise fault
+            monkeypatch.setattr(engine, "renew_many", _raising(fault))
+        return engine
+
+    monkeypatch.setattr("flowfabric.sdk.worker.connect", connecting)
+
+    @file_app.task
+    async def long(ctx: Context) -> int:
+        await asyncio.sleep(1.5)
+        return ctx.attempt
+
+    async with working(file_app, lease_ttl="900ms"):
+        assert await (await long.submit()).result(20) == 0
+    assert not faults
+    assert "no connection" in caplog.text
+    assert "stumbled" in caplog.text
+
+
+def _raising(fault: Exception) -> Any:
+    async def call(*args: Any, **kwargs: Any) -> None:
+        raise fault
+
+    return call
 
 
 async def test_a_worker_is_in_the_registry_while_it_works(app: Fabric) -> None:

@@ -75,6 +75,8 @@ async def test_a_token_sees_nothing_beyond_its_namespaces(ask: Asking) -> None:
     assert await status(ask, "POST", path(other, "cancel"), headers, ask.cancel(other)) == 404
     assert await status(ask, "POST", "/v1/executions", headers, ask.creation(namespace="a")) == 201
     assert await status(ask, "POST", "/v1/executions", headers, ask.creation(namespace="b")) == 403
+    child = ask.creation(namespace="a", parent_id=other)
+    assert await status(ask, "POST", "/v1/executions", headers, child) == 404
     bulk = {"executions": [ask.creation(namespace="a"), ask.creation(namespace="b")]}
     assert await status(ask, "POST", "/v1/executions/bulk", headers, bulk) == 403
     flow_id, _ = await ask.flow(namespace="b")
@@ -122,6 +124,18 @@ async def test_a_revoked_or_expired_token_is_refused(ask: Asking, clock: ManualC
     clock.pass_ms(500)
     ask.app.guard.forget()
     assert await status(ask, "GET", LIST, short) == 401
+
+
+async def test_a_repeated_request_hears_its_answer_again_while_its_token_is_good(ask: Asking) -> None:
+    headers = await token(ask, "submit") | {"Idempotency-Key": "k"}
+    body = {"namespace": "a", "lane_id": "L", "execution_kind": "t", "input_payload": []}
+    first, again = [await ask.post("/v1/executions", body, headers=headers) for _ in range(2)]
+    assert first.json() == again.json()
+    other = await ask.post("/v1/executions", body, headers={"Idempotency-Key": "k"})
+    assert other.json() != first.json()
+
+    await ask("DELETE", f"/v1/admin/tokens/{headers['id']}")
+    assert (await ask.post("/v1/executions", body, headers=headers)).status_code == 401
 
 
 async def test_tokens_are_kept_as_digests(ask: Asking, engine: Engine) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 from flowfabric.engine.engine import Engine
 from flowfabric.server import ServerSettings, create_app
+from flowfabric.server.protocol import BoundedProtocol
 from flowfabric.server.serving import Server, seed
 from flowfabric.settings import Secret
 from tests.server.asking import Asking, path, serving, until
@@ -179,6 +181,42 @@ async def test_headers_without_end_are_refused(ask: Asking, address: str) -> Non
         answer = await client.get("/healthz", headers={"x-long": "x" * 100_000})
 
     assert (answer.status_code, answer.json()) == (431, {"error": "headers too large"})
+
+
+async def test_a_head_without_end_is_cut_off(ask: Asking, address: str) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(address.rpartition(":")[2]))
+    writer.write(b"GET /healthz HTTP/1.1\r\nx-endless: ")
+    with contextlib.suppress(ConnectionError):
+        for _ in range(20):
+            writer.write(b"x" * 8192)
+            await writer.drain()
+        async with asyncio.timeout(10):
+            assert await reader.read() == b""
+    writer.close()
+
+
+@pytest.mark.parametrize("begun", [b"", b"GET /healthz HTTP/1.1\r\nhost: x\r\n"])
+async def test_a_request_has_to_come_in_time(
+    ask: Asking, address: str, monkeypatch: pytest.MonkeyPatch, begun: bytes
+) -> None:
+    monkeypatch.setattr(BoundedProtocol, "head_s", 0.05)
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(address.rpartition(":")[2]))
+    writer.write(begun)
+    async with asyncio.timeout(10):
+        assert await reader.read() == b""
+    writer.close()
+
+
+async def test_a_body_has_to_come_in_time(ask: Asking, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flowfabric.server.app.BODY_S", 0.05)
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(address.rpartition(":")[2]))
+    head = b"POST /v1/flows HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{"
+    writer.write(head)
+    async with asyncio.timeout(10):
+        answer = await reader.read()
+    assert b" 408 " in answer.partition(b"\r\n")[0]
+    assert answer.endswith(b'{"error":"the body took too long"}')
+    writer.close()
 
 
 async def test_raw_braces_and_chunked_bodies_are_understood_on_the_wire(ask: Asking, address: str) -> None:

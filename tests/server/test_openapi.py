@@ -21,7 +21,7 @@ from flowfabric.server.routes import PAGES
 from flowfabric.server.serving import Server, seed
 
 KEPT = Path(__file__).parents[2] / "docs" / "openapi.json"
-FEW = 3
+FEW = 2
 EXAMPLES = int(os.environ.get("FF_API_EXAMPLES", FEW))  # more of them are drawn at random
 EXECUTION = "{fp:7}:550e8400-e29b-41d4-a716-446655440000"
 FLOW = "550e8400-e29b-41d4-a716-446655440000"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
@@ -142,6 +143,39 @@ async def test_a_body_that_is_no_json_or_another_is_told_apart(
     answer = await ask.post("/v1/flows", content=body, headers={"content-type": content_type} if content_type else {})
 
     assert (answer.status_code, answer.json()) == (status, {"error": text})
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "/v1/executions?" + "&".join(f"p{number}=1" for number in range(200)),
+        "/v1/executions?partition=" + "9" * 5000,
+        "/v1/executions/{fp:1}:550e8400-e29b-41d4-a716-446655440000/attempts/" + "9" * 5000 + "/stream",
+        "/v1/executions/%ff%fe/state",
+        "/v1/executions/%00/state",
+        "/v1/flows/%F0%9F%92%A9",
+    ],
+)
+async def test_odd_paths_and_queries_are_bad_requests(ask: Asking, where: str) -> None:
+    answer = await ask.get(where)
+
+    assert answer.status_code == 400
+    assert answer.json()["error"]
+
+
+async def test_the_app_can_be_mounted_below_a_path(ask: Asking) -> None:
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b""}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "GET", "path": "/ff/healthz", "root_path": "/ff", "headers": []}
+    await ask.app(scope | {"query_string": b""}, receive, send)
+
+    assert sent[0]["status"] == 200
 
 
 async def test_head_is_served_for_every_get(ask: Asking) -> None:

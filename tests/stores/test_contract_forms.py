@@ -8,12 +8,12 @@ import msgspec
 
 from flowfabric.clock import ManualClock
 from flowfabric.model.event import FeedEvent, Topic
-from flowfabric.model.execution import Attempt, Execution, Result
-from flowfabric.model.states import AttemptType, LifecyclePhase
+from flowfabric.model.execution import Execution, Result
+from flowfabric.model.states import LifecyclePhase
 from flowfabric.rules.change import Change, Guard, Insert, LeaseCheck, LeaseWant, Put
 from flowfabric.rules.lease import CLAIMED
 from flowfabric.rules.step import success_form
-from flowfabric.stores.base import Store, Want
+from flowfabric.stores.base import Store
 from tests.stores.samples import a_take, change, event, line_up, one, waiting
 
 TAGS = '{"it\'s":"a \\"tag\\""}'
@@ -35,7 +35,7 @@ async def told(store: Store, after: int) -> list[FeedEvent]:
     return (await store.feed(Topic.COMPLETION, after, 100)).events
 
 
-async def test_a_form_ends_its_root_and_leaves_attempt_event_and_result(store: Store, clock: ManualClock) -> None:
+async def test_a_form_ends_its_root_and_tells_of_it(store: Store, clock: ManualClock) -> None:
     (row,) = await claimed(store, "a", tags=TAGS, lineage='{"retry_reason":"it\'s"}', next_timeout_ms=50)
     clock.pass_ms(5)
     made = finished(row)
@@ -46,14 +46,7 @@ async def test_a_form_ends_its_root_and_leaves_attempt_event_and_result(store: S
     ended = await one(store, Execution, "a")
     assert (ended.lifecycle_phase, ended.revision) == (LifecyclePhase.TERMINAL, made.id)
     assert (ended.completed_at, ended.lease_expires_at, ended.attempt_timeout_at) == (clock.now, None, None)
-    attempt = await one(store, Attempt, "a", 0)
-    assert (attempt.attempt_id, attempt.attempt_type, attempt.started_at, attempt.ended_at, attempt.lineage) == (
-        row.attempt_id,
-        AttemptType.INITIAL,
-        clock.now - 5,
-        clock.now,
-        row.lineage,
-    )
+    assert (ended.attempt_id, ended.lease_id, ended.lineage) == (row.attempt_id, row.lease_id, row.lineage)
     assert (await one(store, Result, "a")).payload == b"R"
     (fed,) = await told(store, 0)
     assert (fed.at, fed.event.tags, fed.event.lease_id, fed.event.outcome) == (clock.now, TAGS, row.lease_id, "success")
@@ -70,7 +63,7 @@ async def test_forms_share_a_batch_with_refused_ones_and_with_ordinary_changes(s
 
     assert [verdict is not None for verdict in verdicts] == [True, False, True, True, True]
     assert await one(store, Execution, "b") == stale
-    assert (await store.load([Want(Attempt, ("b",)), Want(Result, ("b",))])).rows == [[], []]
+    assert await one(store, Result, "b") is None
     fed = await told(store, 0)
     assert sorted(one.event.execution_id for one in fed) == ["a", "c", "d", "x", "x"]
     assert len({one.position for one in fed}) == 5

@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median, quantiles
 from time import monotonic, perf_counter
@@ -50,6 +51,7 @@ class SdkReport(msgspec.Struct, frozen=True, omit_defaults=True):
     durability: str
     versions: dict[str, str]
     cores: int
+    load: float  # on the machine before anything was measured: more than nothing, and the numbers are others' too
     rounds: int
     jobs: int
     payload_bytes: int
@@ -76,7 +78,7 @@ async def sdk(
     progress: Progress | None = None,
 ) -> SdkReport:
     """Measure on a scratch store beside the named one."""
-    tell = Steps(progress, 3 * rounds + 2)
+    tell, load = Steps(progress, 3 * rounds + 2), os.getloadavg()[0]
     tell("preparing")
     peer, missing = _peer(url) if with_peer else (None, "not asked for")
     ours, theirs, durable = [], [], []
@@ -106,8 +108,14 @@ async def sdk(
     return SdkReport(
         store=place.url.partition("://")[0],
         durability=place.durability,
-        versions={"flowfabric": __version__, "python": platform.python_version(), **place.versions},
+        versions={
+            "flowfabric": __version__,
+            "python": platform.python_version(),
+            "loop": "uvloop" if find_spec("uvloop") else "asyncio",
+            **place.versions,
+        },
         cores=os.cpu_count() or 1,
+        load=round(load, 2),
         rounds=rounds,
         jobs=jobs,
         payload_bytes=len(msgspec.json.encode(body())),

@@ -239,6 +239,8 @@ def _print_sdk(report: SdkReport) -> None:
     typer.echo(f"{report.jobs:,} jobs of {report.payload_bytes} bytes, {report.rounds} rounds, {report.cores} cores")
     typer.echo(f"versions: {versions}")
     typer.echo(f"durability: {report.durability}")
+    if report.load > 0.5:
+        typer.echo(f"the machine was not idle: its load was {report.load} before anything was measured")
     if peer:
         typer.echo(f"durability of {peer.name}: {peer.durability}")
 

@@ -26,7 +26,7 @@ from flowfabric.model.execution import Execution, LineKey
 from flowfabric.model.states import LifecyclePhase, OwnershipState
 from flowfabric.model.stream import Frame
 from flowfabric.model.suspension import Waitpoint
-from flowfabric.rules.change import Change, Decision, Delete, FromNow, Insert, Patch, Put, spelled_out
+from flowfabric.rules.change import Change, Decision, Delete, FromNow, Insert, Patch, spelled_out
 from flowfabric.settings import Settings
 from flowfabric.stores.base import Loaded, Scan, Store, Want
 from flowfabric.stores.rows import TABLE
@@ -39,6 +39,7 @@ SEEN_LIMIT = 20_000
 PATIENCE_S = 15.0
 MINTED = (Waitpoint, Frame)  # rows that are told in no feed, and whose ids or places are one call's own
 HISTORY = 1000
+NOTHING: dict[str, int] = {}
 
 
 class Doubt(msgspec.Struct, frozen=True):
@@ -66,7 +67,7 @@ class Core:
         self.chance: Callable[[], float] = random.random
         self._seen: dict[str, Execution] = {}
         self._lines: dict[str, set[LineKey]] = {}
-        self.planned: dict[tuple[type[msgspec.Struct], str], int] = {}  # when this process looks at an instant next
+        self.planned: dict[type[msgspec.Struct], dict[str, int]] = {}  # by row and column: when we look at it next
         self._untold: set[str] = set()
         self._decided_lanes: set[str] = set()  # lanes where this process put work that is claimed by decision
         self._takeovers: set[str] = set()  # those where some of it is up for takeover
@@ -231,10 +232,9 @@ class Core:
         assert change.form is not None
         (execution_id,) = change.guards[0].key
         self._seen.pop(execution_id, None)
-        if self.planned:
-            for (row, column), planned_at in self.planned.items():
-                if row is Execution and isinstance(instant := change.form.fields.get(column), FromNow):
-                    self._note_instant(row, column, committed_at + instant.offset, planned_at)
+        for column, planned_at in self.planned.get(Execution, NOTHING).items():
+            if isinstance(instant := change.form.fields.get(column), FromNow):
+                self._note_instant(Execution, column, committed_at + instant.offset, planned_at)
         self.tell((FEED, end_topic(execution_id)))
 
     def tell(self, topics: Collection[str]) -> None:
@@ -259,15 +259,12 @@ class Core:
 
     def _note_due(self, change: Change, committed_at: int) -> None:
         """Wake a sweep of this process that meant to look only after an instant that has just been written."""
-        for (row, column), planned_at in self.planned.items():
-            for write in change.writes:
-                match write:
-                    case Patch(row=patched, fields=fields) if patched is row:
-                        instant = fields.get(column)
-                    case Insert(row=new) | Put(row=new) if type(new) is row:
-                        instant = getattr(new, column)
-                    case _:
-                        continue
+        for write in change.writes:  # compared by type: this runs for every change
+            if type(write) is Delete:
+                continue
+            row: Any = write.row if type(write) is Patch else type(write.row)
+            for column, planned_at in self.planned.get(row, NOTHING).items():
+                instant = write.fields.get(column) if type(write) is Patch else getattr(write.row, column)
                 if isinstance(instant, FromNow):
                     instant = committed_at + instant.offset
                 self._note_instant(row, column, instant, planned_at)
@@ -278,10 +275,9 @@ class Core:
 
     def note_taken(self, rows: Sequence[Execution]) -> None:
         """The same for rows that the store claimed by itself."""
-        for (row, column), planned_at in self.planned.items():
-            if row is Execution:
-                for taken in rows:
-                    self._note_instant(row, column, getattr(taken, column), planned_at)
+        for column, planned_at in self.planned.get(Execution, NOTHING).items():
+            for taken in rows:
+                self._note_instant(Execution, column, getattr(taken, column), planned_at)
 
     def _note_line(self, line: LineKey | None, topics: set[str]) -> None:
         if line is None:

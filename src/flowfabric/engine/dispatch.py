@@ -26,7 +26,7 @@ from flowfabric.model.execution import Execution, Payload, Result
 from flowfabric.model.flow import Dependency, DependencyKind, Dispatch, Edge, EdgeGroup, PendingCancelGroup
 from flowfabric.model.states import LifecyclePhase, TerminalOutcome
 from flowfabric.rules import joins, successors
-from flowfabric.rules.change import Change, Decision, Delete, Guard, Patch, Put, Write
+from flowfabric.rules.change import Change, Decision, Delete, Guard, Insert, Patch, Put, Write
 from flowfabric.rules.joins import Settlement, Surroundings
 from flowfabric.rules.successors import Successor
 from flowfabric.stores.base import Scan, Want, Where
@@ -314,7 +314,7 @@ def _carried(
     )
     around = Surroundings()
     if payload:
-        results = [write.row for write in change.writes if type(write) is Put and type(write.row) is Result]
+        results = [write.row for write in change.writes if type(write) is Insert and type(write.row) is Result]
         if results:
             around = Surroundings(carried=(payload[0], results[0]))
     known = joins.advance(group, child, Settlement(dependency, TerminalOutcome.SUCCESS), around)

@@ -157,13 +157,13 @@ class Sweeper:
 
     async def _sleep(self, sweep: Sweep, pause_s: float, hint: asyncio.Future[None]) -> None:
         """Until the pause is over, something falls due earlier, or it is time to stop."""
-        planned, key = self._engine.planned, (sweep.row, sweep.column)
+        planned = self._engine.planned.setdefault(sweep.row, {})
         if sweep.column:
-            planned[key] = self._engine.estimate.now() + int(pause_s * 1000)
+            planned[sweep.column] = self._engine.estimate.now() + int(pause_s * 1000)
         try:
             await self._rest(pause_s, hint)
         finally:
-            planned.pop(key, None)
+            planned.pop(sweep.column, None)
             hint.cancel()
 
     async def _rest(self, pause_s: float, *hints: asyncio.Future[None]) -> None:

@@ -107,20 +107,15 @@ class Form(msgspec.Struct, frozen=True, eq=False):
 
     root: type[msgspec.Struct]
     fields: dict[str, Any]
-    added: type[msgspec.Struct]  # a row that is inserted
-    columns: dict[str, Any]
     event: dict[str, Any]
 
 
 def as_form(change: Change) -> Form:
     """The form of a change that a rule made of a row which holds `Own` where it may hold anything."""
-    patch, insert = change.writes
-    (event,) = change.events
-    if not isinstance(patch, Patch) or not isinstance(insert, Insert):
-        raise TypeError("a form patches its root and adds one row")
-    return Form(
-        patch.row, patch.fields, type(insert.row), msgspec.structs.asdict(insert.row), msgspec.structs.asdict(event)
-    )
+    match change:
+        case Change(writes=(Patch(row=root, fields=fields),), events=(event,)):
+            return Form(root, fields, msgspec.structs.asdict(event))
+    raise TypeError("a form patches its root and tells one event, nothing else")
 
 
 class Change(msgspec.Struct, frozen=True, gc=False):
@@ -145,12 +140,9 @@ def spelled_out(change: Change, root: msgspec.Struct) -> Change:
     def filled(values: dict[str, Any]) -> dict[str, Any]:
         return {name: getattr(root, value.column) if type(value) is Own else value for name, value in values.items()}
 
-    writes = (
-        Patch(form.root, change.guards[0].key, filled(form.fields)),
-        Insert(form.added(**filled(form.columns))),
-    )
-    told = (Event(**filled(form.event)),)
-    return msgspec.structs.replace(change, writes=writes + change.writes, events=told + change.events, form=None)
+    patch = Patch(form.root, change.guards[0].key, filled(form.fields))
+    told = Event(**filled(form.event))
+    return msgspec.structs.replace(change, writes=(patch, *change.writes), events=(told, *change.events), form=None)
 
 
 class Decision(msgspec.Struct, Generic[A], frozen=True):

@@ -24,6 +24,7 @@ from flowfabric.model.states import (
     LifecyclePhase,
     OwnershipState,
     PublicState,
+    TerminalOutcome,
 )
 from flowfabric.rules import closing, place
 from flowfabric.rules.change import NOW, Change, Decision, FromNow, Insert, Patch, at, lapsed, refuse, seen
@@ -229,10 +230,20 @@ def has_open_attempt(row: Execution) -> bool:
     return row.attempt_state in (AttemptState.RUNNING_ATTEMPT, AttemptState.ATTEMPT_INTERRUPTED)
 
 
+def keeps_success(row: Execution) -> bool:
+    """Whether the attempt in the sheet is the one that ended this life successfully; it has no row of its own."""
+    return row.terminal_outcome is TerminalOutcome.SUCCESS and row.attempt_index is not None
+
+
 def attempt_ended(
-    row: Execution, state: AttemptRecordState, *, reason: str | None = None, category: str | None = None
+    row: Execution,
+    state: AttemptRecordState,
+    *,
+    reason: str | None = None,
+    category: str | None = None,
+    ended_at: int | None = None,
 ) -> Insert:
-    """The open attempt as the record it becomes when it ends."""
+    """The attempt in the sheet as the record it becomes when it ends, or when it makes room for another one."""
     return Insert(
         Attempt(
             execution_id=row.execution_id,
@@ -249,7 +260,7 @@ def attempt_ended(
             suspended_at=row.attempt_suspended_at,
             suspension_id=row.attempt_suspension,
             resumed_at=row.attempt_resumed_at,
-            ended_at=at(0),
+            ended_at=at(0) if ended_at is None else ended_at,
             failure_reason=reason,
             failure_category=category,
         )

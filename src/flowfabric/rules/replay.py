@@ -10,6 +10,7 @@ from flowfabric.model.execution import Execution, Lineage, Result
 from flowfabric.model.flow import Flow
 from flowfabric.model.gate import GateMemo, StepMemo
 from flowfabric.model.states import (
+    AttemptRecordState,
     AttemptState,
     LifecyclePhase,
     PublicState,
@@ -57,6 +58,8 @@ def replay(row: Execution | None, *, branch: str = "normal", groups_reset: int |
     if groups_reset is not None:
         details["groups_reset"] = groups_reset
     writes: tuple[Write, ...] = (step.moved(row, fields), Delete(Result, (row.execution_id,)))
+    if lease.keeps_success(row):  # the sheet needs the room
+        writes += (lease.attempt_ended(row, AttemptRecordState.ENDED_SUCCESS, ended_at=row.completed_at),)
     if row.flow_id is not None:  # the summary of its flow may have been closed
         writes += (Patch(Flow, (row.flow_id,), {"project_at": NOW}, unless="project_at"),)
     change = Change(

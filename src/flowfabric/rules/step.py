@@ -55,6 +55,8 @@ def ended(
 ) -> Change:
     """The end of a life: vector, open attempt, lease, indexes, grant and the one completion event, together.
 
+    An attempt that succeeded stays in the sheet, which says all there is to say of it; others become rows.
+
     `released` is the reason in the lease history, used only when a lease ends here; `stream` and `suspension` are the
     reasons with which these close, if they are open and the outcome does not say it all. `settles=False`
     leaves those who wait for this end to the dependency reconciler.
@@ -73,7 +75,7 @@ def ended(
     elif row.line is not None:
         fields["line"] = None
     writes: tuple[Write, ...] = (moved(row, fields),)
-    if lease.has_open_attempt(row):
+    if lease.has_open_attempt(row) and outcome is not TerminalOutcome.SUCCESS:
         writes += (lease.attempt_ended(row, attempt, reason=attempt_reason, category=category),)
     writes += closing.close_stream(row, stream or closing.STREAM_REASON[outcome])
     writes += closing.close_suspension(row, suspension or outcome.value)

@@ -182,7 +182,12 @@ def info(row: Execution, payload: Payload) -> ExecutionInfo:
 def attempts(row: Execution | None, ended: Iterable[Attempt]) -> list[AttemptView]:
     """Every attempt by index: the ended ones, and the one in the sheet."""
     views = [_attempt_view(attempt) for attempt in ended]
-    if row is None or not lease.has_open_attempt(row):
+    if row is None:
+        return views
+    if lease.keeps_success(row):
+        kept = lease.attempt_ended(row, AttemptRecordState.ENDED_SUCCESS, ended_at=row.completed_at)
+        return [*views, _attempt_view(kept.row)]
+    if not lease.has_open_attempt(row):
         return views
     waits = row.attempt_suspended_at is not None
     views.append(
@@ -275,10 +280,10 @@ def _previous(row: Execution, pending: bool) -> int | None:
     return row.attempt_index if pending else None
 
 
-def _attempt_view(attempt: Attempt) -> AttemptView:
+def _attempt_view(attempt: msgspec.Struct) -> AttemptView:
     fields = msgspec.structs.asdict(attempt)
-    fields["created_at"] = attempt.started_at
-    fields["lineage"] = lease.decode_lineage(attempt.lineage)
+    fields["created_at"] = fields["started_at"]
+    fields["lineage"] = lease.decode_lineage(fields["lineage"])
     return AttemptView(**fields)
 
 

@@ -209,3 +209,12 @@ def current() -> Context:
 def entered(context: Context) -> contextvars.Token[Context]:
     """Make a context the current one of this task or thread."""
     return _current.set(context)
+
+
+async def within(context: Context, call: Awaitable[T]) -> T:
+    """Await something with a context as the current one."""
+    token = entered(context)
+    try:
+        return await call
+    finally:
+        _current.reset(token)

@@ -23,6 +23,7 @@ from flowfabric.sdk.presence import Presence
 logger = logging.getLogger("flowfabric.worker")
 
 BLOCKED_AFTER_S = 1.0
+STOP_S = 5.0
 LOOK_S = 0.5  # how often the thread looks whether the loop turns
 
 Lost = Callable[[str, FabricError], None]
@@ -118,10 +119,10 @@ class Heartbeat:
         self._thread.start()
 
     async def stop(self) -> None:
-        """End the thread; returns when it has ended."""
+        """End the thread; returns when it has ended, or waits for a store that does not answer."""
         self._stop.set()
         if self._thread is not None:
-            await asyncio.to_thread(self._thread.join)
+            await asyncio.to_thread(self._thread.join, STOP_S)
 
     def _turn(self) -> None:
         """Note that the worker's loop turns, and again in a while."""
@@ -133,23 +134,39 @@ class Heartbeat:
         asyncio.run(self._beat())
 
     async def _beat(self) -> None:
-        engine = await self._engine()
+        """Go on until told to stop, with another connection whenever one cannot be had or something goes wrong."""
+        while not self._stop.is_set():
+            try:
+                engine = await self._engine()
+            except FabricError as away:
+                logger.warning("heartbeat: no connection (%s); trying again", away)
+                await self._pause()
+                continue
+            try:
+                await self._beat_on(engine)
+            except Exception:
+                logger.exception("the heartbeat stumbled, and goes on with another connection")
+                await self._pause()
+            finally:
+                with contextlib.suppress(FabricError):
+                    await engine.close()
+
+    async def _beat_on(self, engine: Engine) -> None:
         renew_at = keep_at = 0.0
-        try:
-            while not self._stop.is_set():
-                now = time.monotonic()
-                alive = self._watch_loop(now - self._turned_at)
-                if alive and now >= renew_at:
-                    renew_at = now + self._ttl_ms / 3000
-                    for lease_id, why in await self._leases.renew(engine, self._ttl_ms):
-                        self._loop.call_soon_threadsafe(self._lost, lease_id, why)
-                if alive and now >= keep_at:
-                    keep_at = now + self._presence.ttl_ms / 3000
-                    await self._presence.keep(engine)
-                await asyncio.to_thread(self._stop.wait, min(LOOK_S, self._ttl_ms / 3000))
-        finally:
-            with contextlib.suppress(FabricError):
-                await engine.close()
+        while not self._stop.is_set():
+            now = time.monotonic()
+            alive = self._watch_loop(now - self._turned_at)
+            if alive and now >= renew_at:
+                renew_at = now + self._ttl_ms / 3000
+                for lease_id, why in await self._leases.renew(engine, self._ttl_ms):
+                    self._loop.call_soon_threadsafe(self._lost, lease_id, why)
+            if alive and now >= keep_at:
+                keep_at = now + self._presence.ttl_ms / 3000
+                await self._presence.keep(engine)
+            await self._pause()
+
+    async def _pause(self) -> None:
+        await asyncio.to_thread(self._stop.wait, min(LOOK_S, self._ttl_ms / 3000))
 
     def _watch_loop(self, silent_s: float) -> bool:
         """Report a loop that is blocked, once; False when it has been silent for so long that it counts as dead."""

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from flowfabric.sdk.flows import Flow, FlowRun, Graph, Node
     from flowfabric.sdk.output import Output
     from flowfabric.sdk.run import Frame, Reset, Run
-    from flowfabric.sdk.task import Call, Submitter
+    from flowfabric.sdk.task import Call, Submitter, Task
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -247,9 +247,13 @@ class SyncContext:
         )
         return SyncApproval(self._portal.call(asked), self._portal)
 
-    def spawn(self, call: Call[T]) -> SyncRun[T]:
+    @overload
+    def spawn(self, call: Call[T]) -> SyncRun[T]: ...
+    @overload
+    def spawn(self, call: Task[P, T], *args: P.args, **kwargs: P.kwargs) -> SyncRun[T]: ...
+    def spawn(self, call: Any, *args: Any, **kwargs: Any) -> SyncRun[Any]:
         """Submit a child."""
-        return SyncRun(self._portal.call(self._context.spawn(call)), self._portal)
+        return SyncRun(self._portal.call(self._context.spawn(call, *args, **kwargs)), self._portal)
 
     @overload
     def gather(self, first: Sequence[Call[T]], *, join: Join = ALL) -> list[T | None]: ...

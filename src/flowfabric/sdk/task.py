@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import inspect
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from datetime import datetime
@@ -13,7 +14,7 @@ from flowfabric.engine.pulling import CreateExecution
 from flowfabric.errors import FabricError, InvalidInput
 from flowfabric.model.answers import Duplicate
 from flowfabric.sdk.codec import Signature, json_bytes
-from flowfabric.sdk.context import Context
+from flowfabric.sdk.context import Context, entered, within
 from flowfabric.sdk.durations import Duration, to_ms
 from flowfabric.sdk.failing import Retry
 from flowfabric.sdk.inputs import NAMED_BUDGETS, PLAIN, REFERRING, Referring
@@ -110,8 +111,19 @@ class Task(Generic[P, R]):
         self.__wrapped__ = handler
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Any:
-        """A plain call of the function, for unit tests: no engine is involved."""
-        return self.handler(*args, **kwargs)
+        """A plain call of the function, for unit tests: no engine is involved, and a context is made up."""
+        name = self.signature.context_name
+        if name is None or any(isinstance(given, Context) for given in (*args, *kwargs.values())):
+            return self.handler(*args, **kwargs)
+        from flowfabric.sdk.bare import BareContext
+
+        context = BareContext(self)
+        arguments = self.with_context(self.signature.bound(args, kwargs), context)
+        if self.is_async:
+            return within(context, self.handler(**arguments))
+        surroundings = contextvars.copy_context()
+        surroundings.run(entered, context)
+        return surroundings.run(lambda: self.handler(**arguments))
 
     def with_context(self, arguments: dict[str, Any], context: Context) -> dict[str, Any]:
         """The arguments of a handler, its context among them if it asks for one."""

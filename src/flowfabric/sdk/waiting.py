@@ -7,7 +7,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 import msgspec
 
@@ -28,10 +28,11 @@ if TYPE_CHECKING:
     from flowfabric.sdk.context import Context
     from flowfabric.sdk.durable import Durable
     from flowfabric.sdk.fabric import Fabric
-    from flowfabric.sdk.task import Call
+    from flowfabric.sdk.task import Call, Task
 
 T = TypeVar("T")
 V = TypeVar("V")
+P = ParamSpec("P")
 
 ALL = AllOf()
 SHORT_MS = 1000  # a sleep this short is not worth giving the slot back
@@ -136,9 +137,16 @@ class Waiting(ABC):
 
     # -- children -------------------------------------------------------------------------------------------------
 
-    async def spawn(self, call: Call[T]) -> Run[T]:
-        """Submit a child. Its id is derived from where it stands, so that no crash can make two of it."""
-        [run] = await self._spawn([call])
+    @overload
+    async def spawn(self, call: Call[T]) -> Run[T]: ...
+    @overload
+    async def spawn(self, call: Task[P, T], *args: P.args, **kwargs: P.kwargs) -> Run[T]: ...
+    async def spawn(self, call: Any, *args: Any, **kwargs: Any) -> Run[Any]:
+        """Submit a child: a task with its arguments, or a call made with `s`.
+
+        Its id is derived from where it stands, so that no crash can make two of it.
+        """
+        [run] = await self._spawn([call.s(*args, **kwargs) if hasattr(call, "s") else call])
         return run
 
     async def _spawn(self, calls: Sequence[Call[Any]]) -> list[Run[Any]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import aclosing
 from json import dumps
 from time import perf_counter
 from typing import Any
@@ -40,6 +41,7 @@ _UNPROCESSABLE = "invalid JSON: Unprocessable Entity"
 _TIMED_OUT = "timeout: request"
 LONGEST_HEADER = 4096
 MOST_HEADER_BYTES = 32 * 1024
+BODY_S = 60.0
 
 
 def create_app(engine: Engine, settings: ServerSettings | None = None) -> App:
@@ -91,7 +93,7 @@ class App:
         headers: dict[bytes, bytes] = dict(scope["headers"])
         shown = headers.get(b"x-request-id")
         request_id = shown.decode() if shown and _REQUEST_ID(shown) else self.engine.minter.uuid()
-        resource, params = self.table.find(scope["raw_path"])
+        resource, params = self.table.find(_path(scope))
         if (preflight := self._cors.preflight(method, headers)) is not None:
             await _whole(send, preflight, request_id, method)
             return
@@ -99,10 +101,7 @@ class App:
         operation = None if resource is None else resource.operation(method)
         template = "unknown" if resource is None else resource.template
         with self.spans.request(method, template, headers):
-            if (key := key_of(method, scope["raw_path"], headers)) is None:
-                reply = await self._answered(ask, method, resource, operation)
-            else:
-                reply = await self.once.answer(key, lambda: self._answered(ask, method, resource, operation))
+            reply = await self._answered(ask, method, _path(scope), resource, operation)
         allowing = self._cors.allowing(headers) if self._cors.is_on else ()
         if isinstance(reply, Live):
             status = 200
@@ -116,7 +115,7 @@ class App:
             logs.note_request(method, template, status, seconds, request_id, ask.principal.name)
 
     async def _answered(
-        self, ask: Ask[Any], method: str, resource: Resource | None, operation: Operation | None
+        self, ask: Ask[Any], method: str, path: bytes, resource: Resource | None, operation: Operation | None
     ) -> Reply | Live:
         """The handler's answer, or the refusal that came before or instead of it."""
         try:
@@ -131,18 +130,11 @@ class App:
                 return Reply(405, headers=(("allow", resource.allow),))
             if operation.scope is not None:
                 ask.principal.needs(operation.scope)
-            if method not in ("GET", "HEAD"):
-                await self._read(ask, operation)
-            if ask.principal.namespaces is not None and operation.scope is not None:
-                await _within_namespaces(ask, operation)
-            if self._timeout_s is not None and not operation.long:
-                async with asyncio.timeout(self._timeout_s):
-                    reply: Reply | Live = await operation.handle(ask)
-            else:
-                reply = await operation.handle(ask)
-            if operation.audit:
-                self._audit(ask, operation, "done")
-            return reply
+            # Who may not ask (any more) hears no remembered answer either: this comes after the checks above.
+            if (key := key_of(method, path, ask.headers)) is not None:
+                known = operation
+                return await self.once.answer(key, lambda: self._performed(ask, method, known))
+            return await self._performed(ask, method, operation)
         except Refused as refused:
             body = b"" if refused.body is None else encode(refused.body)
             if operation is not None and operation.audit and refused.status != 401:
@@ -155,6 +147,21 @@ class App:
         except Exception:
             logs.logger.exception("a request failed", extra={"fields": {"request_id": ask.request_id}})
             return Reply(500, encode(Problem("engine: bug", None, False)), JSON)
+
+    async def _performed(self, ask: Ask[Any], method: str, operation: Operation) -> Reply | Live:
+        """The handler's answer to a caller that may ask."""
+        if method not in ("GET", "HEAD"):
+            await self._read(ask, operation)
+        if ask.principal.namespaces is not None and operation.scope is not None:
+            await _within_namespaces(ask, operation)
+        if self._timeout_s is not None and not operation.long:
+            async with asyncio.timeout(self._timeout_s):
+                reply: Reply | Live = await operation.handle(ask)
+        else:
+            reply = await operation.handle(ask)
+        if operation.audit:
+            self._audit(ask, operation, "done")
+        return reply
 
     def _problem(self, ask: Ask[Any], operation: Operation | None, error: errors.FabricError) -> Reply:
         status, problem = problem_of(error)
@@ -181,15 +188,19 @@ class App:
         """Read the body within its limit and make of it what the route expects."""
         limit = operation.limit
         length = ask.headers.get(b"content-length")
-        if length is not None and length.isdigit() and int(length) > limit:
+        if length is not None and length.isdigit() and (len(length) > 18 or int(length) > limit):
             raise TooLarge(limit, operation.path)
         decoder = operation.decoder
         if decoder is not None and not _JSON_TYPE(ask.headers.get(b"content-type", b"")):
             raise Refused(415, _UNSUPPORTED)
-        message = await ask.receive()
-        body: bytes = message.get("body", b"")
-        if message.get("more_body"):
-            body = await _rest(ask.receive, body, limit, operation.path)
+        try:
+            async with asyncio.timeout(BODY_S):
+                message = await ask.receive()
+                body: bytes = message.get("body", b"")
+                if message.get("more_body"):
+                    body = await _rest(ask.receive, body, limit, operation.path)
+        except TimeoutError:
+            raise Refused(408, "the body took too long", connection="close") from None
         if len(body) > limit:
             raise TooLarge(limit, operation.path)
         if decoder is None:
@@ -242,6 +253,13 @@ def _one_line(error: errors.FabricError) -> str:
 # The wire
 
 
+def _path(scope: Scope) -> bytes:
+    """The path as it was sent, below the place where the application is mounted."""
+    raw: bytes = scope.get("raw_path") or scope["path"].encode()
+    mounted: str = scope.get("root_path", "")
+    return raw.removeprefix(mounted.encode()) if mounted else raw
+
+
 async def _whole(
     send: Send, reply: Reply, request_id: str, method: str, more: tuple[tuple[str, str], ...] = ()
 ) -> None:
@@ -265,8 +283,9 @@ async def _live(send: Send, live: Live, request_id: str, method: str, more: tupl
     ]
     await send({"type": "http.response.start", "status": 200, "headers": head})
     if method != "HEAD":
-        async for part in live.events:
-            await send({"type": "http.response.body", "body": part, "more_body": True})
+        async with aclosing(live.events):
+            async for part in live.events:
+                await send({"type": "http.response.body", "body": part, "more_body": True})
     await send({"type": "http.response.body", "body": b""})
 
 

@@ -23,6 +23,7 @@ B = TypeVar("B")
 Receive = Callable[[], Awaitable[Any]]
 
 JSON = "application/json"
+MOST_PARAMETERS = 100
 encode = msgspec.json.Encoder().encode
 
 
@@ -73,7 +74,10 @@ class Ask(Generic[B]):
         """A query parameter; None when it is not given."""
         if self._query is None:
             text = self._query_string.decode("utf-8", "replace")
-            self._query = dict(parse_qsl(text, keep_blank_values=True, max_num_fields=100))
+            try:
+                self._query = dict(parse_qsl(text, keep_blank_values=True, max_num_fields=MOST_PARAMETERS))
+            except ValueError:
+                raise bad_request(f"query: more than {MOST_PARAMETERS} parameters") from None
         return self._query.get(name)
 
     def number(self, name: str, default: int | None = None) -> int:

@@ -21,6 +21,7 @@ REASONS = {
     401: "No valid token",
     403: "The token is not good for this",
     404: "There is no such thing",
+    408: "The body took too long",
     409: "The state does not allow it, or another moment is needed",
     413: "Too large",
     415: "Not JSON",
@@ -137,7 +138,7 @@ def refusals(operation: Operation) -> frozenset[int]:
     if "{" in operation.path:
         found |= {400, 404}
     if operation.method != "GET":
-        found |= {409, 413}
+        found |= {408, 409, 413}
     if operation.decoder is not None:
         found |= {400, 404, 415, 422}
     return frozenset(found)

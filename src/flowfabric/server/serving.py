@@ -17,9 +17,9 @@ from flowfabric.connecting import connect
 from flowfabric.engine.engine import Engine
 from flowfabric.server import logs
 from flowfabric.server.app import App, create_app
+from flowfabric.server.protocol import BoundedProtocol
 from flowfabric.server.settings import ServerSettings
 
-UNFINISHED_HEADER_BYTES = 64 * 1024
 KEEP_ALIVE_S = 75
 
 
@@ -39,7 +39,7 @@ class Server(uvicorn.Server):
                 lifespan="off",
                 server_header=False,
                 date_header=True,
-                h11_max_incomplete_event_size=UNFINISHED_HEADER_BYTES,
+                http=BoundedProtocol,
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=grace_s,
                 limit_concurrency=settings.max_connections or None,

@@ -37,7 +37,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     cors_origins: tuple[str, ...] = ()  # "*" is any
     waitpoint_secret: Secret | None = None
     waitpoint_grace_ms: int = GRACE_MS
-    lanes: tuple[str, ...] = ("default",)
+    lanes: tuple[str, ...] = ("default",)  # checked only: lanes come into being with their first execution
     run_sweeps: bool = True
     serve_metrics: bool = True
     request_timeout_ms: int = 0

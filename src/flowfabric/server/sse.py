@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import suppress
 from typing import Any
 
@@ -28,7 +28,7 @@ def last_event_id(ask: Ask[Any]) -> str:
     return ask.headers.get(b"last-event-id", b"").decode("ascii", "replace")
 
 
-async def kept_alive(ask: Ask[Any], events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def kept_alive(ask: Ask[Any], events: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
     """The events, a sign of life in between, and a clean end when the server or its caller goes."""
     over = asyncio.Event()
     yield b"retry: 1000\n\n"

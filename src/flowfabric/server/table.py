@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote_to_bytes
@@ -46,7 +46,7 @@ class Reply(msgspec.Struct, frozen=True):
 class Live(msgspec.Struct, frozen=True):
     """An answer that goes on as long as there is something to tell."""
 
-    events: AsyncIterator[bytes]
+    events: AsyncGenerator[bytes]
     content_type: str = EVENTS
 
 

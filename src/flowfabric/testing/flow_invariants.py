@@ -64,9 +64,10 @@ def _broken_groups(
     executions: dict[str, Execution],
     flagged: set[tuple[str, str]],
 ) -> Iterator[str]:
-    applied: dict[str, list[Dependency]] = defaultdict(list)
+    # By flow as well: a policy may be set for a downstream that is no member of the flow (and will never be).
+    applied: dict[tuple[str, str], list[Dependency]] = defaultdict(list)
     for one in inbound:
-        applied[one.downstream_execution_id].append(one)
+        applied[one.flow_id, one.downstream_execution_id].append(one)
     staged = Counter((one.flow_id, one.downstream_execution_id) for one in edges)
     for group in groups:
         key = (group.flow_id, group.downstream_execution_id)
@@ -74,7 +75,7 @@ def _broken_groups(
         if group.staged != staged[key]:
             yield f"group of {key[1]}: {group.staged} staged edges, counted {staged[key]}"
         if child is not None:
-            yield from _broken_counts(group, applied[group.downstream_execution_id])
+            yield from _broken_counts(group, applied[key])
             yield from _broken_child(group, child)
         if group.cancel_siblings_pending_flag != (key in flagged):
             yield f"group of {key[1]}: flag {group.cancel_siblings_pending_flag}, listed {key in flagged}"

@@ -210,7 +210,7 @@ def expected_places(row: Execution) -> set[str]:
 
 def broken_attempts(row: Execution, ended: Sequence[Attempt]) -> Iterator[str]:
     """What is wrong with the attempts: the ended ones, and the open one in the sheet."""
-    is_open = lease.has_open_attempt(row)
+    is_open = lease.has_open_attempt(row) or lease.keeps_success(row)
     indexes = [attempt.attempt_index for attempt in ended] + [row.attempt_index] * is_open
     if indexes != list(range(row.total_attempt_count)):
         yield f"I8 attempts {indexes} of {row.total_attempt_count}"

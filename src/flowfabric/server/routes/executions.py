@@ -81,9 +81,11 @@ class Revoked(msgspec.Struct, frozen=True):
     lease_epoch: str
 
 
-def creation(ask: Ask[Any], body: CreateBody) -> CreateExecution:
+async def creation(ask: Ask[Any], body: CreateBody) -> CreateExecution:
     """What the body asks of the engine."""
     ask.within(body.namespace)
+    if body.parent_id is not None:
+        await ask.may_touch(body.parent_id)
     place = ask.app.spans.place()
     return CreateExecution(
         execution_id=body.execution_id or ask.engine.new_execution_id(body.lane_id),
@@ -114,7 +116,7 @@ def creation(ask: Ask[Any], body: CreateBody) -> CreateExecution:
 )
 async def create_execution(ask: Ask[CreateBody]) -> Reply:
     """Create an execution; the same id, or the same live idempotency key, is the same execution."""
-    answer = await ask.engine.create(creation(ask, ask.body))
+    answer = await ask.engine.create(await creation(ask, ask.body))
     reply = tagged(answer, 201 if isinstance(answer, answers.Created) else 200)
     if ask.body.policy is None or POLICY_PARTS.issuperset(ask.body.policy):
         return reply
@@ -142,7 +144,7 @@ class BulkAnswers(msgspec.Struct, frozen=True):
 )
 async def create_executions(ask: Ask[BulkBody]) -> Reply:
     """Create many at once; each answer stands for itself, refusals included."""
-    answered = await ask.engine.create_executions([creation(ask, body) for body in ask.body.executions])
+    answered = await ask.engine.create_executions([await creation(ask, body) for body in ask.body.executions])
     return json({"results": [_each(one) for one in answered]})
 
 

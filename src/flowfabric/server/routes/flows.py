@@ -99,7 +99,7 @@ async def create_flow_graph(ask: Ask[GraphBody]) -> Reply:
     ]
     answer = await ask.engine.create_flow_graph(
         body.flow_id or ask.engine.minter.uuid(),
-        [creation(ask, node) for node in body.nodes],
+        [await creation(ask, node) for node in body.nodes],
         edges,
         policies=body.policies,
         flow_kind=body.flow_kind,

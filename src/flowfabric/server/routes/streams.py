@@ -41,7 +41,7 @@ class Frames(msgspec.Struct, frozen=True, omit_defaults=True):
 
 def _index(ask: Ask[None]) -> int:
     text = ask.params[1]
-    if not text.isascii() or not text.isdecimal() or int(text) > 2**32 - 1:
+    if not text.isascii() or not text.isdecimal() or len(text) > 10 or int(text) > 2**32 - 1:
         raise bad_request(f"attempt index: {text[:40]!r} is not a whole number")
     return int(text)
 

@@ -98,7 +98,7 @@ def compose(guards: Sequence[Guards] | None, writes: Sequence[Writes], told: Tol
         name = f"write_{number}"
         parts.append(f"{name} as ({piece.words(parameters)})")
         if isinstance(piece, Formed):
-            parts += piece.then(name, parameters)
+            parts.append(piece.then(name, parameters))
     if told is not None:
         parts.append(told.words(parameters))
     return "with " + ",\n".join(parts) + "\nselect now, yes from verdict"

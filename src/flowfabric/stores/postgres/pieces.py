@@ -218,29 +218,20 @@ class Formed(NamedTuple):
         given = Given(parameters, self.counted, _columns(kinds | {"revision": "bigint"}, self.habit))
         sets = "".join(f'"{name}" = {_formed(value)}, ' for name, value in self.form.fields.items())
         keys = " and ".join(f't."{key}" = {given[f"key {key}"]}' for key in table.key)
-        values = (*self.form.columns.values(), *self.form.event.values())
-        copied = quoted(dict.fromkeys(value.column for value in values if type(value) is Own), "t.")
+        copied = quoted((value.column for value in self.form.event.values() if type(value) is Own), "t.")
         return (
             f"update {table.name} t set {sets}revision = {given['revision']} from {given.rows()}"
             f" where {keys} and {given.yes} returning x.place, {copied}"
         )
 
-    def then(self, name: str, parameters: Parameters) -> list[str]:
-        """Two table expressions that stand on that update: the added rows, and the events."""
-        return [
-            self._adds(f"{name}_added", TABLE[self.form.added].name, self.form.columns, {}, name),
-            self._adds(
-                f"{name}_told",
-                "ff_event",
-                self.form.event,
-                {"batch_id": "b.batch_id", "ord": f"{parameters.one('bigint')} + w.place - 1"},
-                f"batch b, {name}",
-            ),
-        ]
-
-    def _adds(self, name: str, table: str, values: dict[str, Any], more: dict[str, str], source: str) -> str:
-        words = more | {column: _formed(value, "w") for column, value in values.items() if value is not None}
-        return f"{name} as (insert into {table} ({quoted(words)}) select {', '.join(words.values())} from {source} w)"
+    def then(self, name: str, parameters: Parameters) -> str:
+        """A table expression that stands on that update: the events."""
+        told = {column: _formed(value, "w") for column, value in self.form.event.items() if value is not None}
+        place = f"{parameters.one('bigint')} + w.place - 1"
+        return (
+            f"{name}_told as (insert into ff_event (batch_id, ord, {quoted(told)})"
+            f" select b.batch_id, {place}, {', '.join(told.values())} from batch b, {name} w)"
+        )
 
 
 def _formed(value: Any, own: str = "t") -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from flowfabric.model.execution import Payload
-from flowfabric.rules.change import NOW, Form, FromNow, Own
+from flowfabric.rules.change import Form, FromNow, Own
 from flowfabric.stores.base import Where
 from flowfabric.stores.codec import CODEC, EVENT_COLUMNS, encode, no_line
 from flowfabric.stores.rows import TABLE, Table
@@ -94,20 +94,14 @@ def patch(row: type[msgspec.Struct], columns: tuple[str, ...], unless: str | Non
 
 @lru_cache(512)
 def form(form: Form) -> tuple[Rows, ...]:
-    """Add the rows, tell the events and set the columns of a form: rows of (change id, now, key…) of its roots."""
-    root, added = TABLE[form.root], TABLE[form.added]
+    """Tell the events and set the columns of a form: rows of (change id, now, key…) of its roots."""
+    root = TABLE[form.root]
     settings = [f"{name} = {_formed(value)}" for name, value in form.fields.items()]
     width = len(root.key) + 2
     shared = {"root": root.name, "same_key": _same_key(root, 3)}
-
-    def adding(table: str, values: dict[str, Any]) -> Rows:
-        kept = {name: value for name, value in values.items() if value is not None}
-        expressions = ", ".join(map(_formed, kept.values()))
-        return _filled("form_adds", width, table=table, columns=", ".join(kept), values=expressions, **shared)
-
+    told = {name: _formed(value) for name, value in form.event.items() if value is not None}
     return (
-        adding(added.name, form.columns),
-        adding("ff_event", {"at": NOW, **form.event}),
+        _filled("form_tells", width, columns=", ".join(told), values=", ".join(told.values()), **shared),
         _filled("form_sets", width, settings=", ".join([*settings, "revision = g.column1"]), **shared),
     )
 

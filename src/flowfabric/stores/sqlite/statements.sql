@@ -37,9 +37,10 @@ UPDATE {table} AS r
   FROM (VALUES {rows}) AS g
  WHERE {same_key}{unless};
 
--- name: form_adds
--- One row for each root, filled from it; rows of (change id, now, key…).
-INSERT INTO {table} ({columns}) SELECT {values} FROM (VALUES {rows}) AS g CROSS JOIN {root} AS r ON {same_key};
+-- name: form_tells
+-- One event for each root, filled from it; rows of (change id, now, key…).
+INSERT INTO ff_event (at, {columns})
+SELECT g.column2, {values} FROM (VALUES {rows}) AS g CROSS JOIN {root} AS r ON {same_key};
 
 -- name: form_sets
 UPDATE {root} AS r SET {settings} FROM (VALUES {rows}) AS g WHERE {same_key};

@@ -1,0 +1,177 @@
+"""The reference, made of signatures and docstrings.
+
+python -m tests.docs.reference      writes docs/reference.md
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+import flowfabric
+from flowfabric.sdk import approvals, output, spending
+from flowfabric.testing import World
+from tests.postgres_install import ROOT
+
+PAGE = ROOT / "docs" / "reference.md"
+WIDTH = 100
+
+SECTIONS: dict[str, list[str]] = {
+    "Applications": ["Fabric", "Task", "Run", "Reset", "connect", "Settings"],
+    "Inside a task": ["Context", "current", "RetryAfter", "Fatal"],
+    "Ways of a task": ["Retry", "Budget", "Limit"],
+    "Flows and joins": ["Flow", "FlowRun", "AllOf", "AnyOf", "Quorum"],
+    "How runs end": ["RunEnded", "RunFailed", "RunCancelled", "RunExpired", "RunSkipped", "BudgetExceeded"],
+    "Errors": ["FabricError", "StoreUnavailable", "NonDeterministic"],
+    "Underneath": ["Engine", "CreateExecution", "Fence", "Handle", "HandleKind"],
+}
+BESIDE: dict[str, list[type]] = {  # what one meets without naming it
+    "Inside a task": [approvals.Approval, approvals.Votes, output.Output, spending.Reservation],
+}
+
+MADE_BY_OTHERS = {"Task", "Run", "Context", "Flow", "FlowRun", "Approval", "Votes", "Output", "Reservation", "Engine"}
+# Between the pages of the library itself, and public for no other reason.
+INTERNAL = {
+    "Fabric": {"bind", "unbind", "declare", "declare_bound", "declared", "portal", "stop_own_loop"},
+    "Task": {"with_context", "ask", "bound"},
+    "Context": {"recall", "keep", "at", "remembered", "give_up", "flush", "durable", "handle", "is_parked"},
+    "Retry": {"policy"},
+    "Budget": {"amounts", "kept_as", "declare"},
+    "Limit": {"declare"},
+    "AllOf": {"needed", "policy"},
+    "AnyOf": {"needed", "policy"},
+    "Quorum": {"needed", "policy"},
+}
+
+HEAD = """# Reference
+
+Every public name, as the docstrings tell it; `./dev py -m tests.docs.reference` writes this page. All of them come from
+`flowfabric` but `World`, which is in `flowfabric.testing`. Lengths of time are written like `"30s"`, `"5m"`, `"1h30m"`,
+`"7d"`, as numbers of seconds, or as a `timedelta`. `task.sync`, `run.sync`, `flow.sync` and `ctx.sync` have the same
+methods for code that cannot await. The command line explains itself: `ff --help`.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    missing = set(flowfabric.__all__) - {"__version__"} - {name for names in SECTIONS.values() for name in names}
+    assert not missing, f"say in which section {', '.join(sorted(missing))} belongs"
+    parts = [HEAD]
+    for section, names in SECTIONS.items():
+        parts.append(f"## {section}\n")
+        things = [*(getattr(flowfabric, name) for name in names), *BESIDE.get(section, ())]
+        parts += [entry for thing in things for entry in _entry(thing)]
+    parts += ["## Testing\n", *_entry(World)]
+    return "\n".join(parts)
+
+
+def outline(text: str) -> list[str]:
+    """The names and signatures of a page, without its words: those may be improved before the page is written anew."""
+    text = re.sub(r"\| (`\w+`) \|.*", r"\1", text)
+    kept = re.findall(r"^##[^\n]*|^\* `[^\n]*|^`\w+`$|^```$.*?^```$", text, flags=re.DOTALL | re.MULTILINE)
+    return [part.strip() for part in kept]
+
+
+def _entry(thing: Any) -> Iterator[str]:
+    name = thing.__name__
+    yield f"### `{name}`\n"
+    if inspect.isclass(thing):
+        if name in MADE_BY_OTHERS:
+            pass
+        elif thing.__init__ is not object.__init__ and "__init__" in vars(thing):
+            yield f"```\n{_signature(thing.__init__, name)}\n```\n"
+        elif getattr(thing, "__struct_fields__", ()):
+            yield f"```\n{_fields(thing)}\n```\n"
+    else:
+        yield f"```\n{_signature(thing, name)}\n```\n"
+    yield f"{_doc(thing)}\n"
+    if not inspect.isclass(thing):
+        return
+    if thing.__name__ == "Engine":
+        yield from _verbs(thing)
+        return
+    for method_name, method in _methods(thing):
+        shown = method_name if isinstance(method, property) else _signature(method, method_name)
+        yield f"* `{shown}`  \n  {' '.join(_doc(method).split())}"
+    if any(True for _ in _methods(thing)):
+        yield ""
+
+
+def _methods(owner: type) -> Iterator[tuple[str, Any]]:
+    seen = set()
+    for base in owner.__mro__:
+        if not base.__module__.startswith("flowfabric"):
+            continue
+        for name, found in vars(base).items():
+            if name.startswith("_") or name in seen or name in INTERNAL.get(owner.__name__, ()):
+                continue
+            seen.add(name)
+            found = found.__func__ if isinstance(found, staticmethod | classmethod) else found
+            if (inspect.isfunction(found) or isinstance(found, property)) and inspect.getdoc(found):
+                yield name, found
+
+
+def _verbs(engine: type) -> Iterator[str]:
+    """The engine's verbs, a line each."""
+    yield "| verb | |\n|---|---|"
+    for name, method in sorted(_methods(engine)):
+        if inspect.isfunction(method) and "." not in name:
+            first = _doc(method).split("\n\n")[0].replace("\n", " ").replace("|", "\\|")
+            yield f"| `{name}` | {first} |"
+    yield ""
+
+
+def _doc(thing: Any) -> str:
+    return inspect.cleandoc(inspect.getdoc(thing) or "")
+
+
+def _signature(function: Any, name: str) -> str:
+    """As it stands in the source, without the one who is asked."""
+    function = inspect.unwrap(function)
+    [tree] = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+    assert isinstance(tree, ast.FunctionDef | ast.AsyncFunctionDef)
+    given = tree.args
+    for some in (given.posonlyargs, given.args):
+        if some and some[0].arg in ("self", "cls"):
+            some.pop(0)
+            break
+    told = f" -> {ast.unparse(tree.returns)}" if tree.returns and name != "__init__" and tree.name != "__init__" else ""
+    prefix = "async " if isinstance(tree, ast.AsyncFunctionDef) else ""
+    arguments = _split(ast.unparse(given))
+    line = f"{prefix}{name}({', '.join(arguments)}){told}"
+    if len(line) <= WIDTH or tree.name != "__init__":
+        return line
+    return f"{name}(\n    " + ",\n    ".join(arguments) + "\n)"
+
+
+def _split(arguments: str) -> list[str]:
+    """Arguments, apart from each other where no bracket holds them together."""
+    parts, depth = [""], 0
+    for letter in arguments:
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return [re.sub(r"^(\w+: .*?)=", r"\1 = ", part.strip()) for part in parts if part.strip()]
+
+
+def _fields(struct: Any) -> str:
+    """The fields of a record, as they stand in the source."""
+    [tree] = ast.parse(textwrap.dedent(inspect.getsource(struct))).body
+    assert isinstance(tree, ast.ClassDef)
+    fields = [ast.unparse(line) for line in tree.body if isinstance(line, ast.AnnAssign)]
+    return f"{struct.__name__}(\n    " + ",\n    ".join(fields) + "\n)"
+
+
+def main() -> None:
+    """Write the page."""
+    PAGE.write_text(page())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""The code of the pages runs, and what the pages keep of the code is what the code says."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import flowfabric
+from tests.docs import reference, states
+from tests.docs.pages import blocks, run_module
+from tests.postgres_install import ROOT
+
+DOCS = ROOT / "docs"
+TYPED = {"tutorial.md"}  # by test_tutorial
+PAGES = sorted(page.name for page in DOCS.glob("*.md") if page.name not in TYPED and any(blocks(page)))
+
+
+@pytest.mark.parametrize("name", PAGES)
+async def test_the_code_of_the_page_runs(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = ModuleType("page")
+    monkeypatch.setitem(sys.modules, "page", module)
+    monkeypatch.chdir(tmp_path)
+    found = blocks(DOCS / name)
+
+    ran = await run_module(DOCS / name, found, module)
+
+    assert ran == len(found) > 0
+    told = [line for block in found for line in re.findall(r"print\(.*?\)\s+# (.*)", block.code)]
+    printed = iter(capsys.readouterr().out.splitlines())
+    assert [line for line in told if line not in printed] == [], "printed otherwise, or not in this order"
+
+
+async def test_the_diagram_of_states_is_what_the_rules_say() -> None:
+    made = await states.diagram()
+
+    assert states.kept() == made, "python -m tests.docs.states writes it anew"
+    for end in ("completed", "failed", "cancelled", "expired", "skipped"):
+        assert f"--> {end}:" in made
+
+
+def test_the_reference_has_every_name_and_signature() -> None:
+    kept, made = (reference.outline(text) for text in (reference.PAGE.read_text(), reference.page()))
+
+    assert len(made) > 300
+    assert kept == made, "./dev py -m tests.docs.reference writes it anew"
+
+
+@pytest.mark.parametrize("name", [name for name in flowfabric.__all__ if name != "__version__"])
+def test_every_public_name_is_explained(name: str) -> None:
+    entry = re.search(
+        rf"^### `{name}[`(\[].*?(?=^###? )", reference.PAGE.read_text() + "\n## ", re.DOTALL | re.MULTILINE
+    )
+
+    assert entry is not None
+    assert len(re.sub(r"```.*?```", "", entry[0], flags=re.DOTALL).splitlines()) > 2, "it has no words"
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.rglob("*.md")]
+    broken = [
+        f"{page.relative_to(ROOT)}: {link}"
+        for page in pages
+        for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())
+        if not (page.parent / link).exists()
+    ]
+
+    assert broken == []
