@@ -34,7 +34,7 @@ class Process:
 
     async def start(self) -> None:
         """Returns when it answers."""
-        self._process = subprocess.Popen(
+        self._process = subprocess.Popen(  # noqa: ASYNC220 - it is started in no time
             [sys.executable, "-m", "flowfabric.cli", *self._words],
             cwd=ROOT,
             stderr=subprocess.DEVNULL,
