@@ -16,6 +16,7 @@ from flowfabric import errors
 from flowfabric.engine.engine import Engine
 from flowfabric.remote import RemoteEngine
 from flowfabric.server import create_app
+from flowfabric.settings import Secret
 from flowfabric.stores.memory import MemoryStore
 
 SDK = Path(flowfabric.sdk.__file__).parent
@@ -96,6 +97,13 @@ async def test_what_no_route_offers_is_refused_by_its_name() -> None:
 def test_an_address_that_is_none_is_refused(url: str) -> None:
     with pytest.raises(errors.InvalidInput, match="url: "):
         RemoteEngine(url)
+
+
+@pytest.mark.parametrize("token", ["two words", "line\nbreak", "ä"])
+def test_a_token_that_no_header_can_hold_is_refused_and_not_shown(token: str) -> None:
+    with pytest.raises(errors.InvalidInput, match="token: ") as refused:
+        RemoteEngine("http://nowhere", token=Secret(token))
+    assert token not in str(refused.value)
 
 
 async def test_a_server_joins_no_transaction() -> None:

@@ -59,7 +59,9 @@ class Wire:
         self._minter = minter
         self._headers = {"accept": "application/json"}
         if token is not None:
-            self._headers["authorization"] = f"Bearer {token.reveal()}"
+            if not (shown := token.reveal()).isascii() or not shown.isprintable() or " " in shown:
+                raise errors.InvalidInput("token: not one that can be shown")
+            self._headers["authorization"] = f"Bearer {shown}"
         self._quick = transport or _transport(QUICK_CONNECTIONS)
         self._waiting = transport or _transport(None)
 
@@ -143,7 +145,7 @@ class Wire:
     ) -> tuple[int, Mapping[str, str], bytes]:
         transport = self._quick if wait_ms is None else self._waiting
         answer_s = ANSWER_S + (wait_ms or 0) / 1000
-        limits = {"connect": CONNECT_S, "read": answer_s, "write": ANSWER_S, "pool": None}
+        limits = {"connect": CONNECT_S, "read": answer_s, "write": ANSWER_S, "pool": ANSWER_S}
         request = httpx2.Request(method, where, headers=headers, content=content, extensions={"timeout": limits})
         response = await transport.handle_async_request(request)
         try:
