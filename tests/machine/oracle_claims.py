@@ -277,12 +277,29 @@ class Claiming:
         ]
         return sorted(found, key=lambda life: life.place)
 
+    def _beyond(self, lane_id: str, offered: set[str]) -> list[Life]:
+        """What waits in the lane for somebody who can do more than this worker."""
+        return [
+            life
+            for life in self.lives.values()
+            if life.lane == lane_id
+            and not life.required <= offered
+            and not life.is_granted(self.now)
+            and life.eligibility == "eligible_now"
+        ]
+
     def claim_for_worker(
         self, lane_id: str, capabilities: Iterable[str], grant_ttl_ms: int, worker_id: str, worker_instance_id: str
     ) -> Any:
         self._check_signer()
         self._mark_lapsed()
-        for life in self._candidates(lane_id, set(capabilities)):
+        offered = set(capabilities)
+        looked_at = self._candidates(lane_id, offered) + self._beyond(lane_id, offered)
+        for life in sorted(looked_at, key=lambda life: life.place):
+            if not life.required <= offered:  # and no worker is registered in these lives
+                life.vector(self.now, eligibility="blocked_by_route", reason="waiting_for_capable_worker")
+                life.detail = "no connected worker satisfies required_capabilities"
+                continue
             kind = "ReclaimGrant" if life.is_interrupted() else "ClaimGrant"
             if life.is_interrupted() and life.reclaims >= self._cap(life, None):
                 self._end_at_cap(life)

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from secrets import token_hex
@@ -17,6 +18,7 @@ from secrets import token_hex
 _LONGEST = 100  # bytes of a socket's path; some systems end at 104
 _MOST = 60_000  # bytes of a hint; a longer one says only that something happened
 _SEPARATOR = "\n"
+_TICK_NS = 2_000_000_000  # file systems are at least this exact about times
 
 Callback = Callable[[frozenset[str]], None]
 
@@ -30,6 +32,8 @@ class Wake:
         self._socket: socket.socket | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._listeners: list[tuple[asyncio.AbstractEventLoop, Callback]] = []
+        self._known: list[str] = []
+        self._read_at = 0  # the time of the folder's last change that `_known` knows of
 
     def listen(self, callback: Callback) -> bool:
         """Call back for each hint of another process; False when no socket can be had here."""
@@ -41,10 +45,9 @@ class Wake:
 
     def ring(self, topics: frozenset[str]) -> None:
         """Tell the others."""
-        hint = _SEPARATOR.join(topics).encode()
-        with contextlib.suppress(OSError), os.scandir(self._folder) as entries:
-            others = [entry.name for entry in entries if entry.name != self._name]
-            if others:
+        with contextlib.suppress(OSError):
+            if others := self._others():
+                hint = _SEPARATOR.join(topics).encode()
                 self._send(hint if len(hint) <= _MOST else b"", others)
 
     def close(self) -> None:
@@ -56,6 +59,16 @@ class Wake:
             self._socket.close()
             self._socket = None
             (self._folder / self._name).unlink(missing_ok=True)
+
+    def _others(self) -> list[str]:
+        """Who else listens; the folder is read again when it has changed, since that costs more than a hint."""
+        changed = self._folder.stat().st_mtime_ns
+        if changed != self._read_at:
+            with os.scandir(self._folder) as entries:
+                self._known = [entry.name for entry in entries if entry.name != self._name]
+            # Another change within the same tick of the file system's clock would show no other time.
+            self._read_at = changed if time.time_ns() - changed > _TICK_NS else 0
+        return self._known
 
     def _bind(self, loop: asyncio.AbstractEventLoop) -> bool:
         bell = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
