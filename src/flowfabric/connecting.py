@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import cast
 from urllib.parse import parse_qsl, urlsplit
 
 import msgspec
@@ -22,17 +23,41 @@ async def connect(
     settings: Settings | None = None,
     minter: Minter | None = None,
     clock: Clock | None = None,
+    token: str | None = None,
 ) -> Engine:
     """An engine on `memory://`, `sqlite:///path` or `postgresql://…`, its schema brought up to date when asked to.
+
+    `http://…` and `https://…` are a server's address: what is returned then looks like the engine to applications and
+    asks the server for everything, with `token`, else FLOWFABRIC_TOKEN or FF_API_TOKEN.
 
     `clock` replaces the store's own clock, for tests. `FF_SECRET_KEY` seals signing keys when the settings name no key.
     """
     settings = settings or Settings()
+    if is_server(url):
+        return await _remote(url, token, settings, minter)
     if settings.secret_key is None and (secret := os.environ.get("FF_SECRET_KEY")):
         settings = msgspec.structs.replace(settings, secret_key=Secret(secret))
     store = open_store(url, clock=clock)
     schema = await store.open(migrate=migrate)
     return Engine(store, settings=settings, minter=minter, schema=schema)
+
+
+def is_server(url: str) -> bool:
+    """Whether a URL names a server instead of a store."""
+    return str(url).startswith(("http://", "https://"))
+
+
+async def _remote(url: str, token: str | None, settings: Settings, minter: Minter | None) -> Engine:
+    try:
+        from flowfabric.remote import RemoteEngine
+    except ImportError as missing:
+        raise errors.InvalidInput("url: a server needs the client: pip install 'flowfabric[client]'") from missing
+    given = token or os.environ.get("FLOWFABRIC_TOKEN") or os.environ.get("FF_API_TOKEN")
+    engine = await RemoteEngine.connect(
+        url, token=None if given is None else Secret(given), settings=settings, minter=minter
+    )
+    # It has the engine's own signatures wherever an application needs them; a test compares the two.
+    return cast("Engine", engine)
 
 
 def open_store(url: str, *, clock: Clock | None = None) -> Store:
@@ -60,7 +85,7 @@ def open_store(url: str, *, clock: Clock | None = None) -> Store:
             return PostgresStore(url, clock=clock)
         case _:
             raise errors.InvalidInput(
-                f"url: {scheme or url!r} is no known store; use memory://, sqlite:///path or postgresql://…"
+                f"url: {scheme or url!r} is no known store; use memory://, sqlite:///path, postgresql://… or http://…"
             )
 
 

@@ -13,28 +13,52 @@ import pytest
 from flowfabric import Fabric
 from flowfabric.sdk.worker import Worker
 from tests.conftest import STORES, emptied
+from tests.remote.serving import serving
+from tests.remote.worlds import see_through_server
+
+PLACES = (*STORES, "http")
 
 
-@pytest.fixture(params=STORES)
-async def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """The address of an empty store."""
-    match request.param:
-        case "memory":
-            return "memory://"
-        case "sqlite":
-            return f"sqlite:///{tmp_path / 'app.db'}"
-        case _:
-            return await emptied(request.getfixturevalue("own_database"))
+@pytest.fixture(params=PLACES)
+async def url(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[str]:
+    """The address of an empty store, or of a server on one."""
+    async with _address(request, tmp_path) as url:
+        yield url
 
 
-@pytest.fixture(params=[store for store in STORES if store != "memory"])
+@pytest.fixture(params=[place for place in PLACES if place != "memory"])
 async def shared_app(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Fabric]:
     """An app without tasks on a store that other processes and loops can open, too."""
-    url = f"sqlite:///{tmp_path / 'app.db'}"
-    if request.param == "postgres":
-        url = await emptied(request.getfixturevalue("own_database"))
-    async with Fabric(url) as app:
+    async with _address(request, tmp_path) as url, Fabric(url) as app:
         yield app
+
+
+@pytest.fixture(autouse=True)
+def through(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stands between the app of a world and its engine: nothing, or a server."""
+    if getattr(request, "param", "engine") == "server":
+        see_through_server(monkeypatch)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Enter every world twice: directly, and through a server."""
+    if "World" in metafunc.function.__code__.co_names:
+        metafunc.parametrize("through", ("engine", "server"), indirect=True)
+
+
+@asynccontextmanager
+async def _address(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[str]:
+    file = f"sqlite:///{tmp_path / 'app.db'}"
+    match request.param:
+        case "memory":
+            yield "memory://"
+        case "sqlite":
+            yield file
+        case "http":
+            with serving(file) as server:
+                yield server.url
+        case _:
+            yield await emptied(request.getfixturevalue("own_database"))
 
 
 @pytest.fixture

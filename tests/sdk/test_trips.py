@@ -10,7 +10,10 @@ import pytest
 from flowfabric import Context, Fabric, RetryAfter
 from flowfabric.rules.change import Change
 from flowfabric.stores.base import Want
+from tests.conftest import STORES
 from tests.sdk.conftest import until_so, working
+
+pytestmark = pytest.mark.parametrize("url", STORES, indirect=True)  # a server's trips are its own
 
 
 class Trips:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from flowfabric import Context, Engine, Fabric, Run, RunFailed, connect, errors
+from flowfabric import Context, Engine, Fabric, Run, RunFailed, errors
 from flowfabric.model.states import PublicState
 from flowfabric.rules.change import Change
 from tests.sdk.conftest import until, working
@@ -101,8 +101,10 @@ async def test_a_heartbeat_that_stumbles_goes_on(
 ) -> None:
     faults: list[Exception] = [RuntimeError("a bug"), errors.StoreUnavailable("away", backend="x", source="other")]
 
-    async def connecting(*args: Any, **kwargs: Any) -> Engine:
-        engine = await connect(*args, **kwargs)
+    connect = file_app.connect
+
+    async def connecting() -> Engine:
+        engine = await connect()
         if faults:
             fault = faults.pop()
             if isinstance(fault, errors.StoreUnavailable):
@@ -111,7 +113,7 @@ async def test_a_heartbeat_that_stumbles_goes_on(
             monkeypatch.setattr(engine, "renew_many", _raising(fault))
         return engine
 
-    monkeypatch.setattr("flowfabric.sdk.worker.connect", connecting)
+    monkeypatch.setattr(file_app, "connect", connecting)
 
     @file_app.task
     async def long(ctx: Context) -> int:

@@ -5,24 +5,28 @@ from __future__ import annotations
 from flowfabric.model.condition import AllOf, ByName, Count, CountKind, OperatorOnly, Single, TimeoutOnly, Wildcard
 from flowfabric.rules.budgets import Need
 from flowfabric.rules.change import Change
+from flowfabric.rules.conditions import to_plain as plain_condition
 from flowfabric.rules.create import CreateExecution
 from flowfabric.rules.feeds import Filter
 from flowfabric.rules.flow_views import FlowSnapshot
 from flowfabric.rules.flows import EdgeSnapshot
-from flowfabric.rules.frames import StreamPage, SummaryView
+from flowfabric.rules.frames import FrameView, StreamPage, SummaryView
 from flowfabric.rules.lease import Fence
 from flowfabric.rules.mailbox import MailArgs
-from flowfabric.rules.parking import GateArgs
+from flowfabric.rules.parking import GateArgs, Ready
 from flowfabric.rules.policy import PARTS as POLICY_PARTS
 from flowfabric.rules.signals import Accepted, Duplicate, SignalArgs
-from flowfabric.rules.streams import BestEffort
+from flowfabric.rules.streams import Appended, BestEffort
 from flowfabric.rules.suspend_args import Fresh, ResumePolicy, SuspendArgs, UsePending
 from flowfabric.rules.tokens import WaitpointToken
+from flowfabric.rules.waitpoints import WaitpointView
+from flowfabric.rules.waits import ObservedSignal
 
 __all__ = [
     "POLICY_PARTS",
     "Accepted",
     "AllOf",
+    "Appended",
     "BestEffort",
     "ByName",
     "Change",
@@ -34,11 +38,14 @@ __all__ = [
     "Fence",
     "Filter",
     "FlowSnapshot",
+    "FrameView",
     "Fresh",
     "GateArgs",
     "MailArgs",
     "Need",
+    "ObservedSignal",
     "OperatorOnly",
+    "Ready",
     "ResumePolicy",
     "SignalArgs",
     "Single",
@@ -48,5 +55,7 @@ __all__ = [
     "TimeoutOnly",
     "UsePending",
     "WaitpointToken",
+    "WaitpointView",
     "Wildcard",
+    "plain_condition",
 ]

@@ -29,6 +29,7 @@ from flowfabric.engine.together import Together
 from flowfabric.engine.unblocking import Unblocking
 from flowfabric.engine.vault import Vault
 from flowfabric.engine.wakes import stream_topic
+from flowfabric.handles import BackendTag
 from flowfabric.ids import ExecutionId, LaneId, Minter, RandomMinter, mint_solo, parse_lane_id
 from flowfabric.model.flow import Dependency, Dispatch, PendingCancelGroup
 from flowfabric.model.gate import ChildEnd
@@ -88,6 +89,11 @@ class Engine(
             self.wakes.fire(topics)
         else:
             self.wakes.fire_all("")
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other processes, threads and loops can open the same store."""
+        return self.store.tag is not BackendTag.MEMORY
 
     async def ping(self) -> int:
         """The store's time, in milliseconds since the epoch."""

@@ -108,6 +108,25 @@ class Pulling(Explaining):
 
     _next_lane: int = 0
 
+    def pulling(
+        self,
+        lanes: Sequence[str],
+        *,
+        worker_id: str,
+        worker_instance_id: str,
+        capabilities: Iterable[str] = (),
+        lease_ttl_ms: int = 15_000,
+    ) -> Pull:
+        """Claims from these lanes, one after the other."""
+        return Pull(
+            self,
+            lanes,
+            worker_id=worker_id,
+            worker_instance_id=worker_instance_id,
+            capabilities=capabilities,
+            lease_ttl_ms=lease_ttl_ms,
+        )
+
     async def claim_from_lanes(
         self,
         lanes: Sequence[str],
@@ -121,8 +140,7 @@ class Pulling(Explaining):
         go_on: Callable[[], bool] = lambda: True,
     ) -> list[answers.Claimed]:
         """One claim of a `Pull`."""
-        pull = Pull(
-            self,
+        pull = self.pulling(
             lanes,
             worker_id=worker_id,
             worker_instance_id=worker_instance_id,

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from flowfabric.engine.engine import Engine
-from flowfabric.handles import BackendTag
 from flowfabric.model.answers import Claimed
 from flowfabric.sdk.cells import Cells, Order
 from flowfabric.sdk.context import Context, entered
@@ -146,7 +145,7 @@ class Attempts:
             module=task.module,
             task=task.name,
             input=await read_input(self._engine, claimed.payload),
-            url=None if handle.backend is BackendTag.MEMORY else self._app.url,
+            url=self._app.url if self._engine.is_shared else None,
             backend=handle.backend.value,
             kind=handle.kind.value,
             handle=handle.opaque,

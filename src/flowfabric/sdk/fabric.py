@@ -18,7 +18,7 @@ import msgspec
 
 from flowfabric import loops
 from flowfabric.clock import Clock
-from flowfabric.connecting import connect
+from flowfabric.connecting import connect, is_server
 from flowfabric.engine.engine import Engine
 from flowfabric.errors import InvalidInput
 from flowfabric.ids import Minter
@@ -55,7 +55,9 @@ class Fabric:
         migrate: bool = True,
         clock: Clock | None = None,
         minter: Minter | None = None,
+        token: str | None = None,
     ) -> None:
+        """`url` is a store's address, or a server's, which is shown `token` (else FLOWFABRIC_TOKEN or FF_API_TOKEN)."""
         self.url = url or os.environ.get("FLOWFABRIC_URL") or DEFAULT_STORE
         self.namespace = namespace
         self.public_url = (public_url or os.environ.get("FF_PUBLIC_URL") or "http://127.0.0.1:9090").rstrip("/")
@@ -70,6 +72,7 @@ class Fabric:
         self._migrate = migrate
         self._clock = clock
         self._minter = minter
+        self._token = token
         self._engines: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[Engine]] = (
             weakref.WeakKeyDictionary()
         )
@@ -169,13 +172,24 @@ class Fabric:
         return await asyncio.shield(connecting)
 
     async def _connect(self) -> Engine:
-        engine = await connect(
-            self.url, migrate=self._migrate, settings=self._settings, minter=self._minter, clock=self._clock
-        )
+        engine = await self.connect(migrate=self._migrate)
+        if is_server(self.url):  # it has seen to its keys
+            return engine
         kids = await engine.list_waitpoint_hmac_kids()
         if kids.current_kid is None:  # whoever is first; the others find it
             await engine.ensure_signing_key(secrets.token_hex(32))
         return engine
+
+    async def connect(self, *, migrate: bool = False) -> Engine:
+        """An engine of the caller's own, to be closed by it."""
+        return await connect(
+            self.url,
+            migrate=migrate,
+            settings=self._settings,
+            minter=self._minter,
+            clock=self._clock,
+            token=self._token,
+        )
 
     def bind(self, engine: Engine) -> asyncio.Task[Engine] | None:
         """Use this engine in this event loop from now on; what was used before, for `unbind`."""

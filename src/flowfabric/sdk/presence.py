@@ -9,7 +9,7 @@ import msgspec
 
 from flowfabric.engine.engine import Engine
 from flowfabric.errors import FabricError
-from flowfabric.model.worker import NotRegistered
+from flowfabric.model.worker import STOPPED, NotRegistered
 
 logger = logging.getLogger("flowfabric.worker")
 
@@ -47,8 +47,6 @@ class Presence(msgspec.Struct, frozen=True, kw_only=True):
     async def leave(self, engine: Engine) -> None:
         """Leave the registry; one that cannot be told finds out when the entry lapses."""
         try:
-            await engine.mark_worker_dead(
-                namespace=self.namespace, worker_instance_id=self.instance_id, reason="stopped"
-            )
+            await engine.mark_worker_dead(namespace=self.namespace, worker_instance_id=self.instance_id, reason=STOPPED)
         except FabricError as refused:
             logger.info("the registry could not be told of the end: %s", refused)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import hmac
 from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
@@ -13,7 +13,6 @@ import msgspec
 
 from flowfabric import errors
 from flowfabric.engine.asks import MailArgs, SignalArgs, WaitpointToken
-from flowfabric.ids import ExecutionId, partition_of
 from flowfabric.model.states import PublicState, TerminalOutcome
 from flowfabric.sdk.approvals import Link
 from flowfabric.sdk.codec import Shape, from_json, json_bytes
@@ -126,7 +125,10 @@ class Run(Generic[R]):
         """
         engine = await self._engine()
         if token is not None:
-            await self.vote(token if "token=" in token else await self._link(engine, name, token), value)
+            if "token=" in token:
+                await self.vote(token, value)
+            else:
+                await self._vote_at(engine, name, token, value)
             return
         await engine.send_message(
             MailArgs(
@@ -139,20 +141,18 @@ class Run(Generic[R]):
             )
         )
 
-    async def _link(self, engine: Engine, name: str, token: str) -> str:
-        """The link of an open approval that this token is for."""
-        waits = await engine.read_waits(self.id)
-        places = [
-            point
-            for gate in waits.open.values()
-            for point, known_as in gate.waitpoints
-            if known_as.rpartition(".")[0] == name
-        ]
-        for point in places:
-            kept = await engine.read_waitpoint_token(partition_of(ExecutionId(self.id)), point)
-            if kept is not None and hmac.compare_digest(kept.reveal(), token):
-                return Link.to(self._app.public_url, self.id, point, token)
-        raise errors.InvalidInput(f"token: no open approval {name!r} of this run has it")
+    async def _vote_at(self, engine: Engine, name: str, token: str, value: Any) -> None:
+        """Answer the open approval that this token is for."""
+        after = None
+        while True:
+            page = await engine.list_pending_waitpoints(self.id, after=after)
+            for point in page.entries:
+                if point.waitpoint_key.rpartition(".")[0] == name:
+                    with suppress(errors.InvalidToken):
+                        await self.vote(Link.to(self._app.public_url, self.id, point.waitpoint_id, token), value)
+                        return
+            if (after := page.next_cursor) is None:
+                raise errors.InvalidInput(f"token: no open approval {name!r} of this run has it")
 
     async def vote(self, link: str, value: Any = True, *, by: str = "") -> None:
         """Answer an approval of this run with one of its links."""

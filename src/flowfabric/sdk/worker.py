@@ -9,11 +9,8 @@ import signal
 import socket
 from collections.abc import Iterable
 
-from flowfabric.connecting import connect
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.pulling import Pull
 from flowfabric.errors import FabricError, InvalidInput, StoreUnavailable
-from flowfabric.handles import BackendTag
 from flowfabric.model.answers import Claimed
 from flowfabric.sdk.attempts import Attempts
 from flowfabric.sdk.durations import Duration, to_ms
@@ -69,11 +66,11 @@ class Worker:
         )
         self._leases = Leases()
         self._running: dict[str, tuple[asyncio.Task[None], Claimed]] = {}
+        self._telling: set[str] = set()  # the leases of attempts whose ends are on their way
         self._free = asyncio.Event()
         self._stopping = asyncio.Event()
         self._hurry = asyncio.Event()
         self._engine: Engine | None = None
-        self._telling = 0  # how many have returned and are not yet on disk
         self.done = 0
 
     # -- life -----------------------------------------------------------------------------------------------------
@@ -125,22 +122,21 @@ class Worker:
 
     def _make_heartbeat(self, engine: Engine) -> Heartbeat | LoopHeartbeat:
         """A thread with a connection of its own; a store in memory is of one loop, so its leases are renewed there."""
-        if engine.store.tag is BackendTag.MEMORY:
+        if not engine.is_shared:
             return LoopHeartbeat(
                 self._leases, self._presence, engine=engine, lease_ttl_ms=self._ttl_ms, lost=self._lease_lost
             )
         return Heartbeat(
             self._leases,
             self._presence,
-            engine=lambda: connect(self._app.url, migrate=False),
+            engine=self._app.connect,
             lease_ttl_ms=self._ttl_ms,
             lost=self._lease_lost,
             stall_limit_s=self._stall_limit_s,
         )
 
     async def _pull(self, engine: Engine) -> None:
-        pull = Pull(
-            engine,
+        pull = engine.pulling(
             self._lanes,
             worker_id=self.worker_id,
             worker_instance_id=self.instance_id,
@@ -150,8 +146,8 @@ class Worker:
         max_wait_ms = max(PULL_WAIT_MS, engine.settings.poll_ms)
         while not self._stopping.is_set():
             # A slot is a handler's: the next one may be fetched while the end of the last one is on its way.
-            room = self._slots - (len(self._running) - self._telling) - self._attempts.stuck
-            if room <= 0 or self._telling > self._slots:
+            room = self._slots - (len(self._running) - len(self._telling)) - self._attempts.stuck
+            if room <= 0 or len(self._telling) > self._slots:
                 self._free.clear()
                 await self._free.wait()
                 continue
@@ -197,6 +193,7 @@ class Worker:
 
     def _over(self, task: asyncio.Task[None], claimed: Claimed) -> None:
         self._leases.let_go(claimed)
+        self._telling.discard(claimed.lease_id)
         self._running.pop(claimed.lease_id, None)
         self._free.set()
         if not task.cancelled() and (bug := task.exception()) is not None:
@@ -204,7 +201,7 @@ class Worker:
 
     def _lease_lost(self, lease_id: str, why: FabricError) -> None:
         found = self._running.get(lease_id)
-        if found is not None:
+        if found is not None and lease_id not in self._telling:  # an end that is just being told lets the lease go, too
             logger.warning("%s was taken away: %s", found[1].execution_id, why)
             found[0].cancel(f"lease lost: {why}")
 
@@ -217,12 +214,9 @@ class Worker:
                 await engine.delay_for(claimed.handle, UNKNOWN_TASK_DELAY_MS)
                 return
             outcome = await self._attempts.attempt(claimed, task)
-            self._telling += 1
+            self._telling.add(claimed.lease_id)
             self._free.set()
-            try:
-                await tell(engine, claimed.handle, outcome)
-            finally:
-                self._telling -= 1
+            await tell(engine, claimed.handle, outcome)
             self.done += isinstance(outcome, Done)
         except FabricError as refused:
             if refused.kind not in FINAL_FOR_THE_LEASE:

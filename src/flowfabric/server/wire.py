@@ -14,6 +14,8 @@ from flowfabric import errors, ids
 from flowfabric.handles import Handle, HandleKind, decode
 from flowfabric.server.table import Param
 
+MAX_WAIT_MS = 30_000  # how long a request may wait on purpose
+
 Octet = Annotated[int, Meta(ge=0, le=255)]
 Octets = list[Octet]
 Natural = Annotated[int, Meta(ge=0, le=2**63 - 1)]

@@ -40,6 +40,7 @@ SEEN_SELDOM: dict[str, Any] = {name: SELDOM_MS for name in Sweeps.__struct_field
 SETTINGS = Settings(poll_ms=SELDOM_MS, sweeps=Sweeps(**SEEN_SELDOM))
 
 Moment = Literal["before_effect", "after_effect", "after_commit", "lease_expired", "store_down"]
+TURNS = 50  # of the loop, in which everything happens that can happen now
 LAPSED_S = 1.0  # how long after its lease a handler finds out that it is a zombie
 
 
@@ -64,7 +65,7 @@ class World:
         self.engine = Engine(self.store, minter=SeededMinter(self._seed), settings=SETTINGS)
         self.engine.estimate = Estimate(passing=self._time.now)
         await self.engine.ensure_signing_key("00" * 32)
-        self._outside = self.app.bind(self.engine)
+        self._outside = self.app.bind(await self.offered())
         self.app.on_point = self._pass_point
         self.app.on_wait = self._time.thread_waits
         self.app.on_ask = self._note_shape
@@ -89,6 +90,10 @@ class World:
         if kind is None and self._faults:
             point, moment, _ = self._faults[0]
             raise AssertionError(f"nothing came to {point} {moment}: what should have gone wrong there did not")
+
+    async def offered(self) -> Engine:
+        """What the app sees of the engine."""
+        return self.engine
 
     # -- workers --------------------------------------------------------------------------------------------------
 
@@ -116,7 +121,7 @@ class World:
 
     async def settle(self) -> None:
         """Let everything happen that can happen now."""
-        for _ in range(50):
+        for _ in range(TURNS):
             await asyncio.sleep(0)
 
     def now_ms(self) -> int:

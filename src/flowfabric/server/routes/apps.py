@@ -1,22 +1,28 @@
-"""What applications that know only this server need beside the rest: its store, and the budgets of their runs."""
+"""What applications that know only this server need beside the rest: its store, ends, budgets."""
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
-from flowfabric import ids
+from flowfabric import errors, ids
 from flowfabric.model import verdicts
 from flowfabric.model.api_token import Scope
 from flowfabric.server.ask import Ask, json, tagged, uuid_in
+from flowfabric.server.problems import told
+from flowfabric.server.routes.lookups import Ended, told_end
 from flowfabric.server.routes.spending import USAGE
-from flowfabric.server.table import Reply, Routes, Subject
-from flowfabric.server.wire import Body, Natural, checked, variants
+from flowfabric.server.table import BULK_LIMIT, Reply, Routes, Subject
+from flowfabric.server.wire import MAX_WAIT_MS, Body, Natural, checked, variants
 
 routes = Routes("applications")
 
 ONE = "/v1/executions/{id}"
+MAX_ENDS = 1000
+TOGETHER_S = 0.01
 
 
 class StoreInfo(msgspec.Struct, frozen=True):
@@ -132,3 +138,64 @@ class Woken(msgspec.Struct, frozen=True):
 async def wake_budget(ask: Ask[bytes]) -> Reply:
     """Let whoever waits for room in a budget look again."""
     return json(Woken(await ask.engine.wake_budget(_budget(ask))))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The ends of many
+
+
+class EndsBody(Body, frozen=True):
+    execution_ids: Annotated[tuple[str, ...], Meta(min_length=1, max_length=MAX_ENDS)]
+    wait_ms: Natural = 0  # at most 30 s are waited
+
+    def __post_init__(self) -> None:
+        checked(ids.parse_execution_id, *self.execution_ids)
+
+
+class Ends(msgspec.Struct, frozen=True):
+    """How those ended that have, and why others cannot be told of: by execution, an error's body with its `code`."""
+
+    ended: list[Ended]
+    refused: dict[str, dict[str, Any]]
+
+
+@routes.post(
+    "/v1/executions/ends",
+    {200: Ends},
+    body=EndsBody,
+    limit=BULK_LIMIT,
+    scope=Scope.READ,
+    subject=Subject.OWN,
+    long=True,
+)
+async def await_ends(ask: Ask[EndsBody]) -> Reply:
+    """The ends of many executions with their results, as soon as one of them has ended, or the time is over."""
+    wait_ms = min(ask.body.wait_ms, MAX_WAIT_MS)
+    over = asyncio.Event()
+    async with ask.listening(over.set):
+        looks = {asyncio.create_task(_end_of(ask, one, wait_ms)): one for one in dict.fromkeys(ask.body.execution_ids)}
+        stop = asyncio.create_task(over.wait())
+        try:
+            await asyncio.wait((*looks, stop), return_when=asyncio.FIRST_COMPLETED)
+            if not stop.done():
+                await asyncio.wait(looks, timeout=TOGETHER_S)  # those that end at about the same time are told together
+        finally:
+            for task in (*looks, stop):
+                task.cancel()
+            await asyncio.wait((*looks, stop))
+    found = {one: look.result() for look, one in looks.items() if not look.cancelled()}
+    return json(
+        Ends(
+            [answer for answer in found.values() if isinstance(answer, Ended)],
+            {one: answer for one, answer in found.items() if isinstance(answer, dict)},
+        )
+    )
+
+
+async def _end_of(ask: Ask[EndsBody], execution_id: str, wait_ms: int) -> Ended | dict[str, Any] | None:
+    try:
+        await ask.may_touch(execution_id)
+        ended = await ask.engine.await_end(execution_id, max_wait_ms=wait_ms)
+    except errors.FabricError as refused:
+        return told(refused)
+    return None if ended is None else told_end(ended, with_result=True)

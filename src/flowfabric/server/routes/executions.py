@@ -19,13 +19,12 @@ from flowfabric.server import traces
 from flowfabric.server.ask import Ask, encode, found, json, same, tagged, variant
 from flowfabric.server.problems import bad_request, told
 from flowfabric.server.table import BULK_LIMIT, CREATE_LIMIT, OCTETS, Param, Reply, Routes, Subject
-from flowfabric.server.wire import CURSOR, LIMIT, Body, Octets, Whole, checked, octets, variants
+from flowfabric.server.wire import CURSOR, LIMIT, MAX_WAIT_MS, Body, Octets, Whole, checked, octets, variants
 
 routes = Routes("executions")
 
 MAX_BULK = 10_000
 LONGEST_WARNING = 1000
-MAX_WAIT_MS = 30_000
 ONE = "/v1/executions/{id}"
 
 

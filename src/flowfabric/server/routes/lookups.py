@@ -8,6 +8,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from flowfabric import ids
+from flowfabric.engine import pulling
 from flowfabric.engine.engine import Capabilities
 from flowfabric.engine.reads import ExecutionSnapshot, HistoryEntry, LanePage, SnapshotPage
 from flowfabric.engine.suspensions import SuspendedPage
@@ -16,12 +17,13 @@ from flowfabric.model.api_token import Scope
 from flowfabric.server.ask import Ask, found, json
 from flowfabric.server.problems import bad_request
 from flowfabric.server.table import Param, Reply, Routes, Subject
-from flowfabric.server.wire import CURSOR, LIMIT, Body, checked
+from flowfabric.server.wire import CURSOR, LIMIT, MAX_WAIT_MS, Body, checked
 
 routes = Routes("lookups")
 
 ONE = "/v1/executions/{id}"
 TEXT = {"type": "string"}
+MAX_RESULTS = 1000
 
 
 @routes.get(
@@ -129,30 +131,33 @@ class Ended(msgspec.Struct, frozen=True):
     {200: Ended, 204: None},
     subject=Subject.EXECUTION,
     query=(
-        Param("wait_ms", {"type": "integer", "minimum": 0, "maximum": 30_000}),
+        Param("wait_ms", {"type": "integer", "minimum": 0, "maximum": MAX_WAIT_MS}),
         Param("result", {"type": "string", "enum": ["true", "1", "false", "0"]}),
     ),
     long=True,
 )
 async def await_end(ask: Ask[None]) -> Reply:
     """How an execution ended, waited for up to `wait_ms`, with `result=true` also its result; 204 when it has not."""
-    ended = await ask.engine.await_end(ask.execution_id, max_wait_ms=min(ask.number("wait_ms", 0), 30_000))
+    ended = await ask.engine.await_end(ask.execution_id, max_wait_ms=min(ask.number("wait_ms", 0), MAX_WAIT_MS))
     if ended is None:
         return Reply(204)
-    return json(
-        Ended(
-            ended.execution_id,
-            ended.outcome.value,
-            ended.result is not None,
-            ended.encoding,
-            ended.reason,
-            ended.result if ask.query("result") in ("true", "1") else UNSET,
-        )
+    return json(told_end(ended, with_result=ask.query("result") in ("true", "1")))
+
+
+def told_end(ended: pulling.Ended, *, with_result: bool) -> Ended:
+    """An end for those who waited for it."""
+    return Ended(
+        ended.execution_id,
+        ended.outcome.value,
+        ended.result is not None,
+        ended.encoding,
+        ended.reason,
+        ended.result if with_result else UNSET,
     )
 
 
 class ResultsBody(Body, frozen=True):
-    execution_ids: Annotated[list[str], Meta(max_length=1000)]
+    execution_ids: Annotated[list[str], Meta(max_length=MAX_RESULTS)]
 
     def __post_init__(self) -> None:
         checked(ids.parse_execution_id, *self.execution_ids)

@@ -13,6 +13,7 @@ from flowfabric import ids
 from flowfabric.model import answers
 from flowfabric.model.api_token import Scope
 from flowfabric.model.worker import (
+    STOPPED,
     MarkedDead,
     NotRegistered,
     WorkerPage,
@@ -24,13 +25,12 @@ from flowfabric.server.ask import Ask, json, tagged
 from flowfabric.server.problems import bad_request
 from flowfabric.server.routes.claims import check_names
 from flowfabric.server.table import Param, Reply, Routes, Subject
-from flowfabric.server.wire import CURSOR, LIMIT, Body, Natural, checked, variants, write_handle
+from flowfabric.server.wire import CURSOR, LIMIT, MAX_WAIT_MS, Body, Natural, checked, variants, write_handle
 
 routes = Routes("workers")
 
 MAX_CLAIM = 1000
 MAX_LANES = 100
-MAX_WAIT_MS = 30_000
 LEASE_MS = 15_000
 
 
@@ -65,7 +65,7 @@ class ClaimsBody(Body, frozen=True):
     limit: Annotated[int, Meta(ge=1, le=MAX_CLAIM)] = 1
     capabilities: tuple[str, ...] = ()
     lease_ttl_ms: Natural = LEASE_MS
-    wait_ms: Annotated[int, Meta(ge=0, le=MAX_WAIT_MS)] = 0
+    wait_ms: Natural = 0  # at most 30 s are waited
 
 
 @routes.post("/v1/workers/{worker_id}/claims", {200: Works}, body=ClaimsBody, scope=Scope.WORK, long=True)
@@ -87,7 +87,7 @@ async def claim(ask: Ask[ClaimsBody]) -> Reply:
                 worker_instance_id=body.worker_instance_id,
                 capabilities=body.capabilities,
                 lease_ttl_ms=body.lease_ttl_ms,
-                max_wait_ms=body.wait_ms,
+                max_wait_ms=min(body.wait_ms, MAX_WAIT_MS),
                 go_on=lambda: is_heard() and is_wanted(),
             )
         if claimed and not is_heard() and not ask.app.closing.is_set():
@@ -333,7 +333,7 @@ async def leave(ask: Ask[InstanceBody]) -> Reply:
     check_names(ask.params[0], body.worker_instance_id)
     return tagged(
         await ask.engine.mark_worker_dead(
-            namespace=body.namespace, worker_instance_id=body.worker_instance_id, reason="stopped"
+            namespace=body.namespace, worker_instance_id=body.worker_instance_id, reason=STOPPED
         )
     )
 

@@ -1,0 +1,134 @@
+"""Waiting for ends: however many callers wait, a few requests wait for all of them.
+
+Runs whose callers come at the same time are asked for together. A request that has heard of an end takes those along
+that came meanwhile. When as many requests wait as may, newcomers are looked at now and then until one is free.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+
+import msgspec
+
+from flowfabric import errors
+from flowfabric.engine.pulling import Ended
+from flowfabric.ids import parse_execution_id
+from flowfabric.model.states import TerminalOutcome
+from flowfabric.remote.asking import Asking, execution_path
+from flowfabric.remote.refusals import made
+from flowfabric.remote.shapes import read
+from flowfabric.server.routes import apps, lookups
+from flowfabric.server.wire import MAX_WAIT_MS
+
+MOST_WAITING = 8  # requests that wait at a time
+LOOK_S = 1.0
+
+
+class Awaited:
+    """An end, and how many callers wait for it."""
+
+    def __init__(self) -> None:
+        self.end: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
+        self.callers = 0
+
+
+class Ending(Asking):
+    """The ends of executions, for whoever waits for them."""
+
+    _awaited: dict[str, Awaited]
+    _fresh: dict[str, None]  # those that no request asks for yet, in order
+    _askers: set[asyncio.Task[None]]
+    _lookers: set[asyncio.Task[None]]
+
+    async def await_end(self, execution_id: str, *, max_wait_ms: int = 0) -> Ended | None:
+        """How the execution ended; None when it has not within the time."""
+        execution = parse_execution_id(execution_id)
+        if not max_wait_ms:
+            told = await self.wire.ask("GET", execution_path(execution, "end"), query={"result": "true"})
+            return None if told.status == 204 else _ended(read(told.body, lookups.Ended))
+        awaited = self._awaited.get(execution)
+        if awaited is None:
+            awaited = self._awaited[execution] = Awaited()
+            self._fresh[execution] = None
+            self._see_to_newcomers()
+        awaited.callers += 1
+        try:
+            done, _ = await asyncio.wait((awaited.end,), timeout=max_wait_ms / 1000)
+            return awaited.end.result() if done else None
+        finally:
+            awaited.callers -= 1
+            if not awaited.callers and self._awaited.get(execution) is awaited:
+                self._forget(execution)
+
+    def _see_to_newcomers(self) -> None:
+        tasks, work = self._askers, self._ask_until_all_ended
+        if len(self._askers) >= MOST_WAITING:
+            tasks, work = self._lookers, self._look_now_and_then
+            if tasks:
+                return
+        task = asyncio.create_task(work())
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    async def _ask_until_all_ended(self) -> None:
+        """Ask for those that nobody asks for, and for whoever comes along."""
+        asked: set[str] = set()
+        while True:
+            while self._fresh and len(asked) < apps.MAX_ENDS:
+                asked.add(self._fresh.popitem()[0])
+            if not asked:
+                return
+            await self._ask(asked, MAX_WAIT_MS)
+            asked &= self._awaited.keys()
+
+    async def _look_now_and_then(self) -> None:
+        """Look at newcomers as long as no request takes them along."""
+        await asyncio.sleep(LOOK_S)
+        while self._fresh:
+            await self._ask(tuple(self._fresh)[: apps.MAX_ENDS], 0)
+            await asyncio.sleep(LOOK_S)
+
+    async def _ask(self, executions: Collection[str], wait_ms: int) -> None:
+        """Ask for the ends of these, and tell their callers what was heard."""
+        try:
+            body = {"execution_ids": list(executions), "wait_ms": wait_ms}
+            told = await self.wire.ask("POST", "/v1/executions/ends", body, wait_ms=wait_ms)
+            ends = read(told.body, apps.Ends)
+        except errors.FabricError as refused:
+            for execution in executions:
+                self._tell(execution, refused)
+            return
+        except asyncio.CancelledError:
+            for execution in executions:
+                if (awaited := self._forget(execution)) is not None:
+                    awaited.end.cancel()
+            raise
+        for one in ends.ended:
+            self._tell(one.execution_id, _ended(one))
+        for execution, refusal in ends.refused.items():
+            self._tell(execution, made(refusal))
+
+    def _tell(self, execution: str, heard: Ended | errors.FabricError) -> None:
+        awaited = self._forget(execution)
+        if awaited is None:
+            return
+        if isinstance(heard, Ended):
+            awaited.end.set_result(heard)
+        else:
+            awaited.end.set_exception(heard)
+
+    def _forget(self, execution: str) -> Awaited | None:
+        self._fresh.pop(execution, None)
+        return self._awaited.pop(execution, None)
+
+
+def _ended(told: lookups.Ended) -> Ended:
+    result = told.result_b64
+    return Ended(
+        told.execution_id,
+        TerminalOutcome(told.outcome),
+        None if result is msgspec.UNSET else result,
+        told.encoding,
+        told.reason,
+    )

@@ -1,0 +1,190 @@
+"""Budgets and quotas."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flowfabric import errors
+from flowfabric.handles import Handle
+from flowfabric.model import verdicts
+from flowfabric.remote.asking import Asking, execution_path
+from flowfabric.remote.shapes import read, variant
+from flowfabric.remote.wire import segment
+
+_USAGE = (verdicts.Ok, verdicts.AlreadyApplied, verdicts.SoftBreach, verdicts.HardBreach)
+
+
+class Spending(Asking):
+    """What applications declare, and what their runs spend."""
+
+    async def create_budget(
+        self,
+        budget_id: str,
+        *,
+        dimensions: Sequence[str],
+        hard_limits: Sequence[int],
+        soft_limits: Sequence[int],
+        scope_type: str = "",
+        scope_id: str = "",
+        enforcement_mode: str = "",
+        on_hard_limit: str = "",
+        on_soft_limit: str = "",
+        reset_interval_ms: int = 0,
+    ) -> verdicts.BudgetCreated | verdicts.BudgetExists:
+        """Define a budget; a second definition changes nothing.
+
+        Defining is for operators. An app with a lesser token finds what they defined.
+        """
+        body = {
+            "budget_id": budget_id,
+            "dimensions": list(dimensions),
+            "hard_limits": list(hard_limits),
+            "soft_limits": list(soft_limits),
+            "scope_type": scope_type,
+            "scope_id": scope_id,
+            "enforcement_mode": enforcement_mode,
+            "on_hard_limit": on_hard_limit,
+            "on_soft_limit": on_soft_limit,
+            "reset_interval_ms": reset_interval_ms,
+        }
+        try:
+            told = await self.wire.ask("POST", "/v1/budgets", body)
+        except errors.Unauthorized:
+            if (await self.wire.ask("GET", _budget(budget_id), misses=True)).status == 404:
+                raise
+            return verdicts.BudgetExists(budget_id)
+        made: verdicts.BudgetCreated | verdicts.BudgetExists = variant(
+            told.body, Created=verdicts.BudgetCreated, AlreadySatisfied=verdicts.BudgetExists
+        )
+        return made
+
+    async def change_budget_limits(
+        self,
+        budget_id: str,
+        *,
+        dimensions: Sequence[str],
+        hard_limits: Sequence[int],
+        soft_limits: Sequence[int],
+    ) -> verdicts.LimitsChanged:
+        """Raise or lower limits."""
+        body = {
+            "dimensions": list(dimensions),
+            "hard_limits": list(hard_limits),
+            "soft_limits": list(soft_limits),
+        }
+        told = await self.wire.ask("PUT", _budget(budget_id, "limits"), body)
+        changed: verdicts.LimitsChanged = variant(told.body, Changed=verdicts.LimitsChanged)
+        return changed
+
+    async def get_budget_status(self, budget_id: str) -> verdicts.BudgetStatus:
+        """A budget for people."""
+        return read((await self.wire.ask("GET", _budget(budget_id))).body, verdicts.BudgetStatus)
+
+    async def read_budget_usage_and_limits(self, budget_id: str) -> tuple[dict[str, int], dict[str, int]]:
+        """Usage by dimension, and limits as `hard:<dimension>` and `soft:<dimension>`; empty when undefined."""
+        try:
+            status = await self.get_budget_status(budget_id)
+        except errors.NotFound:
+            return {}, {}
+        bounds = {f"hard:{one}": limit for one, limit in status.hard_limits.items()}
+        return status.usage, bounds | {f"soft:{one}": limit for one, limit in status.soft_limits.items()}
+
+    async def create_quota_policy(
+        self,
+        quota_policy_id: str,
+        *,
+        window_seconds: int,
+        max_requests_per_window: int,
+        max_concurrent: int,
+        jitter_ms: int = 0,
+    ) -> verdicts.QuotaPolicyCreated | verdicts.QuotaPolicyExists:
+        """Define a quota policy; a second definition changes nothing. What was said of budgets holds here, too."""
+        body = {
+            "quota_policy_id": quota_policy_id,
+            "window_seconds": window_seconds,
+            "max_requests_per_window": max_requests_per_window,
+            "max_concurrent": max_concurrent,
+            "jitter_ms": jitter_ms,
+        }
+        try:
+            told = await self.wire.ask("POST", "/v1/quotas", body)
+        except errors.Unauthorized:
+            if (await self.wire.ask("GET", f"/v1/quotas/{segment(quota_policy_id)}", misses=True)).status == 404:
+                raise
+            return verdicts.QuotaPolicyExists(quota_policy_id)
+        made: verdicts.QuotaPolicyCreated | verdicts.QuotaPolicyExists = variant(
+            told.body, Created=verdicts.QuotaPolicyCreated, AlreadySatisfied=verdicts.QuotaPolicyExists
+        )
+        return made
+
+    # -- runs -----------------------------------------------------------------------------------------------------
+
+    async def record_spend(
+        self,
+        budget_id: str,
+        execution_id: str,
+        deltas: Mapping[str, int],
+        *,
+        idempotency_key: str | None = None,
+        handle: Handle | None = None,
+    ) -> verdicts.Usage:
+        """Report for an execution's ledger."""
+        _holds_nothing(handle)
+        body = {"budget_id": budget_id, "dimensions": dict(deltas), "idempotency_key": idempotency_key}
+        told = await self.wire.ask("POST", execution_path(execution_id, "spend"), body)
+        usage: verdicts.Usage = variant(told.body, *_USAGE)
+        return usage
+
+    async def reserve_budget(
+        self,
+        budget_id: str,
+        execution_id: str,
+        amounts: Mapping[str, int],
+        *,
+        ttl_ms: int,
+        reservation_id: str | None = None,
+        handle: Handle | None = None,
+    ) -> verdicts.Reserved | verdicts.HardBreach | verdicts.AlreadyApplied:
+        """Keep room free for an execution."""
+        _holds_nothing(handle)
+        body: dict[str, Any] = {
+            "budget_id": budget_id,
+            "reservation_id": reservation_id or self.minter.uuid(),
+            "amounts": dict(amounts),
+            "ttl_ms": ttl_ms,
+        }
+        told = await self.wire.ask("POST", execution_path(execution_id, "reserve"), body)
+        reserved: verdicts.Reserved | verdicts.HardBreach | verdicts.AlreadyApplied = variant(
+            told.body, verdicts.Reserved, verdicts.HardBreach, verdicts.AlreadyApplied
+        )
+        return reserved
+
+    async def settle_budget(
+        self, budget_id: str, execution_id: str, reservation_id: str, amounts: Mapping[str, int]
+    ) -> verdicts.Usage:
+        """End a reservation with what was really used."""
+        body = {"budget_id": budget_id, "reservation_id": reservation_id, "amounts": dict(amounts)}
+        told = await self.wire.ask("POST", execution_path(execution_id, "settle"), body)
+        usage: verdicts.Usage = variant(told.body, *_USAGE)
+        return usage
+
+    async def refund_budget(self, budget_id: str, reservation_id: str) -> verdicts.Refunded:
+        """Give all of a reservation back."""
+        told = await self.wire.ask("POST", _budget(budget_id, "refund"), {"reservation_id": reservation_id})
+        refunded: verdicts.Refunded = variant(told.body, verdicts.Refunded)
+        return refunded
+
+    async def wake_budget(self, budget_id: str) -> bool:
+        """Let whoever waits for room look again; True when something still waits."""
+        told = await self.wire.ask("POST", _budget(budget_id, "wake"))
+        return bool(read(told.body, dict[str, bool])["still_waiting"])
+
+
+def _budget(budget_id: str, *rest: str) -> str:
+    return "/".join(("/v1/budgets", segment(budget_id), *rest))
+
+
+def _holds_nothing(handle: Handle | None) -> None:
+    if handle is not None:
+        raise errors.InvalidInput("handle: over a server budgets are asked for an execution, whoever holds it")

@@ -1,0 +1,153 @@
+"""Durable functions: remembered steps, gates, messages, votes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from flowfabric import errors
+from flowfabric.engine.asks import (
+    Accepted,
+    Duplicate,
+    GateArgs,
+    MailArgs,
+    ObservedSignal,
+    Ready,
+    SignalArgs,
+    WaitpointToken,
+    WaitpointView,
+    plain_condition,
+)
+from flowfabric.engine.gates import Link, OpenedGate, Parked, Waits
+from flowfabric.engine.signals import DEFAULT_PAGE, WaitpointPage
+from flowfabric.handles import Handle
+from flowfabric.model.gate import GateMemo, StepMemo
+from flowfabric.remote.asking import execution_path
+from flowfabric.remote.shapes import read, variant
+from flowfabric.remote.wire import segment, was_doubted
+from flowfabric.remote.working import Working
+from flowfabric.server.routes import durable, signals
+from flowfabric.server.wire import read_handle
+
+LEASE_GONE = frozenset({"stale_lease", "lease_expired", "lease_revoked", "execution_not_active"})
+
+
+class Waiting(Working):
+    """What a durable function does to remember and to wait."""
+
+    async def record_step(
+        self,
+        handle: Handle,
+        name: str,
+        occurrence: int,
+        result: bytes,
+        *,
+        encoding: str | None = None,
+        digest: str | None = None,
+    ) -> StepMemo:
+        """Remember what a step returned; the first result stands."""
+        told = await self._hold(
+            "steps", handle, name=name, occurrence=occurrence, result_b64=result, encoding=encoding, digest=digest
+        )
+        return read(told, StepMemo)
+
+    async def remembered_steps(self, handle: Handle) -> list[StepMemo]:
+        """What the steps of the held execution returned."""
+        told = await self.wire.ask("GET", execution_path(handle.fields.execution_id, "steps"))
+        return read(told.body, durable.Steps).steps
+
+    async def open_gate(self, handle: Handle, args: GateArgs) -> OpenedGate | GateMemo:
+        """Open a gate by name, find it open with the same links, or find what came of it."""
+        given = {name: getattr(args, name) for name in args.__struct_fields__}
+        if args.condition is not None:
+            given["condition"] = plain_condition(args.condition)
+        opened = variant(await self._hold("gates", handle, **given), durable.OpenedGate, GateMemo)
+        if isinstance(opened, GateMemo):
+            return opened
+        links = [Link(one.waitpoint_id, one.waitpoint_key, WaitpointToken(one.token)) for one in opened.links]
+        return OpenedGate(opened.name, opened.gate, links)
+
+    async def park(
+        self, handle: Handle, gates: tuple[str, ...], *, reason_code: str = "waiting_for_signal"
+    ) -> Parked | Ready:
+        """Give the lease back until one of these gates closes; if one has, keep it."""
+        try:
+            told = await self._hold("park", handle, gates=gates, reason_code=reason_code)
+        except errors.FabricError as refused:
+            if was_doubted(refused) and refused.kind in LEASE_GONE:
+                # Parked by the request whose answer got lost, or taken away: this attempt is over here in both cases.
+                return Parked("", handle)
+            raise
+        answer = variant(told, Parked=durable.ParkedAway, Ready=durable.Ready)
+        if isinstance(answer, durable.Ready):
+            return Ready(tuple(answer.gates))
+        return Parked(answer.suspension_id, read_handle(answer.handle))
+
+    async def read_waits(self, execution_id: str) -> Waits:
+        """What a function has waited for and still waits for."""
+        return read((await self.wire.ask("GET", execution_path(execution_id, "waits"))).body, Waits)
+
+    async def read_votes(self, memo: GateMemo) -> list[ObservedSignal]:
+        """The signals that closed a gate."""
+        told = await self.wire.ask("GET", execution_path(memo.execution_id, "gates", segment(memo.gate), "votes"))
+        return [
+            ObservedSignal(
+                signal_id=one.signal_id,
+                signal_name=one.signal_name,
+                signal_category=one.signal_category,
+                source_type=one.source_type,
+                source_identity=one.source_identity,
+                correlation_id=one.correlation_id,
+                accepted_at=one.accepted_at,
+                payload=one.payload_b64,
+            )
+            for one in read(told.body, durable.Votes).signals
+        ]
+
+    async def list_pending_waitpoints(
+        self, execution_id: str, *, after: str | None = None, limit: int = DEFAULT_PAGE
+    ) -> WaitpointPage:
+        """The open waitpoints of an execution by id, without their tokens."""
+        query = {"after": after, "limit": limit}
+        told = await self.wire.ask("GET", execution_path(execution_id, "pending-waitpoints"), query=query)
+        entries = [
+            WaitpointView(
+                waitpoint_id=one.waitpoint_id,
+                waitpoint_key=one.waitpoint_key,
+                state=one.state,
+                required_signal_names=one.required_signal_names,
+                created_at=one.created_at,
+                activated_at=one.activated_at or None,
+                expires_at=one.expires_at or None,
+                execution_id=one.execution_id,
+                token_kid=one.token_kid,
+                token_fingerprint=one.token_fingerprint,
+            )
+            for one in read(told.body, list[signals.WaitpointEntry])
+        ]
+        return WaitpointPage(entries, entries[-1].waitpoint_id if entries and len(entries) >= limit else None)
+
+    # -- messages -------------------------------------------------------------------------------------------------
+
+    async def send_message(self, args: MailArgs) -> Accepted | Duplicate:
+        """Send a message to an execution, under the id that its sender minted."""
+        body = _without(args, "execution_id", "payload") | {"payload_b64": args.payload}
+        told = await self.wire.ask("POST", execution_path(args.execution_id, "messages"), body)
+        sent: Accepted | Duplicate = variant(told.body, Accepted, Duplicate)
+        return sent
+
+    async def deliver_signal(self, args: SignalArgs) -> Accepted | Duplicate:
+        """Send a signal to a waitpoint, with the token that allows it."""
+        token = args.waitpoint_token
+        body = _without(args, "payload", "waitpoint_token") | {
+            "payload_b64": args.payload,
+            "waitpoint_token": token.reveal() if isinstance(token, WaitpointToken) else token,
+        }
+        told = await self.wire.ask("POST", execution_path(args.execution_id, "signal"), body)
+        sent: Accepted | Duplicate = variant(told.body, Accepted, Duplicate)
+        return sent
+
+
+def _without(args: msgspec.Struct, *names: str) -> dict[str, Any]:
+    return {name: getattr(args, name) for name in args.__struct_fields__ if name not in names}

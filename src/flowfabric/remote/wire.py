@@ -1,0 +1,202 @@
+"""The wire: requests that are asked again until somebody answers, or patience is over.
+
+Whatever may be asked again is: reads anyway, and writes because each carries a key under which the server remembers its
+answer, beside the ids that its caller minted. A server that restarts in between is thus hardly noticed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import quote, urlencode, urlsplit
+
+import httpx2
+import msgspec
+
+from flowfabric import errors
+from flowfabric.ids import Minter
+from flowfabric.remote.refusals import BACKEND, refusal
+from flowfabric.settings import Secret
+
+PATIENCE_S = 30.0
+ANSWER_S = 30.0  # how long a request that does not wait on purpose may take
+CONNECT_S = 5.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
+QUICK_CONNECTIONS = 24
+IDLE_S = 30.0
+AWAY = frozenset({502, 503, 504})  # what proxies say when nobody is behind them
+DOUBTED = "it may have been heard before, without an answer"
+
+_NOT_SENT = (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.PoolTimeout)
+_encode = msgspec.json.Encoder().encode
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What the server said."""
+
+    status: int
+    body: bytes
+    doubted: bool = False  # whether an earlier request may have been heard without an answer
+
+
+class Wire:
+    """Keep-alive connections to one server; those that wait on purpose do not keep others from theirs."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: Secret | None,
+        minter: Minter,
+        patience_s: float = PATIENCE_S,
+        transport: httpx2.AsyncBaseTransport | None = None,
+    ) -> None:
+        """`transport` replaces the network, for tests."""
+        self.url = _checked(url)
+        self.patience_s = patience_s
+        self._minter = minter
+        self._headers = {"accept": "application/json"}
+        if token is not None:
+            if not (shown := token.reveal()).isascii() or not shown.isprintable() or " " in shown:
+                raise errors.InvalidInput("token: not one that can be shown")
+            self._headers["authorization"] = f"Bearer {shown}"
+        self._quick = transport or _transport(QUICK_CONNECTIONS)
+        self._waiting = transport or _transport(None)
+
+    async def ask(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        query: Mapping[str, Any] | None = None,
+        wait_ms: int | None = None,
+        patience_s: float | None = None,
+        key: str | None = None,
+        misses: bool = False,
+    ) -> Answer:
+        """The answer to one request; raises what the server raised.
+
+        `wait_ms` is for requests that wait on purpose, `key` names one that may have been heard before, and `misses`
+        makes an answer of "there is no such thing".
+        """
+        where = self.url + path
+        given = {name: value for name, value in (query or {}).items() if value is not None}
+        if given:
+            where += "?" + urlencode(given)
+        headers = self._headers
+        content = None
+        if body is not None:
+            content = _encode(body)
+            headers = {**headers, "content-type": "application/json"}
+        if method != "GET":
+            headers = {**headers, "idempotency-key": key or self._minter.uuid()}
+        return await self._persist(
+            method,
+            where,
+            headers,
+            content,
+            wait_ms,
+            self.patience_s if patience_s is None else patience_s,
+            misses,
+        )
+
+    async def _persist(
+        self,
+        method: str,
+        where: str,
+        headers: dict[str, str],
+        content: bytes | None,
+        wait_ms: int | None,
+        patience_s: float,
+        misses: bool,
+    ) -> Answer:
+        clock = asyncio.get_running_loop().time
+        until = clock() + patience_s
+        pause_s, doubted = FIRST_PAUSE_S, False
+        fault: errors.FabricError
+        while True:
+            try:
+                status, answer, body = await self._once(method, where, headers, content, wait_ms)
+            except httpx2.TransportError as away:
+                doubted = doubted or not isinstance(away, _NOT_SENT)
+                fault = _unavailable(away, in_doubt=doubted)
+                fault.__cause__ = away
+            else:
+                if status < 400 or (misses and status == 404):
+                    return Answer(status, body, doubted)
+                refused = refusal(status, answer, body)
+                if not _passes(status, refused, answer):
+                    refused.add_note(f"{method} {where.partition('?')[0]}")
+                    if doubted:
+                        refused.add_note(DOUBTED)
+                    raise refused
+                fault = refused
+                pause_s = max(pause_s, _asked_pause(answer))
+            if clock() + pause_s >= until:
+                raise fault
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+            pause_s = min(pause_s * 2, LONGEST_PAUSE_S)
+
+    async def _once(
+        self, method: str, where: str, headers: dict[str, str], content: bytes | None, wait_ms: int | None
+    ) -> tuple[int, Mapping[str, str], bytes]:
+        transport = self._quick if wait_ms is None else self._waiting
+        answer_s = ANSWER_S + (wait_ms or 0) / 1000
+        limits = {"connect": CONNECT_S, "read": answer_s, "write": ANSWER_S, "pool": ANSWER_S}
+        request = httpx2.Request(method, where, headers=headers, content=content, extensions={"timeout": limits})
+        response = await transport.handle_async_request(request)
+        try:
+            return response.status_code, response.headers, await response.aread()
+        finally:
+            await response.aclose()
+
+    async def close(self) -> None:
+        """Let go of the connections."""
+        await self._quick.aclose()
+        await self._waiting.aclose()
+
+
+def was_doubted(refused: errors.FabricError) -> bool:
+    """Whether this is the answer to a repetition, so that it may say what the first one did."""
+    return DOUBTED in getattr(refused, "__notes__", ())
+
+
+def segment(text: str) -> str:
+    """A text as one part of a path."""
+    return quote(text, safe=":")
+
+
+def _transport(most: int | None) -> httpx2.AsyncHTTPTransport:
+    return httpx2.AsyncHTTPTransport(
+        limits=httpx2.Limits(max_connections=most, max_keepalive_connections=QUICK_CONNECTIONS, keepalive_expiry=IDLE_S)
+    )
+
+
+def _checked(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        raise errors.InvalidInput("url: write http://host:port or https://host/path of a server")
+    if parts.username or parts.password:
+        raise errors.InvalidInput("url: a token goes into FLOWFABRIC_TOKEN or token=, not into the address")
+    return url.rstrip("/")
+
+
+def _unavailable(away: httpx2.TransportError, *, in_doubt: bool) -> errors.StoreUnavailable:
+    source = errors.StoreFault.TIMEOUT if isinstance(away, httpx2.TimeoutException) else errors.StoreFault.TRANSPORT
+    words = str(away) or type(away).__name__
+    return errors.StoreUnavailable(f"server: {words}", backend=BACKEND, source=source, in_doubt=in_doubt)
+
+
+def _passes(status: int, refused: errors.FabricError, headers: Mapping[str, str]) -> bool:
+    """Whether the server has not looked at the request at all, and will at another moment."""
+    if "x-ff-error" in headers:
+        return isinstance(refused, errors.ResourceExhausted)
+    return status in AWAY or status == 429
+
+
+def _asked_pause(headers: Mapping[str, str]) -> float:
+    text = headers.get("retry-after", "")
+    return float(text) if text.isdecimal() else 0.0
