@@ -95,3 +95,19 @@ async def test_it_ends_when_it_is_told_to(engine: Engine) -> None:
     async with asyncio.timeout(10):
         assert await waiting == []
     pull.close()
+
+
+async def test_a_success_says_nothing_of_an_earlier_failure(engine: Engine) -> None:
+    retry = {"retry_policy": {"max_retries": 1, "backoff": {"type": "fixed", "delay_ms": 0}}}
+    e = engine.new_execution_id()
+    await engine.create_execution(execution_id=e, policy=retry)
+    pull = Pull(engine, ["default"], **ME)
+    [first] = await pull.claim(1)
+    await engine.fail(first.handle, reason="flaky")
+    await engine.sweep_once("delayed_promoter")
+    [second] = await pull.claim(1)
+    await engine.complete(second.handle)
+    ended = await engine.await_end(e)
+    assert ended is not None
+    assert ended.reason is None
+    pull.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from flowfabric import Context, Engine, Fabric, Run, RunFailed, errors
 from flowfabric.model.states import PublicState
 from flowfabric.model.worker import WorkerEntry
+from flowfabric.rules.change import Change
 from tests.sdk.conftest import until, working
 
 
@@ -31,6 +33,37 @@ async def test_no_more_runs_at_once_than_there_are_slots(app: Fabric) -> None:
         await asyncio.gather(*(run.result(30) for run in runs))
 
     assert most == 3
+
+
+async def test_the_next_one_runs_while_the_end_of_the_last_one_is_on_its_way(
+    app: Fabric, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[int] = []
+
+    @app.task
+    async def work(number: int) -> int:
+        begun.append(number)
+        return number
+
+    runs = [await work.submit(number) for number in range(2)]
+    store = (await app.engine()).store
+    commit, may_land = store.commit, asyncio.Event()
+
+    async def slow(changes: Sequence[Change]) -> list[int | None]:
+        if any(change.form is not None for change in changes):
+            await may_land.wait()
+        return await commit(changes)
+
+    monkeypatch.setattr(store, "commit", slow)
+
+    async def both_have_begun() -> bool:
+        return len(begun) == 2
+
+    async with working(app, slots=1):
+        await until(both_have_begun)
+        assert [await run.state() for run in runs] == [PublicState.ACTIVE] * 2, "nothing is told before it is on disk"
+        may_land.set()
+        assert [await run.result(20) for run in runs] == [0, 1]
 
 
 async def test_a_loop_that_is_blocked_for_three_leases_does_not_lose_its_work(

@@ -19,6 +19,7 @@ from tests.server.asking import Asking, fresh, path
 
 ROOT = {"Authorization": "Bearer s3cret"}
 LIST = "/v1/executions?partition=7"
+UUID = "550e8400-e29b-41d4-a716-446655440000"
 
 
 @pytest.fixture
@@ -101,6 +102,14 @@ async def test_a_handle_of_another_namespace_is_worth_nothing(ask: Asking) -> No
     renewed = await ask.post("/v1/leases/renew", {"handles": [work["handle"]]}, headers=headers)
     assert renewed.json()["results"][0]["code"] == "execution_not_found"
     assert await ask.state(work["execution_id"]) == "active"
+
+
+async def test_what_concerns_all_namespaces_is_not_for_a_token_of_some(ask: Asking) -> None:
+    headers = await token(ask, "work", namespaces=["a"])
+    budget, body = f"/v1/budgets/{UUID}", {"reservation_id": UUID}
+
+    assert await status(ask, "POST", f"{budget}/refund", headers, body) == 403
+    assert await status(ask, "POST", f"{budget}/wake", headers) == 403
 
 
 async def test_a_rotated_token_is_good_for_its_grace(ask: Asking, clock: ManualClock) -> None:

@@ -17,7 +17,7 @@ from flowfabric.model.execution import Execution, LineKey
 from flowfabric.rules import capabilities, claim
 from flowfabric.stores.base import Scan, Where
 
-HOUSEKEEPING_MS = 1000
+HOUSEKEEPING_MS = 500  # how old a look around in a lane may be; half of what a takeover may take beyond the ttl
 CANDIDATES = 10
 LAPSED_BATCH = 100
 BY_RANK = ("rank", "execution_id")

@@ -185,10 +185,11 @@ class Pulling(Explaining):
 
 
 def _ended(row: Execution, result: Result | None) -> Ended:
+    succeeded = row.terminal_outcome is TerminalOutcome.SUCCESS  # then a reason is that of an earlier attempt
     return Ended(
         row.execution_id,
         row.terminal_outcome,
         result.payload if result else None,
         result.encoding if result else None,
-        row.failure_reason or row.cancellation_reason,
+        None if succeeded else row.failure_reason or row.cancellation_reason,
     )

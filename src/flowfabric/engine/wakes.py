@@ -47,7 +47,8 @@ class Wakes:
 async def waited(waiter: asyncio.Future[None], timeout_s: float) -> bool:
     """Wait for a hint; False when none came in time."""
     try:
-        await asyncio.wait_for(waiter, timeout_s)
+        async with asyncio.timeout(timeout_s):  # `wait_for` may forget that it was cancelled when a hint comes as well
+            await waiter
     except TimeoutError:
         return False
     return True

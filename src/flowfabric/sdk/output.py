@@ -79,9 +79,9 @@ class Output:
             payload = piece.encode()
         else:
             payload = json_bytes(piece)
-        self._under_way.add(
-            asyncio.create_task(self._engine.append_frame(self._handle, payload, frame_type=self._name))
-        )
+        adding = asyncio.create_task(self._engine.append_frame(self._handle, payload, frame_type=self._name))
+        adding.add_done_callback(_heard)
+        self._under_way.add(adding)
         self._written.append(payload.decode("utf-8", "replace"))
         await asyncio.sleep(0)  # so that a handler that never waits does not hold its pieces back
         self._forget_written()
@@ -104,6 +104,12 @@ class Output:
     def text(self) -> str:
         """Everything that was written so far."""
         return "".join(self._written)
+
+
+def _heard(task: asyncio.Task[Any]) -> None:
+    """A refusal is raised by the next `write` or `flush`; a handler that was cancelled comes to neither."""
+    if not task.cancelled():
+        task.exception()
 
 
 def progress_of(pct: int | None, message: str | None) -> dict[str, Any]:

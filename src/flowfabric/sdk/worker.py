@@ -145,8 +145,9 @@ class Worker:
         )
         max_wait_ms = max(PULL_WAIT_MS, engine.settings.poll_ms)
         while not self._stopping.is_set():
-            room = self._slots - len(self._running) - self._attempts.stuck
-            if room <= 0:
+            # A slot is a handler's: the next one may be fetched while the end of the last one is on its way.
+            room = self._slots - (len(self._running) - len(self._telling)) - self._attempts.stuck
+            if room <= 0 or len(self._telling) > self._slots:
                 self._free.clear()
                 await self._free.wait()
                 continue
@@ -214,6 +215,7 @@ class Worker:
                 return
             outcome = await self._attempts.attempt(claimed, task)
             self._telling.add(claimed.lease_id)
+            self._free.set()
             await tell(engine, claimed.handle, outcome)
             self.done += isinstance(outcome, Done)
         except FabricError as refused:
