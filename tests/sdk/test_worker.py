@@ -14,6 +14,7 @@ from flowfabric import Context, Engine, Fabric, Run, RunFailed, errors
 from flowfabric.model.states import PublicState
 from flowfabric.model.worker import WorkerEntry
 from flowfabric.rules.change import Change
+from tests.conftest import STORES
 from tests.sdk.conftest import until, working
 
 
@@ -35,6 +36,7 @@ async def test_no_more_runs_at_once_than_there_are_slots(app: Fabric) -> None:
     assert most == 3
 
 
+@pytest.mark.parametrize("url", STORES, indirect=True)  # a server's store is out of reach
 async def test_the_next_one_runs_while_the_end_of_the_last_one_is_on_its_way(
     app: Fabric, monkeypatch: pytest.MonkeyPatch
 ) -> None:
