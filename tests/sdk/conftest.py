@@ -35,7 +35,9 @@ async def shared_app(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIte
 
 @pytest.fixture(autouse=True)
 def through(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What stands between the app of a world and its engine: nothing, or a server."""
+    """What stands between the app of a world and its engine: nothing, or a server. Tasks made in a test go with it."""
+    if isinstance(app := getattr(request.module, "app", None), Fabric):
+        monkeypatch.setattr(app, "tasks", dict(app.tasks))
     if getattr(request, "param", "engine") == "server":
         see_through_server(monkeypatch)
 

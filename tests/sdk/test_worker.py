@@ -12,7 +12,9 @@ import pytest
 
 from flowfabric import Context, Engine, Fabric, Run, RunFailed, errors
 from flowfabric.model.states import PublicState
+from flowfabric.model.worker import WorkerEntry
 from flowfabric.rules.change import Change
+from tests.conftest import STORES
 from tests.sdk.conftest import until, working
 
 
@@ -34,6 +36,7 @@ async def test_no_more_runs_at_once_than_there_are_slots(app: Fabric) -> None:
     assert most == 3
 
 
+@pytest.mark.parametrize("url", STORES, indirect=True)  # a server's store is out of reach
 async def test_the_next_one_runs_while_the_end_of_the_last_one_is_on_its_way(
     app: Fabric, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,15 +73,15 @@ async def test_a_loop_that_is_blocked_for_three_leases_does_not_lose_its_work(
 ) -> None:
     @shared_app.task
     async def rude(ctx: Context) -> int:
-        time.sleep(1.5)  # noqa: ASYNC251 - three times the lease
+        time.sleep(3)  # noqa: ASYNC251 - three times the lease
         return ctx.attempt
 
-    async with working(shared_app, lease_ttl="500ms"):
+    async with working(shared_app, lease_ttl="1s"):
         run = await rude.submit()
         assert await run.result(20) == 0
 
     assert len(await run.attempts()) == 1
-    assert "time.sleep(1.5)" in caplog.text, "the blocker is reported with its stack"
+    assert "time.sleep(3)" in caplog.text, "the blocker is reported with its stack"
 
 
 async def test_a_loop_that_is_blocked_beyond_its_limit_loses_its_work(
@@ -140,12 +143,14 @@ async def test_a_worker_is_in_the_registry_while_it_works(app: Fabric) -> None:
 
     engine = await app.engine()
     async with working(app, capabilities={"smtp"}, presence_ttl="150ms") as worker:
+        listed: list[WorkerEntry] = []
 
         async def is_listed() -> bool:
-            return bool((await engine.list_workers(app.namespace)).entries)
+            listed[:] = (await engine.list_workers(app.namespace)).entries
+            return bool(listed)
 
         await until(is_listed)
-        [entry] = (await engine.list_workers(app.namespace)).entries
+        [entry] = listed
         assert (entry.worker_instance_id, entry.worker_id) == (worker.instance_id, worker.worker_id)
         assert set(entry.lanes) == {"mail"}
         assert set(entry.capabilities) == {"smtp"}
