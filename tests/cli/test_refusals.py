@@ -130,4 +130,4 @@ def test_doctor_tells_that_a_server_is_away() -> None:
 
 
 def test_an_unknown_kind_of_store_is_refused() -> None:
-    assert "'http' is no known store" in Terminal("http://example.org").refuses("ls")
+    assert "'mysql' is no known store" in Terminal("mysql://example.org").refuses("ls")

@@ -76,15 +76,25 @@ class Watched:
             await self._compare()
 
     async def _compare(self) -> None:
+        rows, attempts = await self._still()
         ended: dict[str, list[Attempt]] = {}
-        for attempt in await self.store.scan(Scan(Attempt, limit=EVERYTHING)):
+        for attempt in attempts:
             ended.setdefault(attempt.execution_id, []).append(attempt)
-        rows: list[Execution] = await self.store.scan(Scan(Execution, limit=EVERYTHING))
         for row in rows:
             before = self._epochs.get(row.execution_id, row.lease_epoch)
             assert row.lease_epoch - before in (0, 1), "I7: an epoch grows by one per lease"
             assert_invariants(row, ended.get(row.execution_id, []))
         self._epochs = {row.execution_id: row.lease_epoch for row in rows}  # one that was purged may come again
+
+    async def _still(self) -> tuple[list[Execution], list[Attempt]]:
+        """Sheets and attempts of one moment: others may write between two looks."""
+        rows: list[Execution] = await self.store.scan(Scan(Execution, limit=EVERYTHING))
+        while True:
+            attempts: list[Attempt] = await self.store.scan(Scan(Attempt, limit=EVERYTHING))
+            again: list[Execution] = await self.store.scan(Scan(Execution, limit=EVERYTHING))
+            if [row.revision for row in again] == [row.revision for row in rows]:
+                return again, attempts
+            rows = again
 
 
 async def dump(store: Store) -> dict[str, list[Any]]:
