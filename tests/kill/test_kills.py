@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import emptied
 from tests.kill.killing import TAKEOVER_MS, Tale, survive
 
 
 def address(kind: str, request: pytest.FixtureRequest, folder: Path) -> str:
-    return f"sqlite:///{folder}/ff.db" if kind == "sqlite" else str(request.getfixturevalue("own_database"))
+    if kind == "sqlite":
+        return f"sqlite:///{folder}/ff.db"
+    return asyncio.run(emptied(request.getfixturevalue("own_database")))
 
 
 def assert_all_was_taken_over(tale: Tale) -> None:
