@@ -54,7 +54,7 @@ class RemoteEngine(Submitting, Waiting, Reading, Ending, Spending, Frames):
         self.wire = Wire(url, token=token, minter=self.minter, patience_s=patience_s, transport=transport)
         self._claim_keys, self._claiming, self._ending = {}, {}, set()
         self._outgoing, self._senders = {}, {}
-        self._awaited, self._fresh, self._askers, self._lookers = {}, {}, set(), set()
+        self._awaited, self._fresh, self._seeing_to = {}, {}, set()
 
     @classmethod
     async def connect(cls, url: str, **given: Any) -> Self:
@@ -83,10 +83,11 @@ class RemoteEngine(Submitting, Waiting, Reading, Ending, Spending, Frames):
 
     async def close(self) -> None:
         """Let what is on its way arrive, and let go of the connections. A second call does nothing."""
-        waiting = (*self._askers, *self._lookers)
-        for task in waiting:
+        for task in self._seeing_to:
             task.cancel()
-        if under_way := (*waiting, *self._senders.values(), *self._ending):
+        for awaited in self._awaited.values():
+            awaited.end.cancel()
+        if under_way := (*self._seeing_to, *self._senders.values(), *self._ending):
             await asyncio.wait(under_way)
         await self.wire.close()
 

@@ -171,25 +171,26 @@ class Ends(msgspec.Struct, frozen=True):
 async def await_ends(ask: Ask[EndsBody]) -> Reply:
     """The ends of many executions with their results, as soon as one of them has ended, or the time is over."""
     wait_ms = min(ask.body.wait_ms, MAX_WAIT_MS)
-    over = asyncio.Event()
-    async with ask.listening(over.set):
-        looks = {asyncio.create_task(_end_of(ask, one, wait_ms)): one for one in dict.fromkeys(ask.body.execution_ids)}
-        stop = asyncio.create_task(over.wait())
-        try:
-            await asyncio.wait((*looks, stop), return_when=asyncio.FIRST_COMPLETED)
-            if not stop.done():
-                await asyncio.wait(looks, timeout=TOGETHER_S)  # those that end at about the same time are told together
-        finally:
-            for task in (*looks, stop):
-                task.cancel()
-            await asyncio.wait((*looks, stop))
-    found = {one: look.result() for look, one in looks.items() if not look.cancelled()}
+    looking = _first_ends(ask, wait_ms)
+    found = (await ask.while_heard(looking) if wait_ms else await looking) or {}
     return json(
         Ends(
             [answer for answer in found.values() if isinstance(answer, Ended)],
             {one: answer for one, answer in found.items() if isinstance(answer, dict)},
         )
     )
+
+
+async def _first_ends(ask: Ask[EndsBody], wait_ms: int) -> dict[str, Ended | dict[str, Any] | None]:
+    looks = {one: asyncio.create_task(_end_of(ask, one, wait_ms)) for one in dict.fromkeys(ask.body.execution_ids)}
+    try:
+        await asyncio.wait(looks.values(), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(looks.values(), timeout=TOGETHER_S)  # those that end at about the same time: told together
+    finally:
+        for look in looks.values():
+            look.cancel()
+        await asyncio.wait(looks.values())
+    return {one: look.result() for one, look in looks.items() if not look.cancelled()}
 
 
 async def _end_of(ask: Ask[EndsBody], execution_id: str, wait_ms: int) -> Ended | dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated
@@ -10,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from flowfabric import ids
+from flowfabric.engine.engine import Engine
 from flowfabric.model import answers
 from flowfabric.model.api_token import Scope
 from flowfabric.model.worker import (
@@ -90,11 +92,15 @@ async def claim(ask: Ask[ClaimsBody]) -> Reply:
                 max_wait_ms=min(body.wait_ms, MAX_WAIT_MS),
                 go_on=lambda: is_heard() and is_wanted(),
             )
-        if claimed and not is_heard() and not ask.app.closing.is_set():
-            for one in claimed:  # nobody is there to hear of it: the next worker shall not wait for the lease's end
-                await ask.engine.delay_for(one.handle, 0)
+        if claimed and ask.is_gone:
+            await _hand_back(ask.engine, claimed)
             claimed = []
     return json(Works([await _work(ask, one) for one in claimed]))
+
+
+async def _hand_back(engine: Engine, claimed: list[answers.Claimed]) -> None:
+    """Nobody is there to hear of this work: the next worker shall not have to wait for the end of its leases."""
+    await asyncio.gather(*(engine.delay_for(one.handle, 0) for one in claimed), return_exceptions=True)
 
 
 @contextmanager
