@@ -309,7 +309,9 @@ async def test_a_newcomer_is_seen_to_although_the_last_looker_leaves_that_very_m
     assert not waiting.done()
     await engine.complete(long.handle)
     async with asyncio.timeout(5):
-        assert (await waiting).execution_id == long.execution_id
+        ended = await waiting
+    assert ended is not None
+    assert ended.execution_id == long.execution_id
 
 
 async def test_whoever_waits_for_an_end_hears_that_the_engine_is_closed(remote: RemoteEngine) -> None:

@@ -17,6 +17,7 @@ from flowfabric.engine.flow_cancels import FlowCancels
 from flowfabric.engine.flow_reads import FlowReads
 from flowfabric.engine.flow_sweeps import FlowSweeps
 from flowfabric.engine.folding import Folding
+from flowfabric.engine.levels import Levels
 from flowfabric.engine.pulling import Pulling
 from flowfabric.engine.reads import Reads
 from flowfabric.engine.retention import Retention
@@ -48,7 +49,18 @@ class Capabilities(msgspec.Struct, frozen=True):
 
 
 class Engine(
-    Finishing, FlowCancels, FlowReads, Sleeping, Signals, Streams, Pulling, Reads, Retention, Subscriptions, ApiTokens
+    Finishing,
+    FlowCancels,
+    FlowReads,
+    Sleeping,
+    Signals,
+    Streams,
+    Pulling,
+    Reads,
+    Retention,
+    Subscriptions,
+    ApiTokens,
+    Levels,
 ):
     """A durable execution engine on one store. Use it as an async context manager, or call `close`."""
 

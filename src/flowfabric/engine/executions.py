@@ -130,7 +130,7 @@ class Executions(Core):
             held = await self._named_lease(execution_id, attempt_index, fence, lease_ttl_ms)
         else:
             held = self._held(handle, lease_ttl_ms)
-        [answer] = await self._renew([held])
+        [answer] = self._counted(await self._renew([held]))
         if isinstance(answer, errors.FabricError):
             raise answer
         return answer
@@ -145,7 +145,7 @@ class Executions(Core):
                 held.append(self._held(handle, lease_ttl_ms))
             except errors.FabricError as refused:
                 held.append(refused)
-        return await self._renew(held)
+        return self._counted(await self._renew(held))
 
     async def _renew(self, held: Sequence[Held | errors.FabricError]) -> list[answers.Renewed | errors.FabricError]:
         # No store keeps an epoch beyond 63 bits, so a lease with one is not even asked for.
@@ -162,6 +162,14 @@ class Executions(Core):
                 results.append(answers.Renewed(end, asked.lease_epoch))
             else:
                 results.append(await self._why_not_renewed(asked))
+        return results
+
+    def _counted(
+        self, results: list[answers.Renewed | errors.FabricError]
+    ) -> list[answers.Renewed | errors.FabricError]:
+        lost = sum(isinstance(one, errors.FabricError) for one in results)
+        self.meters.count("ff_lease_renewal", len(results) - lost, outcome="ok")
+        self.meters.count("ff_lease_renewal", lost, outcome="error")
         return results
 
     async def _why_not_renewed(self, held: Held) -> answers.Renewed | errors.FabricError:

@@ -106,7 +106,7 @@ class Scheduler(Claims, Admitting, Workers):
             await self.look_around(order.lane_id)
             return await self._best(order, key)
         finally:
-            self.meters.took("ff_claim_from_grant_duration", clock() - began, lane=order.lane_id)
+            self.meters.took("ff_claim_from_grant_duration", clock() - began, lane=self.meters.lane(order.lane_id))
 
     async def _best(self, order: GrantOrder, key: Any) -> answers.ClaimGrant | answers.ReclaimGrant | None:
         seen, tried = Seen(), set[str]()

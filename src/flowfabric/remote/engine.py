@@ -15,6 +15,7 @@ import httpx2
 from flowfabric import errors
 from flowfabric.clock import Estimate
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.meters import Meters
 from flowfabric.ids import ExecutionId, LaneId, Minter, RandomMinter, mint_solo, parse_lane_id
 from flowfabric.remote.ending import Ending
 from flowfabric.remote.frames import Frames
@@ -51,6 +52,7 @@ class RemoteEngine(Submitting, Waiting, Reading, Ending, Spending, Frames):
         self.partitions = self.settings.partitions
         self.estimate = Estimate()
         self.backend = ""
+        self.meters = Meters()
         self.wire = Wire(url, token=token, minter=self.minter, patience_s=patience_s, transport=transport)
         self._claim_keys, self._claiming, self._ending = {}, {}, set()
         self._outgoing, self._senders = {}, {}

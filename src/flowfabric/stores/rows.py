@@ -209,5 +209,11 @@ TABLES: tuple[Table, ...] = (
 
 TABLE: dict[type[msgspec.Struct], Table] = {table.row: table for table in TABLES}
 
+
+def index_of(row: type[msgspec.Struct], column: str) -> tuple[str, ...]:
+    """The columns of the index that begins with this one."""
+    return next(index.columns for index in TABLE[row].indexes if index.columns[0] == column)
+
+
 # A line is kept as a small number; the store's line table says which number stands for which key.
 LINE_COLUMN = LineKey

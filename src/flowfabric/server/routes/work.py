@@ -53,9 +53,6 @@ async def renew(ask: Ask[RenewBody]) -> Reply:
     good = [one for one in read if isinstance(one, Handle)]
     renewed = iter(await ask.engine.renew_many(good, lease_ttl_ms=ask.body.lease_ttl_ms) if good else [])
     answered = [next(renewed) if isinstance(one, Handle) else one for one in read]
-    lost = sum(isinstance(one, errors.FabricError) for one in answered)
-    ask.engine.meters.count("ff_lease_renewal", len(answered) - lost, outcome="ok")
-    ask.engine.meters.count("ff_lease_renewal", lost, outcome="error")
     return json({"results": [told(one) if isinstance(one, errors.FabricError) else variant(one) for one in answered]})
 
 
