@@ -11,6 +11,7 @@ from flowfabric.engine import intake, wait_sweeps
 from flowfabric.engine.admission_sweeps import admission_sweeps
 from flowfabric.engine.api_tokens import ApiTokens
 from flowfabric.engine.cancelling import Cancelling
+from flowfabric.engine.deployment import Deployments
 from flowfabric.engine.dispatch import Dispatcher
 from flowfabric.engine.finishing import Finishing
 from flowfabric.engine.flow_cancels import FlowCancels
@@ -60,6 +61,7 @@ class Engine(
     Retention,
     Subscriptions,
     ApiTokens,
+    Deployments,
     Levels,
 ):
     """A durable execution engine on one store. Use it as an async context manager, or call `close`."""
