@@ -101,7 +101,9 @@ def hint_for(error: FabricError) -> str | None:
         case errors.SchemaTooNew():
             return "update this installation: pip install --upgrade flowfabric"
         case errors.PartitionMismatch():
-            return "set FF_FLOW_PARTITIONS, FF_BUDGET_PARTITIONS and FF_QUOTA_PARTITIONS as they are stored, or unset them"
+            return (
+                "set FF_FLOW_PARTITIONS, FF_BUDGET_PARTITIONS and FF_QUOTA_PARTITIONS as they are stored, or unset them"
+            )
         case errors.Unavailable(op="open"):
             return "`ff migrate` makes or updates the store; --store or FLOWFABRIC_URL names another"
         case errors.StoreUnavailable():

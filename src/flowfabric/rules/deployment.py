@@ -19,6 +19,8 @@ def ensure_partitions(row: Deployment | None, counts: PartitionCounts) -> Decisi
         stored, config = getattr(row, name), getattr(wanted, name)
         if stored != config:
             return refuse(
-                errors.PartitionMismatch("open", f"{name}: stored={stored}, config={config}", stored=stored, config=config)
+                errors.PartitionMismatch(
+                    "open", f"{name}: stored={stored}, config={config}", stored=stored, config=config
+                )
             )
     return Decision(None)
