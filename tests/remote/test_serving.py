@@ -125,6 +125,20 @@ async def test_a_token_of_a_namespace_sees_nothing_else(guarded: Serving) -> Non
             await app.tasks["double"].submit(1)
 
 
+async def test_workers_of_namespaces_share_lanes_and_work_on_what_is_theirs(guarded: Serving) -> None:
+    ours, theirs = [await token(guarded, *APP, namespaces=[name]) for name in ("ours", "theirs")]
+    async with (
+        doubling(Fabric(guarded.url, token=ours, namespace="ours")) as app,
+        doubling(Fabric(guarded.url, token=theirs, namespace="theirs")) as other,
+    ):
+        foreign = await other.tasks["double"].submit(2)
+        async with working(app):
+            assert await (await app.tasks["double"].submit(1)).result(20) == 2
+            assert await foreign.state() is PublicState.WAITING
+        async with working(other):
+            assert await foreign.result(20) == 4
+
+
 async def test_budgets_and_limits_are_declared_by_an_operator_and_found_by_others(guarded: Serving) -> None:
     def declaring(shown: str, calls: int = 5) -> Fabric:
         app, budget = Fabric(guarded.url, token=shown), Budget("calls", {"calls": calls})

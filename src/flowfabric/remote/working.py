@@ -60,6 +60,7 @@ class Working(Asking):
         worker_instance_id: str,
         capabilities: Iterable[str] = (),
         lease_ttl_ms: int = 15_000,
+        namespaces: Collection[str] | None = None,
     ) -> Pull:
         """Claims from these lanes, one after the other."""
         return Pull(
@@ -69,6 +70,7 @@ class Working(Asking):
             worker_instance_id=worker_instance_id,
             capabilities=tuple(capabilities),
             lease_ttl_ms=lease_ttl_ms,
+            namespaces=namespaces,
         )
 
     async def claim_from_lanes(
@@ -82,6 +84,7 @@ class Working(Asking):
         lease_ttl_ms: int = 15_000,
         max_wait_ms: int = 0,
         go_on: Callable[[], bool] = lambda: True,
+        namespaces: Collection[str] | None = None,
     ) -> list[answers.Claimed]:
         """Up to `limit` executions from these lanes, as soon as there is one.
 
@@ -103,6 +106,7 @@ class Working(Asking):
                 "capabilities": offered,
                 "lease_ttl_ms": lease_ttl_ms,
                 "wait_ms": wait_ms,
+                "namespaces": None if namespaces is None else list(namespaces),
             }
             key = self._claim_keys.setdefault(worker_instance_id, self.minter.uuid())
             self._claiming[worker_instance_id] = (worker_id, frozenset(lanes))

@@ -63,7 +63,7 @@ class App:
         self.on_closing: set[Callable[[], None]] = set()
         self.rotating = asyncio.Lock()
         self.once = Once()
-        self.waiting_claims: dict[str, set[Callable[[], None]]] = {}  # by worker instance: how to end them
+        self.waiting_claims: dict[tuple[str, str], set[Callable[[], None]]] = {}  # by who asks, and worker instance
         self.guard = Guard(settings, engine)
         self.spans: traces.Spans = traces.spans()
         self._rate = RateLimit(settings.rate_limit)
@@ -222,7 +222,8 @@ def _around(octets: bytes, fields: bytes, operation: Operation) -> Any:
     given = msgspec.json.decode(fields, type=dict[str, Any])
     if operation.octets in given:
         raise msgspec.ValidationError(f"{operation.octets} is given twice")
-    return msgspec.convert({**given, operation.octets: octets}, operation.body)
+    given[operation.octets or ""] = octets
+    return msgspec.convert(given, operation.body)
 
 
 async def _rest(receive: Receive, body: bytes, limit: int, route: str) -> bytes:

@@ -124,9 +124,14 @@ def _budget(ask: Ask[Any]) -> str:
     {200: variants(verdicts.Refunded)},
     body=RefundBody,
     scope=Scope.WORK,
+    subject=Subject.OWN,
 )
 async def refund_reservation(ask: Ask[RefundBody]) -> Reply:
     """Give all of a reservation back; one that is over has nothing to give."""
+    if ask.principal.namespaces is not None:
+        holder = await ask.engine.reserved_for(_budget(ask), ask.body.reservation_id)
+        if holder is not None:
+            await ask.may_touch(holder)
     return tagged(await ask.engine.refund_budget(_budget(ask), ask.body.reservation_id))
 
 
@@ -134,7 +139,7 @@ class Woken(msgspec.Struct, frozen=True):
     still_waiting: bool
 
 
-@routes.post("/v1/budgets/{id}/wake", {200: Woken}, scope=Scope.WORK)
+@routes.post("/v1/budgets/{id}/wake", {200: Woken}, scope=Scope.WORK, subject=Subject.OWN)
 async def wake_budget(ask: Ask[bytes]) -> Reply:
     """Let whoever waits for room in a budget look again."""
     return json(Woken(await ask.engine.wake_budget(_budget(ask))))
