@@ -108,6 +108,8 @@ def hint_for(error: FabricError) -> str | None:
             return "`ff migrate` makes or updates the store; --store or FLOWFABRIC_URL names another"
         case errors.StoreUnavailable():
             return "is the address right and the server up? `ff doctor` looks closer"
+        case errors.Unauthorized():
+            return "FLOWFABRIC_TOKEN holds the token for the server; ask whoever runs it for one that is good for this"
         case errors.NotFound(entity="budget"):
             return "`ff budgets` shows which budgets there are"
         case errors.NotFound():

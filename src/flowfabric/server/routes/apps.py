@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from flowfabric import errors, ids
+from flowfabric import __version__, errors, ids
 from flowfabric.model import verdicts
 from flowfabric.model.api_token import Scope
 from flowfabric.server.ask import Ask, json, tagged, uuid_in
@@ -26,11 +26,13 @@ TOGETHER_S = 0.01
 
 
 class StoreInfo(msgspec.Struct, frozen=True):
-    """The store behind the server: its kind, its partitions, and its time in milliseconds since the epoch."""
+    """The store behind the server: its kind, its schema, its partitions, its time; and the server's own release."""
 
     backend: str
     partitions: ids.PartitionCounts
-    now: int
+    now: int  # milliseconds since the epoch
+    schema_version: int = 0
+    release: str = ""
 
 
 @routes.get("/v1/store", {200: StoreInfo}, scope=None, refusals=(401,))
@@ -38,7 +40,8 @@ async def store_info(ask: Ask[None]) -> Reply:
     """What a client has to know to mint ids that the store would mint; for whoever has any good token."""
     await ask.app.guard.admit(ask.headers.get(b"authorization"))
     engine = ask.engine
-    return json(StoreInfo(engine.store.tag.title, engine.partitions, await engine.ping()))
+    now = await engine.ping()
+    return json(StoreInfo(engine.store.tag.title, engine.partitions, now, engine.schema.known, __version__))
 
 
 # ---------------------------------------------------------------------------------------------------------------
