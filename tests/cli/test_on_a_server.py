@@ -68,7 +68,7 @@ def test_budgets_and_workers_are_listed(ff: Terminal, direct: Terminal) -> None:
         for name in ("one", "two"):
             budget = Budget(name, {"tokens": 9}).id("default")
             await engine.create_budget(budget, dimensions=["tokens"], hard_limits=[9], soft_limits=[5])
-        await engine.report_usage_admin(budget, dimensions=["tokens"], deltas=[3])
+            await engine.report_usage_admin(budget, dimensions=["tokens"], deltas=[3])
         await engine.register_worker(
             worker_instance_id="w:1", worker_id="w", lanes=["mail"], liveness_ttl_ms=60_000, capabilities=["gpu"]
         )

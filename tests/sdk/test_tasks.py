@@ -245,3 +245,28 @@ async def test_two_tasks_of_one_name_are_refused(app: Fabric) -> None:
 
         @app.task(name="same")
         async def other() -> None: ...
+
+
+async def test_a_child_is_cancelled_by_its_parent_and_afterwards_by_anybody(app: Fabric) -> None:
+    kept: list[Any] = []
+
+    @app.task
+    async def child(ctx: Context, seconds: float) -> None:
+        await ctx.sleep(seconds)
+
+    @app.task
+    async def parent(ctx: Context) -> str:
+        idle, done = await ctx.spawn(child, 3600), await ctx.spawn(child, 0)
+        await idle.cancel("not needed")
+        await idle.cancel("again is fine")
+        await done.result()
+        with pytest.raises(errors.ExecutionNotActive) as ended:
+            await done.cancel()
+        kept.append(await ctx.spawn(child, 7200))
+        return str(ended.value.terminal_outcome)
+
+    async with working(app):
+        assert await (await parent.submit()).result(20) == "success"
+        [late] = kept
+        await late.cancel("its parent has ended")
+        assert await late.state() == "cancelled"

@@ -36,6 +36,7 @@ from flowfabric.stores.base import Held, Joins, Scan, Want, Where
 
 HANDLE = Fence()
 WAITPOINTS_PAGE = 1000
+PORTION = 100  # children that are cancelled in one change
 
 
 class Executions(Core):
@@ -303,6 +304,27 @@ class Executions(Core):
         return await self.settle_execution(
             fields.execution_id, lambda row, _: cancel.cancel(row, _fence(fields), cancel.WORKER, why)
         )
+
+    async def cancel_children(
+        self, handle: Handle, execution_ids: Sequence[str], *, reason: str = ""
+    ) -> answers.ChildrenCancelled:
+        """Cancel children of the execution that is held; some at a time, each portion whole or not at all."""
+        fields = self.opened(handle)
+        why = limits.text("reason", reason)
+        names = [*dict.fromkeys(intake.execution(one) for one in intake.each("execution_ids", execution_ids))]
+        portions = [names[start : start + PORTION] for start in range(0, len(names), PORTION)]
+        done = [await self._cancel_portion(fields, portion, why) for portion in portions]
+        return answers.ChildrenCancelled(
+            tuple(name for one in done for name in one.cancelled), tuple(name for one in done for name in one.ended)
+        )
+
+    async def _cancel_portion(self, fields: HandleFields, names: Sequence[str], why: str) -> answers.ChildrenCancelled:
+        def decide(rows: Rows, now: int) -> Decision[answers.ChildrenCancelled]:
+            children = {name: first(found) for name, found in zip(names, rows[1:], strict=True)}
+            return cancel.cancel_children(first(rows[0]), _fence(fields), children, why, now)
+
+        wants = [Want(Execution, (name,)) for name in (fields.execution_id, *names)]
+        return await self.settle(wants, decide)
 
     async def cancel_execution(
         self,

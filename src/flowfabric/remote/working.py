@@ -18,6 +18,7 @@ from flowfabric.remote.asking import Asking
 from flowfabric.remote.refusals import among_answers
 from flowfabric.remote.shapes import read, variant, variant_of
 from flowfabric.remote.wire import segment
+from flowfabric.server.routes.work import MAX_CHILDREN
 from flowfabric.server.routes.workers import Work, Works
 from flowfabric.server.wire import MAX_WAIT_MS, read_handle, write_handle
 
@@ -181,6 +182,19 @@ class Working(Asking):
             told, answers.RetryScheduled, answers.TerminalFailed
         )
         return failed
+
+    async def cancel_children(
+        self, handle: Handle, execution_ids: Sequence[str], *, reason: str = ""
+    ) -> answers.ChildrenCancelled:
+        """Cancel children of the execution that is held."""
+        cancelled, ended = list[str](), list[str]()
+        for start in range(0, len(execution_ids), MAX_CHILDREN):
+            part = list(execution_ids[start : start + MAX_CHILDREN])
+            told = await self._hold("cancel-children", handle, execution_ids=part, reason=reason)
+            answer: answers.ChildrenCancelled = variant(told, answers.ChildrenCancelled)
+            cancelled += answer.cancelled
+            ended += answer.ended
+        return answers.ChildrenCancelled(tuple(cancelled), tuple(ended))
 
     async def delay_for(self, handle: Handle, length_ms: int) -> answers.Delayed:
         """Put the work away for a while; the same attempt goes on afterwards."""

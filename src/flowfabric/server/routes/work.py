@@ -24,6 +24,7 @@ routes = Routes("work")
 
 MAX_HANDLES = 10_000
 MAX_FRAMES = 1000
+MAX_CHILDREN = 1000
 
 
 class Results(msgspec.Struct, frozen=True):
@@ -117,6 +118,21 @@ class HolderCancelBody(Held, frozen=True):
 async def cancel(ask: Ask[HolderCancelBody]) -> Reply:
     """Cancel as the holder."""
     return tagged(await ask.engine.cancel(ask.body.holder, reason=ask.body.reason))
+
+
+class CancelChildrenBody(Held, frozen=True):
+    execution_ids: Annotated[list[str], Meta(max_length=MAX_CHILDREN)]
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        checked(ids.parse_execution_id, *self.execution_ids)
+
+
+@holding("cancel-children", variants(answers.ChildrenCancelled), CancelChildrenBody)
+async def cancel_children(ask: Ask[CancelChildrenBody]) -> Reply:
+    """Cancel children of the execution that is held; of others it is said that they do not exist."""
+    body = ask.body
+    return tagged(await ask.engine.cancel_children(body.holder, body.execution_ids, reason=body.reason))
 
 
 class DelayBody(Held, frozen=True):
