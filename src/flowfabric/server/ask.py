@@ -127,6 +127,12 @@ class Ask(Generic[B]):
         if flow is None or not self.principal.sees(flow.namespace):
             raise errors.NotFound("flow", flow_id=flow_id)
 
+    def attempt_over(self, outcome: str) -> None:
+        """The attempt whose handle the body shows ended, or was put away, by this request."""
+        if self.app.spans.is_on:
+            held: Any = self.body
+            self.app.spans.ended(held.holder.fields, outcome)
+
     @asynccontextmanager
     async def listening(self, on_end: Callable[[], None]) -> AsyncIterator[Callable[[], bool]]:
         """While a request waits: whether its caller is still there and the server goes on; `on_end` when not."""
