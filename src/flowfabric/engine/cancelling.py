@@ -51,7 +51,8 @@ class Cancelling:
                 return done | dict.fromkeys(left, away)
             changes: list[Change] = []
             asked: list[str] = []
-            for name, rows in zip(left, found, strict=True):
+            seen = dict(zip(left, found, strict=True))
+            for name, rows in seen.items():
                 decision = cancel.cancel(first(rows), Fence(), lease.OPERATOR_OVERRIDE, reason)
                 if decision.change is None:
                     done[name] = _disposition(decision.answer)
@@ -66,7 +67,7 @@ class Cancelling:
                 elif verdict is None:
                     left.append(name)  # it moved meanwhile: look again
                 else:
-                    self._core.note(change, [], verdict)
+                    self._core.note(change, [seen[name]], verdict)
                     done[name] = Disposition.CANCELLED
         return done
 

@@ -18,6 +18,7 @@ from flowfabric.clock import Estimate
 from flowfabric.engine.commits import Commits
 from flowfabric.engine.loads import Loads
 from flowfabric.engine.meters import Meters
+from flowfabric.engine.outcomes import Outcomes
 from flowfabric.engine.wakes import FEED, Wakes, due_topic, end_topic, lane_topic
 from flowfabric.handles import Handle, HandleFields, open_handle
 from flowfabric.ids import Minter
@@ -63,6 +64,7 @@ class Core:
         self.wakes = Wakes()
         self.commits = Commits(store)
         self.meters = Meters()
+        self.outcomes = Outcomes(self.meters)
         self.loads = Loads(store)
         self.chance: Callable[[], float] = random.random
         self._seen: dict[str, Execution] = {}
@@ -201,6 +203,7 @@ class Core:
         self.estimate.hear(committed_at)
         if change.form is not None:
             self._note_form(change, committed_at)
+            self.outcomes.succeeded(rows[0][0], committed_at)
             return
         topics: set[str] = set()
         if self.planned:
@@ -222,6 +225,8 @@ class Core:
             topics.add(FEED)
             if event.outcome is not None:
                 topics.add(end_topic(event.execution_id))
+            if event.outcome is not None or event.lease == "released":
+                self.outcomes.note(event, change, _sheet_of(event.execution_id, rows), committed_at)
         if topics:
             self.tell(topics)
         for follow in followed:
@@ -298,10 +303,8 @@ class Core:
             return
         if owned is None and execution_id not in self._seen:
             return  # it was not held before, and is not now
-        for found in rows:
-            for row in found:
-                if type(row) is Execution and row.execution_id == execution_id:
-                    self.remember(applied(row, fields, revision, committed_at))
+        if (row := _sheet_of(execution_id, rows)) is not None:
+            self.remember(applied(row, fields, revision, committed_at))
 
     def remember(self, row: Execution) -> None:
         """Keep a held sheet: its lease is the licence to trust it."""
@@ -322,6 +325,15 @@ class Core:
 def first(rows: Sequence[Any]) -> Any:
     """The row of a want that names one, or None."""
     return rows[0] if rows else None
+
+
+def _sheet_of(execution_id: str, rows: Rows) -> Execution | None:
+    """The execution of this name among some rows."""
+    for found in rows:
+        for row in found:
+            if type(row) is Execution and row.execution_id == execution_id:
+                return row
+    return None
 
 
 def _recognised(doubtful: dict[int, Doubt], rows: Rows) -> tuple[Doubt, int | None] | None:

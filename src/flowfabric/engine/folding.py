@@ -119,7 +119,7 @@ class Folding:
                 continue
             for case, answer in zip(members, answers, strict=True):
                 folds.append(_told(case, answer))
-            self._core.note(change, [], committed_at)
+            self._core.note(change, [[case.row for case in members]], committed_at)
         return folds
 
     async def _write(self, change: Change, pause: Pause) -> int | None:

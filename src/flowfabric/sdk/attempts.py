@@ -84,6 +84,7 @@ class Attempts:
         except Exception as failure:
             if context.is_parked:
                 return _went_on(context)
+            await context.keep_last_words()
             logger.info("%s: attempt %d of %s failed", context.run_id, context.attempt, task.name, exc_info=failure)
             return raised(failure)
         return _went_on(context) if context.is_parked else returned(task, value)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from flowfabric.errors import FabricError
 from flowfabric.sdk.codec import from_json, json_bytes
 
 if TYPE_CHECKING:
@@ -58,6 +60,11 @@ class Saying(ABC):
         """Wait until everything that was written is kept."""
         for output in self._outputs.values():
             await output.flush()
+
+    async def keep_last_words(self) -> None:
+        """The same before a failure is told, which matters more than what can no longer be kept."""
+        with suppress(FabricError):
+            await self.flush()
 
 
 class Output:

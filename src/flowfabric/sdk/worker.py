@@ -148,6 +148,7 @@ class Worker:
             # A slot is a handler's: the next one may be fetched while the end of the last one is on its way.
             room = self._slots - (len(self._running) - len(self._telling)) - self._attempts.stuck
             if room <= 0 or len(self._telling) > self._slots:
+                engine.meters.count("ff_worker_at_capacity")
                 self._free.clear()
                 await self._free.wait()
                 continue
