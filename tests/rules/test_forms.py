@@ -82,6 +82,8 @@ def at_length(row: Execution, *also: Insert) -> Change:
     timeout_at=st.none() | st.just(NOW + 5),
     terms=st.none() | st.just('{"retention_ttl_ms":5000}') | st.just('{"retry":{"max_retries":1}}'),
     result=st.none() | st.just(b"R"),
+    flow_id=st.none() | st.just("f"),
+    successors=st.none() | st.just("many") | st.just('[["e","x",true,false],["g","y"]]'),
 )
 def test_an_ordinary_success_spelled_out_is_what_the_long_rule_says(
     tags: str | None,
@@ -90,8 +92,18 @@ def test_an_ordinary_success_spelled_out_is_what_the_long_rule_says(
     timeout_at: int | None,
     terms: str | None,
     result: bytes | None,
+    flow_id: str | None,
+    successors: str | None,
 ) -> None:
-    row = running(tags=tags, lineage=lineage, attempt_resumed_at=resumed_at, attempt_timeout_at=timeout_at, terms=terms)
+    row = running(
+        tags=tags,
+        lineage=lineage,
+        attempt_resumed_at=resumed_at,
+        attempt_timeout_at=timeout_at,
+        terms=terms,
+        flow_id=flow_id,
+        successors=successors,
+    )
     change = finish.complete(row, HELD, None, result, None, NOW).change
     assert change is not None
     assert change.form is not None
@@ -102,10 +114,8 @@ def test_an_ordinary_success_spelled_out_is_what_the_long_rule_says(
 @pytest.mark.parametrize(
     "attached",
     [
-        {"flow_id": "f"},
         {"stream_index": 1},
         {"parent_id": "p"},
-        {"successors": "many"},
         {"deadline_at": NOW + 5},
         {"current_suspension_id": "s"},
         {"blocking_text": "why"},

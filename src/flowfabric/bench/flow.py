@@ -151,7 +151,7 @@ async def _quorum(engine: Engine, lane: str, siblings: int) -> float:
     cancelled = asyncio.Event()
     left = siblings - 1
 
-    def count(change: Change) -> None:
+    def count(change: Change, _: object) -> None:
         nonlocal left
         left -= sum(event.outcome == "cancelled" for event in change.events)
         if not left:

@@ -26,7 +26,7 @@ from flowfabric.model.execution import Execution, Payload, Result
 from flowfabric.model.flow import Dependency, DependencyKind, Dispatch, Edge, EdgeGroup, PendingCancelGroup
 from flowfabric.model.states import LifecyclePhase, TerminalOutcome
 from flowfabric.rules import joins, successors
-from flowfabric.rules.change import Change, Decision, Delete, Guard, Insert, Patch, Put, Write
+from flowfabric.rules.change import Change, Decision, Delete, Guard, Insert, Patch, Put, Write, outcome_of
 from flowfabric.rules.joins import Settlement, Surroundings
 from flowfabric.rules.successors import Successor
 from flowfabric.stores.base import Scan, Want, Where
@@ -58,11 +58,11 @@ class Dispatcher:
 
     # -- hearing of ends ------------------------------------------------------------------------------------------
 
-    def follow(self, change: Change) -> None:
+    def follow(self, change: Change, rows: Rows) -> None:
         """A change was written: take up what it leaves to be done."""
         if not self._enabled:
             return
-        flow_id = change.events[0].flow_id if change.events and change.events[0].outcome else None
+        flow_id = _flow_of(change, rows) if outcome_of(change) else None
         for write in change.writes:
             row: Any = write.row
             if type(write) is Patch and row is Dependency and flow_id and write.fields.get("unfolded_at") is not None:
@@ -178,16 +178,22 @@ class Dispatcher:
 
     # -- one edge: written with the end itself ------------------------------------------------------------------------
 
-    async def carry(self, change: Change, rows: Rows) -> Change:
-        """The change that ends an execution, with the children that it alone was waited for by."""
-        if not self._enabled or not change.events or change.events[0].outcome != TerminalOutcome.SUCCESS:
+    def carried(self, change: Change, row: Execution) -> Change | None:
+        """The change that ends an execution, with the children that it alone was waited for by; None without a look."""
+        if not self._enabled:
             return change
-        row = rows[0][0] if rows[0] and isinstance(rows[0][0], Execution) else None
-        if row is None or row.successors is None or row.execution_id != change.events[0].execution_id:
-            return change
+        for one in successors.named(row):
+            if one.alone:
+                if one.passes or not one.line:
+                    return None
+                change = _carried_unseen(change, row, one)
+        return change
+
+    async def carry(self, change: Change, row: Execution) -> Change:
+        """The same, after a look at those that need one."""
+        if (known := self.carried(change, row)) is not None:
+            return known
         alone = [one for one in successors.named(row) if one.alone]
-        if not alone:
-            return change
         flow_id = row.flow_id or ""
         wants: list[Want] = []
         for one in alone:
@@ -299,6 +305,17 @@ def _dependency(edge: Edge) -> Dependency:
     )
 
 
+def _flow_of(change: Change, rows: Rows) -> str | None:
+    """The flow of the execution that a change has ended."""
+    flow_id: str | None = change.events[0].flow_id if change.form is None else rows[0][0].flow_id
+    return flow_id
+
+
+def _carried_unseen(change: Change, row: Execution, one: Successor) -> Change:
+    line = successors.line_told(one.line)
+    return _with(change, one, joins.advance_unseen(row.flow_id or "", one.edge_id, one.execution_id, line))
+
+
 def _carried(
     change: Change, row: Execution, one: Successor, group: EdgeGroup, child: Execution, payload: list[Payload]
 ) -> Change:
@@ -318,8 +335,11 @@ def _carried(
         if results:
             around = Surroundings(carried=(payload[0], results[0]))
     known = joins.advance(group, child, Settlement(dependency, TerminalOutcome.SUCCESS), around)
-    if known is None:
-        return change
+    return change if known is None else _with(change, one, known)
+
+
+def _with(change: Change, one: Successor, known: Change) -> Change:
+    """A change with the fold of a successor in place of the note on its edge."""
     noted = (one.execution_id, one.edge_id)
     rest = [
         write

@@ -29,7 +29,7 @@ from flowfabric.model.states import (
     PublicState,
     TerminalOutcome,
 )
-from flowfabric.rules import delay, joins, replay, step
+from flowfabric.rules import delay, joins, place, replay, step
 from flowfabric.rules.change import NOW, Change, Decision, Delete, Guard, Insert, Patch, Put, Write, at, refuse, seen
 from flowfabric.rules.flows import Policy, new_group, seen_group
 from flowfabric.rules.lease import Fence
@@ -91,7 +91,12 @@ def apply(
         unfolded_at=at(0) if _has_ended(upstream) else None,
     )
     follows = successor(
-        ask.edge_id, ask.downstream, edge.dependency_kind, inbound=joined.n, ref=dependency.data_passing_ref
+        ask.edge_id,
+        ask.downstream,
+        edge.dependency_kind,
+        inbound=joined.n,
+        ref=dependency.data_passing_ref,
+        line=place.line_of(child) if joined.policy_variant is PolicyVariant.ALL_OF else None,
     )
     fields = {"successors": with_successors(upstream, [follows]), "last_mutation_at": NOW}
     unresolved = joined.n - joined.succeeded - joined.failed - joined.skipped

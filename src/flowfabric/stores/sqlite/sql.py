@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from flowfabric.model.execution import Payload
-from flowfabric.rules.change import Form, FromNow, Own
+from flowfabric.rules.change import Form, FromNow, Like, Own
 from flowfabric.stores.base import Where
 from flowfabric.stores.codec import CODEC, EVENT_COLUMNS, encode, no_line
 from flowfabric.stores.rows import TABLE, Table
@@ -59,6 +59,15 @@ def refused_guards(row: type[msgspec.Struct], *, lease: bool) -> Rows:
         return _filled("refused_guards", revision, **shared, first_key=table.key[0])
     places = {"live": str(revision + 1), "lease_id": str(revision + 2), "lease_epoch": str(revision + 3)}
     return _filled("refused_leases", revision + 3, **shared, **places)
+
+
+@lru_cache(64)
+def refused_looks(row: type[msgspec.Struct], like: Like) -> Rows:
+    """Which roots do not look like this: rows of (number, key…)."""
+    table = TABLE[row]
+    looks = " AND ".join(f"r.{name} IS {_formed(value)}" for name, value in like.fields.items())
+    shared = {"table": table.name, "same_key": _same_key(table, 2), "first_key": table.key[0]}
+    return _filled("refused_looks", len(table.key) + 1, **shared, looks=looks)
 
 
 @cache

@@ -17,7 +17,7 @@ from msgspec.structs import astuple
 
 from flowfabric.model.event import Event
 from flowfabric.model.execution import LineKey
-from flowfabric.rules.change import Change, Delete, Form, LeaseWant, Patch, Put, Write
+from flowfabric.rules.change import Change, Delete, Form, LeaseWant, Like, Patch, Put, Write
 from flowfabric.stores.base import Held, Take, Taken, Unstorable
 from flowfabric.stores.codec import CODEC, encode_column, row_of, target
 from flowfabric.stores.rows import TABLE
@@ -121,6 +121,7 @@ def _refused(db: apsw.Connection, changes: Sequence[Change], now: int) -> set[in
     refused: set[int] = set()
     roots: dict[type[msgspec.Struct], list[Row]] = {}
     leases: dict[type[msgspec.Struct], list[Row]] = {}
+    looks: dict[tuple[type[msgspec.Struct], Like], list[Row]] = {}
     for number, change in enumerate(changes):
         if change.not_before is not None and now < change.not_before:
             refused.add(number)
@@ -128,7 +129,9 @@ def _refused(db: apsw.Connection, changes: Sequence[Change], now: int) -> set[in
             refused.add(number)
         for guard in change.guards:
             lease = guard.lease
-            if lease is None or guard.revision is None:
+            if guard.like is not None:
+                looks.setdefault((guard.row, guard.like), []).append((number, *guard.key))
+            elif lease is None or guard.revision is None:
                 roots.setdefault(guard.row, []).append((number, *guard.key, guard.revision))
             else:
                 live = lease.want is LeaseWant.LIVE
@@ -139,6 +142,8 @@ def _refused(db: apsw.Connection, changes: Sequence[Change], now: int) -> set[in
         refused.update(number for (number,) in many(db, sql.refused_guards(row, lease=False), asked))
     for row, asked in leases.items():
         refused.update(number for (number,) in many(db, sql.refused_guards(row, lease=True), asked, now))
+    for kind, asked in looks.items():
+        refused.update(number for (number,) in many(db, sql.refused_looks(*kind), asked))
     return refused
 
 
