@@ -213,11 +213,12 @@ class Core:
         """Remember and tell what a written change means to this process and to others."""
         self.estimate.hear(committed_at)
         topics: set[str] = set()
+        followed: dict[Follow, None] = {}
         if change.form is not None:
             self._note_form(change, committed_at, topics)
+            followed.update(dict.fromkeys(self.followers.get(change.form.root, ())))
         if self.planned:
             self._note_due(change, committed_at)
-        followed: dict[Follow, None] = {}
         for write in change.writes:  # compared by type: this runs for every change
             row: Any = write.row
             if type(write) is Patch:

@@ -46,7 +46,7 @@ from flowfabric.model.states import (
     OwnershipState,
     TerminalOutcome,
 )
-from flowfabric.rules import lease, place, step
+from flowfabric.rules import cancel, lease, place, step
 from flowfabric.rules.change import NOW, Change, Decision, Guard, Like, Own, Patch, Put, Write, at, seen, supposed
 from flowfabric.rules.flows import seen_flow, seen_group
 
@@ -312,7 +312,7 @@ def flagged(siblings: Sequence[str], *, satisfied: bool) -> dict[str, Any]:
     return {
         "cancel_siblings_pending_flag": True,
         "cancel_siblings_pending_members": "|".join(sorted(siblings)) or None,
-        "cancel_siblings_reason": "sibling_quorum_satisfied" if satisfied else "sibling_quorum_impossible",
+        "cancel_siblings_reason": cancel.QUORUM_SATISFIED if satisfied else cancel.QUORUM_IMPOSSIBLE,
     }
 
 

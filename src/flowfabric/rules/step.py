@@ -136,20 +136,16 @@ def success_form(row: Execution) -> Form | None:
 
 @lru_cache(maxsize=256)
 def _success_form(kept_ms: int, timed: bool, is_member: bool) -> Form:
-    columns = {name: Own(name) for name in Execution.__struct_fields__} | ORDINARY | {"successors": None}
-    if not is_member:
-        columns["flow_id"] = None
-    if timed:
-        columns[_TIMED] = Own(_TIMED)
-    columns["terms"] = encode_terms(Terms(retention_ttl_ms=kept_ms))
-    return as_form(
-        ended(
-            Execution(**columns),
-            TerminalOutcome.SUCCESS,
-            attempt=AttemptRecordState.ENDED_SUCCESS,
-            released="completed",
-        )
-    )
+    known = ORDINARY | ({_TIMED: Own(_TIMED)} if timed else {})
+    row = unseen(known, kept_ms, is_member=is_member)
+    return as_form(ended(row, TerminalOutcome.SUCCESS, attempt=AttemptRecordState.ENDED_SUCCESS, released="completed"))
+
+
+def unseen(known: dict[str, Any], kept_ms: int, *, is_member: bool) -> Execution:
+    """A row of which only this is known, to make a form of its end."""
+    columns = {name: Own(name) for name in Execution.__struct_fields__} | known
+    columns |= {"successors": None, "terms": encode_terms(Terms(retention_ttl_ms=kept_ms))}
+    return Execution(**columns if is_member else columns | {"flow_id": None})
 
 
 def completion(row: Execution, outcome: TerminalOutcome, *, released: str | None, details: str | None = None) -> Event:

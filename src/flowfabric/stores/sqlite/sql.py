@@ -116,13 +116,13 @@ def form(form: Form) -> tuple[Rows, ...]:
 
 
 def _formed(value: Any) -> str:
-    """A value of a form in the words of SQL; it comes from a rule, never from a caller."""
+    """A value of a form in the words of SQL that is still to be filled; it comes from a rule, never from a caller."""
     if type(value) is Own:
         return f"r.{value.column}"
     if type(value) is FromNow:
         return f"g.column2 + {value.offset}"
     if isinstance(value, str) and not isinstance(value, Enum):
-        return "'" + value.replace("'", "''") + "'"
+        return "'" + value.replace("'", "''").replace("{", "{{").replace("}", "}}") + "'"
     return "NULL" if value is None else str(encode(value, no_line))
 
 
