@@ -140,14 +140,14 @@ def _rounds(changes: Sequence[Change]) -> list[list[tuple[int, int, Write]]]:
         if len(writes) == 1 or len({row_of(write) for write in writes}) == len(writes):
             first += [(no, change.id, write) for write in writes]
             continue
-        deleting = any(type(write) is Delete for write in writes)
+        emptied = {write.row for write in writes if type(write) is Delete}
         targets = [target(write) for write in writes]
-        if not deleting and len(set(targets)) == len(targets):
+        if not emptied and len(set(targets)) == len(targets):
             first += [(no, change.id, write) for write in writes]
             continue
         levels: dict[tuple[Row, tuple[Any, ...]], int] = {}
         for write, place in zip(writes, targets, strict=True):
-            meets = (other for other in levels if _meet(place, other)) if deleting else (place,)
+            meets = (other for other in levels if _meet(place, other)) if place[0] in emptied else (place,)
             level = levels[place] = max((levels.get(other, -1) + 1 for other in meets), default=0)
             while level >= len(rounds):
                 rounds.append([])

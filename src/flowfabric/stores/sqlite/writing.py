@@ -162,12 +162,11 @@ def _places(writes: Sequence[Write]) -> Sequence[int]:
     """The round of each write: how many writes of the same row come before it."""
     if len({row_of(write) for write in writes}) == len(writes):
         return [0] * len(writes)
-    if any(type(write) is Delete for write in writes):  # which may meet any number of rows
-        return range(len(writes))
+    emptied = {write.row for write in writes if type(write) is Delete}  # where one write may meet any number of rows
     written: dict[object, int] = {}
     places = []
     for write in writes:
-        row = target(write)
+        row = row_of(write) if row_of(write) in emptied else target(write)
         places.append(written.get(row, 0))
         written[row] = places[-1] + 1
     return places
