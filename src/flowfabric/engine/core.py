@@ -38,6 +38,7 @@ Follow = Callable[[Change, Rows], None]  # a change that was written, and the ro
 
 SEEN_LIMIT = 20_000
 PATIENCE_S = 15.0
+LATER_S = 0.02  # what nobody waits for is told to other processes by then
 MINTED = (Waitpoint, Frame)  # rows that are told in no feed, and whose ids or places are one call's own
 HISTORY = 1000
 NOTHING: dict[str, int] = {}
@@ -82,6 +83,8 @@ class Core:
         self._lines: dict[str, set[LineKey]] = {}
         self.planned: dict[type[msgspec.Struct], dict[str, int]] = {}  # by row and column: when we look at it next
         self._untold: set[str] = set()
+        self._telling = False
+        self._late: asyncio.TimerHandle | None = None
         self._decided_lanes: set[str] = set()  # lanes where this process put work that is claimed by decision
         self._takeovers: set[str] = set()  # those where some of it is up for takeover
         self._looked_at: dict[str, int] = {}  # when this process last looked around in a lane
@@ -250,16 +253,21 @@ class Core:
                 self._note_instant(Execution, column, committed_at + instant.offset, planned_at)
         topics.update((FEED, end_topic(execution_id)))
 
-    def tell(self, topics: Collection[str]) -> None:
-        """Wake whoever waits for these, here and in other processes."""
+    def tell(self, topics: Collection[str], *, at_once: bool = True) -> None:
+        """Wake whoever waits for these, here and in other processes; there with the next hint if that will do."""
         self.wakes.fire(topics)
-        if not self._untold:
-            asyncio.get_running_loop().call_soon(self._tell_others)
         self._untold.update(topics)
+        if at_once and not self._telling:
+            self._telling = True
+            asyncio.get_running_loop().call_soon(self._tell_others)
+        elif not at_once and not self._telling and self._late is None:
+            self._late = asyncio.get_running_loop().call_later(LATER_S, self._tell_others)
 
     def _tell_others(self) -> None:
         """One hint for everything that a turn of the loop brought about."""
-        topics, self._untold = frozenset(self._untold), set()
+        if self._late is not None:
+            self._late.cancel()
+        topics, self._untold, self._telling, self._late = frozenset(self._untold), set(), False, None
         self.store.notify(topics)
 
     def note_line(self, line: LineKey) -> bool:

@@ -163,10 +163,13 @@ def _places(writes: Sequence[Write]) -> Sequence[int]:
     if len({row_of(write) for write in writes}) == len(writes):
         return [0] * len(writes)
     emptied = {write.row for write in writes if type(write) is Delete}  # where one write may meet any number of rows
+    targets = [target(write) for write in writes]
+    if not emptied and len(set(targets)) == len(targets):
+        return [0] * len(writes)
     written: dict[object, int] = {}
     places = []
-    for write in writes:
-        row = row_of(write) if row_of(write) in emptied else target(write)
+    for kind, key in targets:
+        row: object = kind if kind in emptied else (kind, key)
         places.append(written.get(row, 0))
         written[row] = places[-1] + 1
     return places
