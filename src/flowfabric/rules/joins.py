@@ -255,21 +255,24 @@ WAITING = Like(
 )
 
 
-def advance_unseen(flow_id: str, edge_id: str, child: str, line: LineKey) -> Change:
+def advance_unseen(
+    flow_id: str, edge_id: str, child: str, line: LineKey, carried: tuple[Payload, Result] | None = None
+) -> Change:
     """What `advance` says of a success when group and child are as applying the edge left them; the store proves it.
 
     `line` is where the child belongs by what never changes of it.
     """
     counted, resolved, stands = _advanced(line)
     key = (flow_id, child)
-    return Change(
-        guards=(supposed(EdgeGroup, UNCOUNTED, *key), supposed(Execution, WAITING, child)),
-        writes=(
-            Patch(EdgeGroup, key, counted),
-            Patch(Dependency, (child, edge_id), resolved),
-            Patch(Execution, (child,), stands),
-        ),
+    writes: tuple[Write, ...] = (
+        Patch(EdgeGroup, key, counted),
+        Patch(Dependency, (child, edge_id), resolved),
+        Patch(Execution, (child,), stands),
     )
+    if carried is not None:
+        writes += (_carry(*carried),)
+    guards = (supposed(EdgeGroup, UNCOUNTED, *key), supposed(Execution, WAITING, child))
+    return Change(guards=guards, writes=writes)
 
 
 @lru_cache(maxsize=1024)

@@ -18,7 +18,7 @@ from flowfabric.model.flow import Dependency, DependencyKind, Dispatch
 from flowfabric.model.states import TerminalOutcome
 from flowfabric.rules.change import NOW, Patch, Put, Write, at
 
-FEW = 8  # edges that are named on the sheet
+FEW = 128  # edges that are named on the sheet, with about a hundred bytes each
 MANY = "many"
 
 
