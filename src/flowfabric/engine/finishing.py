@@ -94,7 +94,7 @@ class Finishing(Executions):
                 found[place] = refused
                 continue
             row = self._seen.get(execution_id)
-            if row is None or row.successors is not None or execution_id in sent:
+            if row is None or execution_id in sent:
                 alone[place] = ()
                 continue
             decision = finish.complete(row, fence_of(handle), None, payload, label, now)
@@ -102,6 +102,12 @@ class Finishing(Executions):
                 alone[place] = ()
                 continue
             change = msgspec.structs.replace(decision.change, id=self.minter.change_id())
+            if row.successors is not None and self.carrier is not None:
+                carrying = self.carrier.carried(change, row)
+                if carrying is None:
+                    alone[place] = ()
+                    continue
+                change = carrying
             sent[execution_id] = (place, change, decision, row)
         verdicts = await self.commits.add_all([change for _, change, _, _ in sent.values()])
         for (place, change, decision, row), verdict in zip(sent.values(), verdicts, strict=True):
