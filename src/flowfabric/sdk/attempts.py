@@ -11,15 +11,16 @@ import contextvars
 import inspect
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from flowfabric.engine.engine import Engine
 from flowfabric.model.answers import Claimed
 from flowfabric.sdk.cells import Cells, Order
-from flowfabric.sdk.context import Context, entered
+from flowfabric.sdk.context import Context, Pending, entered
 from flowfabric.sdk.durable import Crash, Unwound
 from flowfabric.sdk.inputs import named_budgets, read_input
-from flowfabric.sdk.outcomes import AWAY, Outcome, raised, returned
+from flowfabric.sdk.outcomes import AWAY, Later, Outcome, raised, returned
 from flowfabric.sdk.threads import DaemonThreads
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from flowfabric.sdk.task import Task
 
 logger = logging.getLogger("flowfabric.worker")
+
+UNKNOWN_TASK_DELAY_MS = 5000
 
 
 class Attempts:
@@ -52,41 +55,59 @@ class Attempts:
         self._threads.shutdown()
         self._cells.close()
 
-    async def attempt(self, claimed: Claimed, task: Task[..., Any]) -> Outcome:
+    async def attempt(self, claimed: Claimed) -> Outcome:
         """Call the handler; raises only when the attempt was cancelled from outside."""
-        if task in self._app.stubs:
+        kind = claimed.payload.execution_kind if claimed.payload else ""
+        task = self._app.tasks.get(kind)
+        if task is None:
+            logger.warning("%s: no task %r here; left for a worker that knows it", claimed.execution_id, kind)
+            return Later(UNKNOWN_TASK_DELAY_MS)
+        if self._app.stubs and task in self._app.stubs:
             return await self._stubbed(claimed, task)
         if task.isolation == "process" and self._app.isolates:
             return await self._in_cell(claimed, task)
         root = asyncio.current_task() if task.is_async else None
-        context = Context(
+        own = Pending(partial(self._context, claimed, task, root, asyncio.get_running_loop()))
+        try:
+            arguments = task.signature.load(await read_input(self._engine, claimed.payload))
+            value = await (self._on_loop if task.is_async else self._in_thread)(task, own, arguments)
+            if own.context is not None:
+                await own.context.flush()
+        except (asyncio.CancelledError, Unwound):
+            if own.context is not None:
+                own.context.give_up()
+            if not own.is_parked:
+                raise
+            _forgive()
+            return AWAY
+        except Crash:
+            logger.info("%s: crashed on purpose", claimed.execution_id)
+            return AWAY
+        except Exception as failure:
+            if own.is_parked:
+                return _went_on(claimed, task)
+            attempt = claimed.attempt_index
+            logger.info("%s: attempt %d of %s failed", claimed.execution_id, attempt, task.name, exc_info=failure)
+            return raised(failure)
+        return _went_on(claimed, task) if own.is_parked else returned(task, value)
+
+    def _context(
+        self,
+        claimed: Claimed,
+        task: Task[..., Any],
+        root: asyncio.Task[Any] | None,
+        loop: asyncio.AbstractEventLoop,
+    ) -> Context:
+        return Context(
             self._app,
             self._engine,
             claimed.handle,
             task,
             root=root,
+            loop=loop,
             budgets=named_budgets(claimed.payload),
             lease_until=lambda: self._until(claimed.lease_id),
         )
-        try:
-            arguments = task.signature.load(await read_input(self._engine, claimed.payload))
-            value = await (self._on_loop if task.is_async else self._in_thread)(task, context, arguments)
-            await context.flush()
-        except (asyncio.CancelledError, Unwound):
-            context.give_up()
-            if not context.is_parked:
-                raise
-            _forgive()
-            return AWAY
-        except Crash:
-            logger.info("%s: crashed on purpose", context.run_id)
-            return AWAY
-        except Exception as failure:
-            if context.is_parked:
-                return _went_on(context)
-            logger.info("%s: attempt %d of %s failed", context.run_id, context.attempt, task.name, exc_info=failure)
-            return raised(failure)
-        return _went_on(context) if context.is_parked else returned(task, value)
 
     async def _stubbed(self, claimed: Claimed, task: Task[..., Any]) -> Outcome:
         """What a test has put in the place of the handler; it gets the arguments without a context."""
@@ -97,18 +118,19 @@ class Attempts:
         except Exception as failure:
             return raised(failure)
 
-    async def _on_loop(self, task: Task[..., Any], context: Context, arguments: dict[str, Any]) -> Any:
-        entered(context)
-        call = task.handler(**task.with_context(arguments, context))
-        if task.own.timeout_ms is None:
+    async def _on_loop(self, task: Task[..., Any], own: Pending, arguments: dict[str, Any]) -> Any:
+        entered(own)
+        call = task.handler(**task.with_context(arguments, own.get))
+        if task.timeout_s is None:
             return await call
-        async with asyncio.timeout(task.own.timeout_ms / 1000):
+        async with asyncio.timeout(task.timeout_s):
             return await call
 
-    async def _in_thread(self, task: Task[..., Any], context: Context, arguments: dict[str, Any]) -> Any:
+    async def _in_thread(self, task: Task[..., Any], own: Pending, arguments: dict[str, Any]) -> Any:
+        context = own.get()
         surroundings = contextvars.copy_context()
         surroundings.run(entered, context)
-        given = task.with_context(arguments, context)
+        given = task.with_context(arguments, own.get)
         loop = asyncio.get_running_loop()
         call = loop.run_in_executor(self._threads, lambda: surroundings.run(lambda: task.handler(**given)))
         try:
@@ -155,8 +177,8 @@ class Attempts:
         return await self._cells.perform(order, task.timeout_s)
 
 
-def _went_on(context: Context) -> Outcome:
-    logger.error("%s: %s went on after it was put away; its result is lost", context.run_id, context.task)
+def _went_on(claimed: Claimed, task: Task[..., Any]) -> Outcome:
+    logger.error("%s: %s went on after it was put away; its result is lost", claimed.execution_id, task.name)
     return AWAY
 
 

@@ -77,6 +77,8 @@ class Signature:
             kept.append(parameter)
             self.shapes[name] = Shape(annotation)
         self._signature = full.replace(parameters=kept)
+        named = all(parameter.kind is not parameter.POSITIONAL_ONLY for parameter in kept)
+        self._needed = {parameter.name for parameter in kept if parameter.default is parameter.empty} if named else None
         self.result = Shape(hints.get("return", Any))
         if self.result.annotation is type(None):
             self.result = Shape(Any)
@@ -101,10 +103,11 @@ class Signature:
         if not isinstance(plain, dict):
             raise InvalidInput("input: not a JSON object of parameters")
         arguments = {name: shape.load(plain[name], name) for name, shape in self.shapes.items() if name in plain}
-        try:
-            self._signature.bind(**arguments)
-        except TypeError as fault:
-            raise InvalidInput(f"input: {fault}") from fault
+        if self._needed is None or not self._needed <= arguments.keys():
+            try:
+                self._signature.bind(**arguments)
+            except TypeError as fault:
+                raise InvalidInput(f"input: {fault}") from fault
         return arguments
 
 
