@@ -200,7 +200,7 @@ class Core:
         """Remember and tell what a written change means to this process and to others."""
         self.estimate.hear(committed_at)
         if change.form is not None:
-            self._note_form(change, committed_at)
+            self.note_alike((change,), committed_at)
             return
         topics: set[str] = set()
         if self.planned:
@@ -227,15 +227,19 @@ class Core:
         for follow in followed:
             follow(change)
 
-    def _note_form(self, change: Change, committed_at: int) -> None:
-        """The same for a change whose form says it all: the end of ordinary work."""
-        assert change.form is not None
-        (execution_id,) = change.guards[0].key
-        self._seen.pop(execution_id, None)
+    def note_alike(self, changes: Sequence[Change], committed_at: int) -> None:
+        """The same for changes whose forms say it all, the ends of ordinary work: many are told in one hint."""
+        self.estimate.hear(committed_at)
+        topics, forms = {FEED}, {change.form for change in changes if change.form is not None}
+        for change in changes:
+            (execution_id,) = change.guards[0].key
+            self._seen.pop(execution_id, None)
+            topics.add(end_topic(execution_id))
         for column, planned_at in self.planned.get(Execution, NOTHING).items():
-            if isinstance(instant := change.form.fields.get(column), FromNow):
-                self._note_instant(Execution, column, committed_at + instant.offset, planned_at)
-        self.tell((FEED, end_topic(execution_id)))
+            for form in forms:
+                if isinstance(instant := form.fields.get(column), FromNow):
+                    self._note_instant(Execution, column, committed_at + instant.offset, planned_at)
+        self.tell(topics)
 
     def tell(self, topics: Collection[str]) -> None:
         """Wake whoever waits for these, here and in other processes."""

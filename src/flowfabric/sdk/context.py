@@ -209,18 +209,19 @@ class Context(Waiting, Saying, Spending):
 class Pending:
     """The context of a handler, made when somebody asks for it: many handlers never do."""
 
-    __slots__ = ("_make", "context")
+    __slots__ = ("_make", "context", "root")
 
-    def __init__(self, make: Callable[[], Context]) -> None:
+    def __init__(self, make: Callable[[asyncio.Task[Any] | None], Context]) -> None:
         self._make = make
         self.context: Context | None = None
+        self.root: asyncio.Task[Any] | None = None  # the task that runs the handler
 
     def get(self) -> Context:
         """The context; a thread of the handler's may be the first to ask."""
         if self.context is None:
             with _making:
                 if self.context is None:
-                    self.context = self._make()
+                    self.context = self._make(self.root)
         return self.context
 
     @property

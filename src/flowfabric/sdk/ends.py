@@ -7,6 +7,7 @@ the next ones gather. Nobody waits for an end here; who holds a lease hears when
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -30,6 +31,7 @@ class Ends:
         """`over` is called with attempts of which there is nothing more to tell."""
         self._engine = engine
         self._over = over
+        self._surroundings = contextvars.copy_context()  # those of a handler are none of the store's business
         self._untold: dict[str, Claimed] = {}
         self._successes: list[tuple[Claimed, Done]] = []  # that are not on their way yet
         self._lanes = 0
@@ -73,7 +75,7 @@ class Ends:
         return left
 
     def _start(self, telling: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(telling)
+        task = asyncio.get_running_loop().create_task(telling, context=self._surroundings.copy())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

@@ -64,7 +64,7 @@ class Worker:
             ttl_ms=to_ms(presence_ttl, "presence_ttl"),
         )
         self._leases = Leases()
-        self._running: dict[asyncio.Task[Outcome], Claimed] = {}
+        self._running: dict[str, tuple[asyncio.Task[None], Claimed]] = {}  # by lease
         self._ends: Ends | None = None
         self._free = asyncio.Event()
         self._stopping = asyncio.Event()
@@ -99,8 +99,7 @@ class Worker:
 
     def abandon(self) -> None:
         """Drop everything on the floor, as a killed process does; for tests."""
-        for task in self._running:
-            task.cancel()
+        self._cancel_all("abandoned")
         if self._ends is not None:
             self._ends.drop()
 
@@ -114,7 +113,7 @@ class Worker:
         engine.start_sweeps()
         await self._app.declare(engine)
         await self._presence.announce(engine)
-        self._attempts = Attempts(self._app, engine, self._leases.until, self._free.set)
+        self._attempts = Attempts(self._app, engine, until=self._leases.until, ended=self._ended, freed=self._free.set)
         self._ends = ends = Ends(engine, self._told)
         heartbeat = self._make_heartbeat(engine)
         heartbeat.start()
@@ -176,11 +175,10 @@ class Worker:
         await asyncio.wait((finished, hurry), timeout=self._grace_s, return_when=asyncio.FIRST_COMPLETED)
         finished.cancel()
         hurry.cancel()
-        running = dict(self._running)
-        left = [*running.values(), *ends.drop()]
-        for task in running:
-            task.cancel("the worker stops")
-        await asyncio.gather(*running, return_exceptions=True)
+        running = list(self._running.values())
+        left = [*(claimed for _, claimed in running), *ends.drop()]
+        self._cancel_all("the worker stops")
+        await asyncio.gather(*(task for task, _ in running), return_exceptions=True)
         await ends.all_told()  # a handler may have had something to say all the same
         for claimed in left:
             try:
@@ -193,41 +191,39 @@ class Worker:
         """Wait until every handler is over and every end is told."""
         while self._running or ends:
             if self._running:
-                await asyncio.wait(self._running)
+                await asyncio.wait([task for task, _ in self._running.values()])
             await ends.all_told()
 
     # -- one piece of work ----------------------------------------------------------------------------------------
 
     def _begin(self, claimed: list[Claimed]) -> None:
         self._leases.hold(claimed)
-        create_task, attempt = asyncio.get_running_loop().create_task, self._attempts.attempt
         for one in claimed:
-            task = create_task(attempt(one))
-            self._running[task] = one
-            task.add_done_callback(self._over)
+            self._running[one.lease_id] = (self._attempts.begin(one), one)
 
-    def _over(self, task: asyncio.Task[Outcome]) -> None:
+    def _ended(self, claimed: Claimed, outcome: Outcome | None) -> None:
         """A handler is over: its slot is free, and its end is to be told."""
         assert self._ends is not None
-        claimed = self._running.pop(task)
+        del self._running[claimed.lease_id]
         self._free.set()
-        if task.cancelled():
+        if outcome is None:
             self._leases.let_go([claimed])
-        elif (bug := task.exception()) is not None:
-            self._leases.let_go([claimed])
-            logger.error("%s: its end is not known", claimed.execution_id, exc_info=bug)
         else:
-            self._ends.add(claimed, task.result())
+            self._ends.add(claimed, outcome)
+
+    def _cancel_all(self, why: str) -> None:
+        for task, claimed in list(self._running.values()):
+            self._attempts.cancel(task, claimed, why)
 
     def _told(self, claimed: list[Claimed]) -> None:
         self._leases.let_go(claimed)
         self._free.set()
 
     def _lease_lost(self, lease_id: str, why: FabricError) -> None:
-        for task, claimed in self._running.items():  # an end that is just being told lets the lease go, too
-            if claimed.lease_id == lease_id:
-                logger.warning("%s was taken away: %s", claimed.execution_id, why)
-                task.cancel(f"lease lost: {why}")
+        if (found := self._running.get(lease_id)) is not None:  # an end that is just being told lets the lease go, too
+            task, claimed = found
+            logger.warning("%s was taken away: %s", claimed.execution_id, why)
+            self._attempts.cancel(task, claimed, f"lease lost: {why}")
 
 
 def _lanes_of(app: Fabric) -> tuple[str, ...]:
