@@ -114,3 +114,20 @@ async def test_what_is_no_hint_is_passed_over(ears: tuple[Ear, Ear], rival: Riva
 
     await other.until(lambda: bool(other.heard))
     assert other.topics == {"mail"}
+
+
+async def test_a_hint_that_meets_a_closing_store_is_dropped(database: str, rival: Rival) -> None:
+    wrong: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: wrong.append(context))
+
+    for _ in range(20):
+        ear = Ear(database)
+        async with asyncio.timeout(20):
+            while not ear.heard:
+                await rival.fetch("select pg_notify('ff_wake', '[\"mail\"]')")
+            closing = asyncio.create_task(ear.store.close())
+            while not closing.done():
+                await rival.fetch("select pg_notify('ff_wake', '[\"mail\"]') from generate_series(1, 9)")
+        await closing
+
+    assert wrong == []

@@ -84,6 +84,8 @@ def encode_column(values: Sequence[Any], line_of: LineOf, now: int) -> Sequence[
 
     A column at a time, because most columns hold nothing that needs encoding, and that is quickly seen.
     """
+    if len(values) == 1 and type(values[0]) in _BARE:
+        return values
     kinds = set(map(type, values))
     if kinds <= _TEXT:
         if str in kinds and "\0" in "".join(filter(None, values)):
@@ -99,7 +101,8 @@ def encode_column(values: Sequence[Any], line_of: LineOf, now: int) -> Sequence[
 
 
 _TEXT = frozenset({str, type(None)})
-_PLAIN = _TEXT | {int, bytes, bool, float}
+_BARE = frozenset({int, type(None), bytes, bool, float})
+_PLAIN = _TEXT | _BARE
 
 
 def encode(value: Any, line_of: LineOf) -> Any:

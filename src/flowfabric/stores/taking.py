@@ -53,11 +53,15 @@ def _stamped(take: Take, stamps: Sequence[Stamp], now: int) -> dict[str, Iterabl
     }
 
 
+_COLUMNS = CODEC[Execution].column.values()
+_MEMBERS = {column.name: members(column.kind) for column in _COLUMNS if column.is_enum}
+_LINES = {column.name for column in _COLUMNS if column.kind is LineKey}
+_BOOLS = {column.name for column in _COLUMNS if column.kind is bool}
+
+
 def _decoded(name: str, values: Sequence[Any], line_at: LineAt) -> Iterable[Any]:
-    column = CODEC[Execution].column[name]
-    if column.is_enum:
-        kinds = members(column.kind)
+    if (kinds := _MEMBERS.get(name)) is not None:
         return [None if code is None else kinds[code] for code in values]
-    if column.kind is LineKey:
+    if name in _LINES:
         return [None if line is None else line_at(line) for line in values]
-    return [*map(bool, values)] if column.kind is bool else values
+    return [*map(bool, values)] if name in _BOOLS else values

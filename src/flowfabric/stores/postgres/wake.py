@@ -76,13 +76,14 @@ class Wake:
     async def _serve(self, connection: Any) -> None:
         """Listen and send until the connection ends."""
         connection.add_termination_listener(lambda _: self._work.set())
+        hear = partial(self._heard, connection.get_server_pid())
         listening = False
         while not connection.is_closed():
             self._work.clear()
             if self._callbacks and not listening:
                 listening = True
                 with suppress(asyncpg.PostgresError):
-                    await connection.add_listener(CHANNEL, self._heard)
+                    await connection.add_listener(CHANNEL, hear)
             topics, self._unsent = self._unsent, set()
             for payload in payloads(topics):
                 if self._links.cached:
@@ -91,8 +92,9 @@ class Wake:
                     await in_transaction(connection, partial(_notify, payload=payload))
             await self._work.wait()
 
-    def _heard(self, connection: Any, pid: int, channel: str, payload: str) -> None:
-        if pid == connection.get_server_pid():
+    def _heard(self, own: int, connection: Any, pid: int, channel: str, payload: str) -> None:
+        """A message came, perhaps one that was on its way when the connection ended."""
+        if pid == own:
             return
         with suppress(msgspec.DecodeError):
             topics = frozenset(msgspec.json.decode(payload, type=list[str]))

@@ -44,6 +44,10 @@ def load(db: apsw.Connection, lines: Lines, wants: Sequence[Want], now: int) -> 
             else:
                 found[number] = _starting(db, lines, want)
         for row, asked in keyed.items():
+            if len(asked) == 1:
+                ((number, *key),) = asked
+                found[number] = _starting(db, lines, Want(row, tuple(key)))
+                continue
             decode = CODEC[row].decode
             for (told,) in many(db, sql.keyed(row), asked):
                 for number, *values in msgspec.json.decode(told):

@@ -29,9 +29,9 @@ from flowfabric.stores.sqlite.lines import Lines, LinesOfWriter
 from flowfabric.stores.sqlite.wake import Wake
 
 BUSY_MS = 5_000  # how long a foreign writer is waited for
-CACHE_KIB = 64 * 1024
+CACHE_KIB = 4 * 1024  # small: SQLite walks through the whole cache at the end of a transaction that split a page
 STATEMENTS = 400
-CHECKPOINT_PAGES = 8_000  # ids are random: a longer log lets more writes of one page become one
+CHECKPOINT_PAGES = 1000  # a log that is written over costs half as much to sync as one that still grows
 
 
 class SQLiteStore:
@@ -143,6 +143,10 @@ class SQLiteStore:
             db.pragma("journal_mode", "wal")
         db.pragma("synchronous", self._synchronous)
         db.pragma("cache_size", -CACHE_KIB)
+        db.pragma("temp_store", "memory")  # also for what a statement would have to take back
+        db.config(
+            apsw.SQLITE_DBCONFIG_ENABLE_QPSG, 1
+        )  # no statement is prepared anew because of the values it is given
         db.wal_autocheckpoint(CHECKPOINT_PAGES)
         db.pragma("journal_size_limit", 64 * 1024 * 1024)
         return db
@@ -151,5 +155,6 @@ class SQLiteStore:
         db = apsw.Connection(str(self._path), flags=apsw.SQLITE_OPEN_READWRITE, statementcachesize=STATEMENTS)
         db.set_busy_timeout(BUSY_MS)
         db.pragma("query_only", True)
-        db.pragma("cache_size", -CACHE_KIB // 4)
+        db.pragma("cache_size", -CACHE_KIB)
+        db.config(apsw.SQLITE_DBCONFIG_ENABLE_QPSG, 1)
         return db
