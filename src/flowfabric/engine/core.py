@@ -37,6 +37,7 @@ Rows = list[list[Any]]
 
 SEEN_LIMIT = 20_000
 PATIENCE_S = 15.0
+MENTION_S = 0.02  # how long a hint that nobody is waiting for may wait for company
 MINTED = (Waitpoint, Frame)  # rows that are told in no feed, and whose ids or places are one call's own
 HISTORY = 1000
 NOTHING: dict[str, int] = {}
@@ -69,6 +70,8 @@ class Core:
         self._lines: dict[str, set[LineKey]] = {}
         self.planned: dict[type[msgspec.Struct], dict[str, int]] = {}  # by row and column: when we look at it next
         self._untold: set[str] = set()
+        self._unhurried: set[str] = set()
+        self._mentioning: asyncio.TimerHandle | None = None
         self._decided_lanes: set[str] = set()  # lanes where this process put work that is claimed by decision
         self._takeovers: set[str] = set()  # those where some of it is up for takeover
         self._looked_at: dict[str, int] = {}  # when this process last looked around in a lane
@@ -248,9 +251,20 @@ class Core:
             asyncio.get_running_loop().call_soon(self._tell_others)
         self._untold.update(topics)
 
+    def mention(self, topics: Collection[str]) -> None:
+        """The same; other processes may hear of it with the next hint, or a little later when none follows."""
+        self.wakes.fire(topics)
+        self._unhurried.update(topics)
+        if self._mentioning is None:
+            self._mentioning = asyncio.get_running_loop().call_later(MENTION_S, self._tell_others)
+
     def _tell_others(self) -> None:
         """One hint for everything that a turn of the loop brought about."""
-        topics, self._untold = frozenset(self._untold), set()
+        topics = frozenset(self._untold | self._unhurried)
+        self._untold, self._unhurried = set(), set()
+        if self._mentioning is not None:
+            self._mentioning.cancel()
+            self._mentioning = None
         self.store.notify(topics)
 
     def note_line(self, line: LineKey) -> bool:

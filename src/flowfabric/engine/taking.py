@@ -273,7 +273,7 @@ class Taking(Lines):
             if not taken.rows:
                 self._spare = stamps  # nothing bears them
             else:
-                self.tell(frozenset({FEED}))
+                self.mention((FEED,))  # what is claimed may soon be over, which is told, too
                 self.note_taken([row for row, _ in taken.rows])
             return [self._claimed(row, payload, order.lease_ttl_ms) for row, payload in taken.rows]
 

@@ -83,7 +83,8 @@ class Signature:
             kept.append(parameter)
             self.shapes[name] = Shape(annotation)
         self._signature = full.replace(parameters=kept)
-        self._has_defaults = any(parameter.default is not parameter.empty for parameter in kept)
+        self._is_simple = all(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in kept)
+        self._needed = {parameter.name for parameter in kept if parameter.default is parameter.empty}
         self._decode = _decoder(kept, self.shapes)
         self.result = Shape(hints.get("return", Any))
         if self.result.annotation is type(None):
@@ -91,6 +92,10 @@ class Signature:
 
     def bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments by the names of the parameters."""
+        if self._is_simple:  # a tenth of what binding costs
+            given = dict(zip(self.shapes, args, strict=False)) | kwargs
+            if len(given) == len(args) + len(kwargs) and self._needed <= given.keys() <= self.shapes.keys():
+                return {name: given[name] for name in self.shapes if name in given}
         try:
             return dict(self._signature.bind(*args, **kwargs).arguments)
         except TypeError as fault:
@@ -108,7 +113,7 @@ class Signature:
             except msgspec.DecodeError:
                 pass  # looked at piece by piece, it is told what is wrong
             else:
-                if not self._has_defaults:
+                if len(self._needed) == len(self.shapes):
                     return arguments
                 return {name: value for name, value in arguments.items() if value is not UNSET}
         return self._load_each(payload)

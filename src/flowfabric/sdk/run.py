@@ -80,6 +80,7 @@ class Run(Generic[R]):
         clock = asyncio.get_running_loop().time
         until = None if timeout is None else clock() + timeout
         longest_ms = max(LONGEST_LOOK_MS, engine.settings.poll_ms)
+        await asyncio.sleep(0)  # workers hear of what was just submitted before this looks at it
         while True:
             left_ms = longest_ms if until is None else max(0, int((until - clock()) * 1000))
             ended = await engine.await_end(self.id, max_wait_ms=min(left_ms, longest_ms))
