@@ -17,7 +17,7 @@ from flowfabric.model.states import PublicState, TerminalOutcome
 from flowfabric.sdk.approvals import Link
 from flowfabric.sdk.codec import Shape, from_json, json_bytes
 from flowfabric.sdk.failing import RunCancelled, RunExpired, RunFailed, RunSkipped
-from flowfabric.sdk.output import progress_of
+from flowfabric.sdk.output import START, progress_of
 
 if TYPE_CHECKING:
     from flowfabric.engine.engine import Engine
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 TAIL_MS = 10_000
-START = "0-0"
 LONGEST_LOOK_MS = 30_000
 
 _ENDS = {

@@ -72,6 +72,11 @@ class Worker:
         self._engine: Engine | None = None
 
     @property
+    def running(self) -> int:
+        """How many handlers are under way."""
+        return len(self._running)
+
+    @property
     def done(self) -> int:
         """How many runs it has completed."""
         return 0 if self._ends is None else self._ends.succeeded
