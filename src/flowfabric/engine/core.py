@@ -220,8 +220,7 @@ class Core:
         topics: set[str] = set()
         followed: dict[Follow, None] = {}
         if change.form is not None:
-            self._note_form(change, committed_at, topics)
-            self.outcomes.formed(first(first(rows)), change.form.event["outcome"], committed_at)
+            self._note_forms(((change, first(first(rows))),), committed_at, topics)
             followed.update(dict.fromkeys(self.followers.get(change.form.root, ())))
         if self.planned:
             self._note_due(change, committed_at)
@@ -248,15 +247,29 @@ class Core:
         for follow in followed:
             follow(change, rows)
 
-    def _note_form(self, change: Change, committed_at: int, topics: set[str]) -> None:
-        """The same for what a form says of its root: the end of ordinary work."""
-        assert change.form is not None
-        (execution_id,) = change.guards[0].key
-        self._seen.pop(execution_id, None)
+    def note_alike(self, ends: Sequence[tuple[Change, Execution]], committed_at: int) -> None:
+        """The same for ends of ordinary work, of which the forms say it all: many are told in one hint."""
+        if Execution in self.followers:
+            for change, row in ends:
+                self.note(change, [[row]], committed_at)
+            return
+        self.estimate.hear(committed_at)
+        topics: set[str] = set()
+        self._note_forms(ends, committed_at, topics)
+        self.tell(topics)
+
+    def _note_forms(self, ends: Sequence[tuple[Change, Execution]], committed_at: int, topics: set[str]) -> None:
+        forms = {change.form for change, _ in ends if change.form is not None}
+        for change, row in ends:
+            assert change.form is not None
+            self._seen.pop(row.execution_id, None)
+            topics.add(end_topic(row.execution_id))
+            self.outcomes.formed(row, change.form.event["outcome"], committed_at)
         for column, planned_at in self.planned.get(Execution, NOTHING).items():
-            if isinstance(instant := change.form.fields.get(column), FromNow):
-                self._note_instant(Execution, column, committed_at + instant.offset, planned_at)
-        topics.update((FEED, end_topic(execution_id)))
+            for form in forms:
+                if isinstance(instant := form.fields.get(column), FromNow):
+                    self._note_instant(Execution, column, committed_at + instant.offset, planned_at)
+        topics.add(FEED)
 
     def tell(self, topics: Collection[str], *, at_once: bool = True) -> None:
         """Wake whoever waits for these, here and in other processes; there with the next hint if that will do."""
