@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flowfabric.model.condition import AllOf, ByName, Count, CountKind, OperatorOnly, Single, TimeoutOnly, Wildcard
 from flowfabric.rules.budgets import Need
-from flowfabric.rules.change import Change
+from flowfabric.rules.change import Change, outcome_of
 from flowfabric.rules.conditions import to_plain as plain_condition
 from flowfabric.rules.create import CreateExecution
 from flowfabric.rules.feeds import Filter
@@ -61,5 +61,6 @@ __all__ = [
     "WaitpointToken",
     "WaitpointView",
     "Wildcard",
+    "outcome_of",
     "plain_condition",
 ]

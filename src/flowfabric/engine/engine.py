@@ -90,7 +90,7 @@ class Engine(
         self.folding = Folding(self)
         self.cancelling = Cancelling(self)
         self.dispatcher = Dispatcher(self, self.folding, self.cancelling.cancel_siblings, enabled=dispatch)
-        self.before_commit = self.dispatcher.carry
+        self.carrier = self.dispatcher
         self.follow(self.dispatcher.follow, Dependency, Dispatch, PendingCancelGroup)
         self._flow_sweeps = FlowSweeps(self, self)
         self.follow(self.follow_messages, Message)

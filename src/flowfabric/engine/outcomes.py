@@ -7,17 +7,16 @@ import msgspec
 from flowfabric.engine.meters import Labels, Meters, Timing
 from flowfabric.model.event import Event
 from flowfabric.model.execution import Attempt, Execution
-from flowfabric.model.states import TerminalOutcome
 from flowfabric.rules.change import Change, Insert
-from flowfabric.rules.outcomes import AttemptOutcome, attempt_outcome
+from flowfabric.rules.outcomes import attempt_outcome
 
 ATTEMPTS, COMPLETIONS, DURATION = "ff_attempt_outcome", "ff_completions", "ff_execution_e2e_duration"
 
 
 class Ordinary(msgspec.Struct, frozen=True):
-    """Where the successes of one lane are counted: found once, since this happens for every piece of work."""
+    """Where one end of the work of one lane is counted: found once, since this happens for every piece of work."""
 
-    attempts: tuple[str, Labels]
+    attempts: tuple[str, Labels] | None  # None where no attempt ends with it
     completions: tuple[str, Labels]
     durations: Timing
 
@@ -27,13 +26,14 @@ class Outcomes:
 
     def __init__(self, meters: Meters) -> None:
         self._meters = meters
-        self._ordinary: dict[str, Ordinary] = {}
+        self._ordinary: dict[tuple[str, str], Ordinary] = {}
 
-    def succeeded(self, row: Execution, at: int) -> None:
-        """Ordinary work ended well."""
-        ordinary = self._ordinary.get(row.lane_id) or self._of(row.lane_id)
+    def formed(self, row: Execution, outcome: str, at: int) -> None:
+        """Work ended in one of the ways that are alike for all of it."""
+        ordinary = self._ordinary.get((row.lane_id, outcome)) or self._of(row.lane_id, outcome)
         counts = self._meters.counts
-        counts[ordinary.attempts] += 1
+        if ordinary.attempts is not None:
+            counts[ordinary.attempts] += 1
         counts[ordinary.completions] += 1
         ordinary.durations.add((at - row.created_at) / 1000)
 
@@ -50,13 +50,14 @@ class Outcomes:
             self._meters.count(COMPLETIONS, lane=lane, outcome=event.outcome)
             self._meters.took(DURATION, (at - row.created_at) / 1000, lane=lane)
 
-    def _of(self, lane_id: str) -> Ordinary:
+    def _of(self, lane_id: str, outcome: str) -> Ordinary:
         lane = ("lane", self._meters.lane(lane_id))
+        word = attempt_outcome(outcome, None)
         ordinary = Ordinary(
-            (ATTEMPTS, (lane, ("outcome", AttemptOutcome.OK.value))),
-            (COMPLETIONS, (lane, ("outcome", TerminalOutcome.SUCCESS.value))),
+            None if word is None else (ATTEMPTS, (lane, ("outcome", word.value))),
+            (COMPLETIONS, (lane, ("outcome", outcome))),
             self._meters.timing(DURATION, (lane,)),
         )
         if lane[1] == lane_id:  # not one of very many
-            self._ordinary[lane_id] = ordinary
+            self._ordinary[lane_id, outcome] = ordinary
         return ordinary

@@ -322,7 +322,7 @@ class Taking(Lines):
             if not taken.rows:
                 self._spare = stamps  # nothing bears them
             else:
-                self.tell(frozenset({FEED}))
+                self.tell((FEED,), at_once=False)  # what is claimed may soon be over, which is told, too
                 self.note_taken([row for row, _ in taken.rows])
             return [self._claimed(row, payload, order.lease_ttl_ms) for row, payload in taken.rows]
 
@@ -348,19 +348,27 @@ class Taking(Lines):
         kind = HandleKind.RECLAIMED if row.attempt_type is AttemptType.RECLAIM else HandleKind.FRESH
         if row.attempt_resumed_at is not None:
             kind = HandleKind.RESUMED
-        acquired = Acquired(
-            row.execution_id,
-            row.lease_id or "",
-            row.lease_epoch,
+        fields = HandleFields(
+            row.execution_id,  # type: ignore[arg-type]
             row.attempt_index or 0,
-            row.attempt_id or "",
+            row.attempt_id,  # type: ignore[arg-type]
+            row.lease_id,  # type: ignore[arg-type]
+            row.lease_epoch,
+            lease_ttl_ms,
+            row.current_lane or row.lane_id,  # type: ignore[arg-type]
+            row.worker_instance_id,  # type: ignore[arg-type]
+        )
+        return answers.Claimed(
+            row.execution_id,
+            fields.lease_id,
+            row.lease_epoch,
+            fields.attempt_index,
+            fields.attempt_id,
             row.attempt_type or AttemptType.INITIAL,
             row.lease_expires_at or 0,
-            lease_ttl_ms,
-            row.current_lane or row.lane_id,
-            row.worker_instance_id or "",
+            Handle.mint(self.store.tag, kind, fields),
+            payload,
         )
-        return self._acquired(acquired, kind, payload)
 
 
 async def claimed_of(*claims: Awaitable[answers.Claimed | list[answers.Claimed] | None]) -> list[answers.Claimed]:

@@ -165,6 +165,24 @@ class Working(Asking):
         completed: answers.Completed = variant(told, answers.Completed)
         return completed
 
+    async def complete_many(
+        self, results: Sequence[tuple[Handle, bytes | None]], *, encoding: str | None = None
+    ) -> list[answers.Completed | errors.FabricError]:
+        """Complete each of these with its result; one answer for each, in their order, refusals included.
+
+        Each travels on its own, all of them at once: the server writes together what comes together.
+        """
+        answered = await asyncio.gather(
+            *(self.complete(handle, result=result, encoding=encoding) for handle, result in results),
+            return_exceptions=True,
+        )
+        told: list[answers.Completed | errors.FabricError] = []
+        for answer in answered:
+            if isinstance(answer, BaseException) and not isinstance(answer, errors.FabricError):
+                raise answer
+            told.append(answer)
+        return told
+
     async def fail(
         self,
         handle: Handle | None = None,

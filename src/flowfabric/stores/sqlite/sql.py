@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from flowfabric.model.execution import Execution, Payload
-from flowfabric.rules.change import Form, FromNow, Own
+from flowfabric.rules.change import Form, FromNow, Like, Own
 from flowfabric.stores.base import Where
 from flowfabric.stores.codec import CODEC, EVENT_COLUMNS, encode, no_line
 from flowfabric.stores.rows import TABLE, Table, index_of
@@ -61,6 +61,15 @@ def refused_guards(row: type[msgspec.Struct], *, lease: bool) -> Rows:
     return _filled("refused_leases", revision + 3, **shared, **places)
 
 
+@lru_cache(64)
+def refused_looks(row: type[msgspec.Struct], like: Like) -> Rows:
+    """Which roots do not look like this: rows of (number, key…)."""
+    table = TABLE[row]
+    looks = " AND ".join(f"r.{name} IS {_formed(value)}" for name, value in like.fields.items())
+    shared = {"table": table.name, "same_key": _same_key(table, 2), "first_key": table.key[0]}
+    return _filled("refused_looks", len(table.key) + 1, **shared, looks=looks)
+
+
 @cache
 def keyed(row: type[msgspec.Struct]) -> Rows:
     """Whole rows by their keys: rows of (number, key…). Not for rows with bytes, which JSON cannot tell."""
@@ -107,13 +116,13 @@ def form(form: Form) -> tuple[Rows, ...]:
 
 
 def _formed(value: Any) -> str:
-    """A value of a form in the words of SQL; it comes from a rule, never from a caller."""
+    """A value of a form in the words of SQL that is still to be filled; it comes from a rule, never from a caller."""
     if type(value) is Own:
         return f"r.{value.column}"
     if type(value) is FromNow:
         return f"g.column2 + {value.offset}"
     if isinstance(value, str) and not isinstance(value, Enum):
-        return "'" + value.replace("'", "''") + "'"
+        return "'" + value.replace("'", "''").replace("{", "{{").replace("}", "}}") + "'"
     return "NULL" if value is None else str(encode(value, no_line))
 
 

@@ -24,6 +24,14 @@ SELECT g.column1
         OR r.lease_epoch IS NOT g.column{lease_epoch}
         OR (r.lease_expires_at > ?) IS NOT g.column{live});
 
+-- name: refused_looks
+-- The number of each row that does not look as it should, among rows of (number, key…).
+SELECT g.column1
+  FROM (VALUES {rows}) AS g
+  LEFT JOIN {table} AS r ON {same_key}
+ WHERE g.column1 IS NOT NULL
+   AND NOT (r.{first_key} IS NOT NULL AND {looks});
+
 -- name: insert
 INSERT INTO {table} ({columns}) SELECT * FROM (VALUES {rows}) WHERE column1 IS NOT NULL;
 
