@@ -96,6 +96,7 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> ServerSettings:
                 "FF_MAX_CONCURRENT_STREAM_OPS", read.number("FF_MAX_CONCURRENT_TAIL", 64, least=1), least=1
             ),
             sweeps=read.sweeps(),
+            postgres_pool_size=read.number("FF_POSTGRES_POOL_SIZE", 0, least=1) or None,
         ),
     )
 
