@@ -26,6 +26,10 @@ class Control(Protocol):
         """Claim `BATCH` rows, finish them with a result, until none is left; how many there were."""
         ...
 
+    async def tidy(self) -> None:
+        """Do now what the server does by itself within a minute: clear away rows that are dead."""
+        ...
+
 
 class Ground(msgspec.Struct, frozen=True):
     """Where to measure."""

@@ -57,6 +57,9 @@ class PostgresControl:
             done += len(claimed)
         return done
 
+    async def tidy(self) -> None:
+        await self._connection.execute("vacuum")
+
 
 @asynccontextmanager
 async def postgres_ground(url: str) -> AsyncIterator[Ground]:

@@ -20,6 +20,7 @@ from flowfabric.bench.ground import Control, Ground, ground
 
 PER_SECOND = 50  # submits while latency is measured
 SAMPLES = 200
+CLAIMS = 50  # that are timed, in each of two stores
 
 
 class Report(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -76,7 +77,11 @@ async def throughput(
         times = await drive.latencies(
             engine, claimer, "bench-latency", payloads[0], count=samples, per_second=PER_SECOND
         )
-        costs = await _claim_costs(engine, depth, payloads[0], tell) if depth else None
+        costs = None
+        if depth:
+            other = await stack.enter_async_context(ground(url))
+            empty = await stack.enter_async_context(await connect(other.url))
+            costs = await _claim_costs(empty, engine, place.control, depth, payloads[0], tell)
         tell.finish()
         return _report(place, rates, times, costs, jobs=jobs, payload_bytes=payload_bytes, depth=depth)
 
@@ -135,32 +140,37 @@ async def _round(
     return Round(bulk, insert, drained, control_drain, single)
 
 
-async def _claim_costs(engine: Engine, depth: int, payload: bytes, tell: Callable[[str], None]) -> tuple[float, float]:
-    """Milliseconds that a claim of 100 takes: in a lane of its own, and with so many finished and waiting rows."""
-    shallow = "bench-shallow"
-    tell("claims from a short line")
-    first = await _claim_ms(engine, shallow, payload)
-    tell(f"claims beside {depth} finished and {depth} waiting rows")
-    deep = "bench-deep"
+async def _claim_costs(
+    empty: Engine, full: Engine, control: Control | None, depth: int, payload: bytes, tell: Callable[[str], None]
+) -> tuple[float, float]:
+    """Milliseconds that a claim of 100 takes: in a store of its own, and with so many finished and waiting rows."""
+    lane = "bench-depth"
+    tell(f"{depth} finished and {depth} waiting rows")
     for begin in range(0, depth, 20_000):
         some = [payload] * min(20_000, depth - begin)
-        await drive.bulk_submit(engine, deep, some)
-        await drive.drain(engine, deep, len(some))
+        await drive.bulk_submit(full, lane, some)
+        await drive.drain(full, lane, len(some))
     for begin in range(0, depth, 20_000):
-        await drive.bulk_submit(engine, deep, [payload] * min(20_000, depth - begin))
-    return first, await _claim_ms(engine, deep, payload)
+        await drive.bulk_submit(full, lane, [payload] * min(20_000, depth - begin))
+    if control is not None:
+        await control.tidy()
+    tell("claims beside them, and in an empty store")
+    for engine in (empty, full):
+        await drive.bulk_submit(engine, lane, [payload] * (drive.CLAIM * (CLAIMS + 1)))
+    pairs = [(await _claim_ms(empty, lane), await _claim_ms(full, lane)) for _ in range(CLAIMS + 1)]
+    shallow, deep = zip(*pairs[1:], strict=True)
+    return median(shallow), median(deep)
 
 
-async def _claim_ms(engine: Engine, lane: str, payload: bytes, claims: int = 30) -> float:
-    await drive.bulk_submit(engine, lane, [payload] * (drive.CLAIM * (claims + 1)))
-    times = []
-    for _ in range(claims + 1):
-        began = perf_counter()
-        await engine.claim_many(
-            lane, drive.CLAIM, worker_id=drive.WORKER, worker_instance_id=drive.WORKER, lease_ttl_ms=3_600_000
-        )
-        times.append((perf_counter() - began) * 1000)
-    return median(times[1:])
+async def _claim_ms(engine: Engine, lane: str) -> float:
+    began = perf_counter()
+    claimed = await engine.claim_many(
+        lane, drive.CLAIM, worker_id=drive.WORKER, worker_instance_id=drive.WORKER, lease_ttl_ms=3_600_000
+    )
+    took = perf_counter() - began
+    if len(claimed) != drive.CLAIM:
+        raise AssertionError(f"a claim of {drive.CLAIM} got {len(claimed)}")
+    return took * 1000
 
 
 def _report(

@@ -43,7 +43,10 @@ def throughput(
     payload: Annotated[int, typer.Option(min=0, help="Bytes of input of each.")] = 1024,
     rounds: Annotated[int, typer.Option(min=1, help="Engine and control take turns this often; medians count.")] = 3,
     depth: Annotated[
-        int, typer.Option(min=0, help="Also: what a claim costs beside so many finished and so many waiting rows.")
+        int,
+        typer.Option(
+            min=0, help="Also: what a claim costs beside so many finished and waiting rows, dead ones cleared away."
+        ),
     ] = 0,
     store: StoreOption = None,
     json: JsonOption = False,

@@ -18,8 +18,9 @@ from flowfabric.rules.policy import PARTS as POLICY_PARTS
 from flowfabric.rules.signals import Accepted, Duplicate, SignalArgs
 from flowfabric.rules.streams import Appended, BestEffort
 from flowfabric.rules.suspend_args import Fresh, ResumePolicy, SuspendArgs, UsePending
-from flowfabric.rules.tokens import WaitpointToken
-from flowfabric.rules.waitpoints import WaitpointView
+from flowfabric.rules.tokens import Kids, WaitpointToken
+from flowfabric.rules.views import StateVector
+from flowfabric.rules.waitpoints import WaitpointRecord, WaitpointView
 from flowfabric.rules.waits import ObservedSignal
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "FrameView",
     "Fresh",
     "GateArgs",
+    "Kids",
     "MailArgs",
     "Need",
     "ObservedSignal",
@@ -49,11 +51,13 @@ __all__ = [
     "ResumePolicy",
     "SignalArgs",
     "Single",
+    "StateVector",
     "StreamPage",
     "SummaryView",
     "SuspendArgs",
     "TimeoutOnly",
     "UsePending",
+    "WaitpointRecord",
     "WaitpointToken",
     "WaitpointView",
     "Wildcard",

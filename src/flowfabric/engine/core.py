@@ -18,6 +18,7 @@ from flowfabric.clock import Estimate
 from flowfabric.engine.commits import Commits
 from flowfabric.engine.loads import Loads
 from flowfabric.engine.meters import Meters
+from flowfabric.engine.outcomes import Outcomes
 from flowfabric.engine.wakes import FEED, Wakes, due_topic, end_topic, lane_topic
 from flowfabric.handles import Handle, HandleFields, open_handle
 from flowfabric.ids import Minter
@@ -77,6 +78,7 @@ class Core:
         self.wakes = Wakes()
         self.commits = Commits(store)
         self.meters = Meters()
+        self.outcomes = Outcomes(self.meters)
         self.loads = Loads(store)
         self.chance: Callable[[], float] = random.random
         self._seen: dict[str, Execution] = {}
@@ -218,7 +220,7 @@ class Core:
         topics: set[str] = set()
         followed: dict[Follow, None] = {}
         if change.form is not None:
-            self._note_form(change, committed_at, topics)
+            self._note_forms(((change, first(first(rows))),), committed_at, topics)
             followed.update(dict.fromkeys(self.followers.get(change.form.root, ())))
         if self.planned:
             self._note_due(change, committed_at)
@@ -238,20 +240,36 @@ class Core:
             topics.add(FEED)
             if event.outcome is not None:
                 topics.add(end_topic(event.execution_id))
+            if event.outcome is not None or event.lease == "released":
+                self.outcomes.note(event, change, _sheet_of(event.execution_id, rows), committed_at)
         if topics:
             self.tell(topics)
         for follow in followed:
             follow(change, rows)
 
-    def _note_form(self, change: Change, committed_at: int, topics: set[str]) -> None:
-        """The same for what a form says of its root: the end of ordinary work."""
-        assert change.form is not None
-        (execution_id,) = change.guards[0].key
-        self._seen.pop(execution_id, None)
+    def note_alike(self, ends: Sequence[tuple[Change, Execution]], committed_at: int) -> None:
+        """The same for ends of ordinary work, of which the forms say it all: many are told in one hint."""
+        if Execution in self.followers:
+            for change, row in ends:
+                self.note(change, [[row]], committed_at)
+            return
+        self.estimate.hear(committed_at)
+        topics: set[str] = set()
+        self._note_forms(ends, committed_at, topics)
+        self.tell(topics)
+
+    def _note_forms(self, ends: Sequence[tuple[Change, Execution]], committed_at: int, topics: set[str]) -> None:
+        forms = {change.form for change, _ in ends if change.form is not None}
+        for change, row in ends:
+            assert change.form is not None
+            self._seen.pop(row.execution_id, None)
+            topics.add(end_topic(row.execution_id))
+            self.outcomes.formed(row, change.form.event["outcome"], committed_at)
         for column, planned_at in self.planned.get(Execution, NOTHING).items():
-            if isinstance(instant := change.form.fields.get(column), FromNow):
-                self._note_instant(Execution, column, committed_at + instant.offset, planned_at)
-        topics.update((FEED, end_topic(execution_id)))
+            for form in forms:
+                if isinstance(instant := form.fields.get(column), FromNow):
+                    self._note_instant(Execution, column, committed_at + instant.offset, planned_at)
+        topics.add(FEED)
 
     def tell(self, topics: Collection[str], *, at_once: bool = True) -> None:
         """Wake whoever waits for these, here and in other processes; there with the next hint if that will do."""
@@ -319,10 +337,8 @@ class Core:
             return
         if owned is None and execution_id not in self._seen:
             return  # it was not held before, and is not now
-        for found in rows:
-            for row in found:
-                if type(row) is Execution and row.execution_id == execution_id:
-                    self.remember(applied(row, fields, revision, committed_at))
+        if (row := _sheet_of(execution_id, rows)) is not None:
+            self.remember(applied(row, fields, revision, committed_at))
 
     def remember(self, row: Execution) -> None:
         """Keep a held sheet: its lease is the licence to trust it."""
@@ -351,6 +367,15 @@ def _waited_for(change: Change, rows: Rows) -> Execution | None:
 def first(rows: Sequence[Any]) -> Any:
     """The row of a want that names one, or None."""
     return rows[0] if rows else None
+
+
+def _sheet_of(execution_id: str, rows: Rows) -> Execution | None:
+    """The execution of this name among some rows."""
+    for found in rows:
+        for row in found:
+            if type(row) is Execution and row.execution_id == execution_id:
+                return row
+    return None
 
 
 def _recognised(doubtful: dict[int, Doubt], rows: Rows) -> tuple[Doubt, int | None] | None:

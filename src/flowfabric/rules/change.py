@@ -155,6 +155,16 @@ def spelled_out(change: Change, root: msgspec.Struct) -> Change:
     return msgspec.structs.replace(change, writes=(patch, *change.writes), events=(told, *change.events), form=None)
 
 
+def joined(*changes: Change) -> Change:
+    """Changes of one partition that hold together; a root that several rely on is guarded once."""
+    guards = {(guard.row, guard.key): guard for change in reversed(changes) for guard in change.guards}
+    return Change(
+        guards=tuple(reversed(guards.values())),
+        writes=tuple(write for change in changes for write in change.writes),
+        events=tuple(event for change in changes for event in change.events),
+    )
+
+
 def outcome_of(change: Change) -> str | None:
     """The end that a change brings about first, if it does."""
     if change.form is not None:

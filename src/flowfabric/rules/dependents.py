@@ -30,7 +30,21 @@ from flowfabric.model.states import (
     TerminalOutcome,
 )
 from flowfabric.rules import delay, joins, place, replay, step
-from flowfabric.rules.change import NOW, Change, Decision, Delete, Guard, Insert, Patch, Put, Write, at, refuse, seen
+from flowfabric.rules.change import (
+    NOW,
+    Change,
+    Decision,
+    Delete,
+    Guard,
+    Insert,
+    Patch,
+    Put,
+    Write,
+    at,
+    joined,
+    refuse,
+    seen,
+)
 from flowfabric.rules.flows import Policy, new_group, seen_group
 from flowfabric.rules.lease import Fence
 from flowfabric.rules.successors import successor, with_successors
@@ -154,7 +168,7 @@ def wait_children(
     if isinstance(decision.answer, errors.FabricError):
         return decision
     guard = seen_group(group, row.flow_id, row.execution_id)
-    change = joins.joined(decision.change, Change(guards=(guard,)))
+    change = joined(decision.change, Change(guards=(guard,)))
     return Decision(decision.answer, change)
 
 
@@ -239,7 +253,7 @@ def replay_member(
         writes += (Put(PendingCancelGroup(*key, at(0))),)
     elif group.cancel_siblings_pending_flag:
         writes += (Delete(PendingCancelGroup, key),)
-    change = joins.joined(normal.change, Change(guards=guards, writes=writes))
+    change = joined(normal.change, Change(guards=guards, writes=writes))
     if fires:
         return Decision(Replayed(PublicState.WAITING), change)
     back = normal.change.writes[0]

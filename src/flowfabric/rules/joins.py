@@ -383,13 +383,3 @@ def skip(child: Execution) -> Change:
         suspension=TerminalOutcome.CANCELLED.value,
         **fields,
     )
-
-
-def joined(*changes: Change) -> Change:
-    """Changes of one partition that hold together; a root that several rely on is guarded once."""
-    guards = {(guard.row, guard.key): guard for change in reversed(changes) for guard in change.guards}
-    return Change(
-        guards=tuple(reversed(guards.values())),
-        writes=tuple(write for change in changes for write in change.writes),
-        events=tuple(event for change in changes for event in change.events),
-    )

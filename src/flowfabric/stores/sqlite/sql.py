@@ -11,11 +11,11 @@ from typing import Any
 
 import msgspec
 
-from flowfabric.model.execution import Payload
+from flowfabric.model.execution import Execution, Payload
 from flowfabric.rules.change import Form, FromNow, Like, Own
 from flowfabric.stores.base import Where
 from flowfabric.stores.codec import CODEC, EVENT_COLUMNS, encode, no_line
-from flowfabric.stores.rows import TABLE, Table
+from flowfabric.stores.rows import TABLE, Table, index_of
 from flowfabric.stores.taking import PAYLOAD, heard
 
 Rows = Callable[[int], str]  # the text of a statement that takes so many rows at once
@@ -192,6 +192,18 @@ def _rows(row: type[msgspec.Struct], where: str, order: tuple[str, ...], limit: 
 def next_instant(row: type[msgspec.Struct], column: str, where: str) -> str:
     """The smallest value of a column among the rows that meet a condition."""
     return _TEXT["next_instant"].format(table=TABLE[row].name, column=column, where=f" WHERE {where}")
+
+
+@lru_cache(64)
+def tally(row: type[msgspec.Struct], column: str, execution: str, by: tuple[str, ...], where: str) -> str:
+    """How many rows that meet a condition, by columns of their executions."""
+    return _TEXT["tally" if row is Execution else "tally_of"].format(
+        table=TABLE[row].name,
+        execution=execution,
+        where=where,
+        order=", ".join(index_of(row, column)),
+        by=", ".join(by),
+    )
 
 
 @cache

@@ -168,6 +168,16 @@ SELECT json_group_array(json_array(g.column1, {columns}))
 -- name: next_instant
 SELECT min({column}) FROM {table}{where};
 
+-- name: tally
+SELECT {by}, count(*) FROM (SELECT {by} FROM {table} WHERE {where} ORDER BY {order} LIMIT ?) GROUP BY {by};
+
+-- name: tally_of
+-- The same for rows that only name their execution.
+SELECT {by}, count(*)
+  FROM (SELECT {execution} AS its FROM {table} WHERE {where} ORDER BY {order} LIMIT ?)
+ CROSS JOIN ff_exec_core ON execution_id = its
+ GROUP BY {by};
+
 -- name: feed_end
 SELECT coalesce((SELECT seq FROM sqlite_sequence WHERE name = 'ff_event'), 0);
 
