@@ -95,26 +95,30 @@ class Finishing(Executions):
                 found[place] = refused
                 continue
             row = self._seen.get(execution_id)
-            if row is None or row.successors is not None or execution_id in sent:
+            if row is None or execution_id in sent:
                 alone[place] = ()
-                if row is not None and execution_id not in sent:
-                    trusted[place] = [[row]]
                 continue
             decision = finish.complete(row, fence_of(handle), None, payload, label, now)
             if decision.change is None or isinstance(decision.answer, errors.FabricError):
                 alone[place] = ()
                 continue
             change = msgspec.structs.replace(decision.change, id=self.minter.change_id())
+            if row.successors is not None and self.carrier is not None:
+                carrying = self.carrier.carried(change, row)
+                if carrying is None:
+                    alone[place], trusted[place] = (), [[row]]
+                    continue
+                change = carrying
             sent[execution_id] = (place, change, decision, row)
         verdicts = await self.commits.add_all([change for _, change, _, _ in sent.values()])
-        alike: list[Change] = []
+        alike: list[tuple[Change, Execution]] = []
         for (place, change, decision, row), verdict in zip(sent.values(), verdicts, strict=True):
             if isinstance(verdict, int):
                 now = verdict
-                if change.form is None:
+                if change.form is None or row.successors is not None:
                     self.note(change, [[row]], verdict)
                 else:
-                    alike.append(change)
+                    alike.append((change, row))
                 found[place] = decision.unwrap(verdict)
             elif isinstance(verdict, errors.StoreUnavailable) and verdict.in_doubt:
                 alone[place] = (Doubt(change, decision, [[row]]),)

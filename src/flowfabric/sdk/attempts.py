@@ -127,6 +127,8 @@ class Attempts:
         except Exception as failure:
             if own.is_parked:
                 return _went_on(claimed, task)
+            if own.context is not None:
+                await own.context.keep_last_words()
             attempt = claimed.attempt_index
             logger.info("%s: attempt %d of %s failed", claimed.execution_id, attempt, task.name, exc_info=failure)
             return raised(failure)

@@ -196,6 +196,8 @@ def _call(
     except Unwound:
         return AWAY
     except Exception as failure:
+        if context is not None:
+            asyncio.run_coroutine_threadsafe(context.keep_last_words(), loop).result()
         return raised(failure)
     return returned(task, value)
 
@@ -215,6 +217,8 @@ async def _await(task: Task[..., Any], arguments: dict[str, Any], context: Conte
             raise
         return AWAY
     except Exception as failure:
+        if context is not None:
+            await context.keep_last_words()
         return raised(failure)
     return returned(task, value)
 

@@ -6,10 +6,12 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from flowfabric.errors import FabricError
 from flowfabric.handles import HandleKind
 from flowfabric.sdk.codec import from_json, json_bytes
 from flowfabric.sdk.durable import here
@@ -76,6 +78,11 @@ class Saying(ABC):
         """Wait until everything that was written is kept."""
         for output in self._outputs.values():
             await output.flush()
+
+    async def keep_last_words(self) -> None:
+        """The same before a failure is told, which matters more than what can no longer be kept."""
+        with suppress(FabricError):
+            await self.flush()
 
 
 class Output:

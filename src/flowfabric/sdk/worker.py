@@ -158,6 +158,7 @@ class Worker:
             # A slot is a handler's: the next one may be fetched while the end of the last one is on its way.
             room = self._slots - len(self._running) - self._attempts.stuck
             if room <= 0 or len(ends) > self._slots:
+                engine.meters.count("ff_worker_at_capacity")
                 self._free.clear()
                 await self._free.wait()
                 continue
