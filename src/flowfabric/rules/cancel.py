@@ -10,9 +10,10 @@ from flowfabric.rules import lease, step
 from flowfabric.rules.change import Decision, refuse
 from flowfabric.rules.lease import Fence
 
-SYSTEM_SOURCES = frozenset({"operator_override", "flow_cascade", "system_timeout"})
 WORKER = "worker"
 FLOW_CASCADE = "flow_cascade"
+SYSTEM_TIMEOUT = "system_timeout"
+SYSTEM_SOURCES = frozenset({lease.OPERATOR_OVERRIDE, FLOW_CASCADE, SYSTEM_TIMEOUT})
 
 
 def cancel(row: Execution | None, fence: Fence, source: str, reason: str) -> Decision[Cancelled]:
@@ -51,5 +52,7 @@ def cancel(row: Execution | None, fence: Fence, source: str, reason: str) -> Dec
 
 
 def _revoked_by(source: str) -> str | None:
-    """What the lease feed says of a lease that a cancel ended: a system's doing, or the holder's own."""
+    """What the lease feed says of a lease that a cancel ended: an operator's doing, a sweep's, or the holder's own."""
+    if source == SYSTEM_TIMEOUT:
+        return '{"revoked_by":"reconciler"}'
     return '{"revoked_by":"operator"}' if source in SYSTEM_SOURCES else None
