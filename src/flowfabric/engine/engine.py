@@ -19,6 +19,7 @@ from flowfabric.engine.flow_sweeps import FlowSweeps
 from flowfabric.engine.folding import Folding
 from flowfabric.engine.pulling import Pulling
 from flowfabric.engine.reads import Reads
+from flowfabric.engine.redeeming import Redeeming
 from flowfabric.engine.retention import Retention
 from flowfabric.engine.signals import Signals
 from flowfabric.engine.sleeping import Sleeping
@@ -48,7 +49,18 @@ class Capabilities(msgspec.Struct, frozen=True):
 
 
 class Engine(
-    Finishing, FlowCancels, FlowReads, Sleeping, Signals, Streams, Pulling, Reads, Retention, Subscriptions, ApiTokens
+    Finishing,
+    FlowCancels,
+    FlowReads,
+    Sleeping,
+    Signals,
+    Streams,
+    Pulling,
+    Redeeming,
+    Reads,
+    Retention,
+    Subscriptions,
+    ApiTokens,
 ):
     """A durable execution engine on one store. Use it as an async context manager, or call `close`."""
 
