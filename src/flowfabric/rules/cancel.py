@@ -129,7 +129,7 @@ def _sibling_form(kept_ms: int, reason: str, is_member: bool) -> Form:
 
 
 def _revoked_by(source: str) -> str | None:
-    """What the lease feed says of a lease that a cancel ended: somebody else's doing, a sweep's, or the holder's own."""
+    """Who ended a lease that a cancel ended, for the lease feed: somebody else, a sweep, or the holder itself."""
     if source == SYSTEM_TIMEOUT:
         return '{"revoked_by":"reconciler"}'
     return '{"revoked_by":"operator"}' if source in SYSTEM_SOURCES or source == PARENT else None
