@@ -72,20 +72,21 @@ class Attempts:
             arguments = task.signature.load(await read_input(self._engine, claimed.payload))
             value = await (self._on_loop if task.is_async else self._in_thread)(task, context, arguments)
             await context.flush()
-        except (asyncio.CancelledError, Unwound):
+        except (asyncio.CancelledError, Unwound) as ended:
             context.give_up()
-            if not context.is_parked:
+            if context.is_parked:
+                _forgive()
+                return AWAY
+            if _is_cancelled() or isinstance(ended, Unwound):
                 raise
-            _forgive()
-            return AWAY
+            return _failed(context, ended)  # something that the handler waited for was cancelled, not the attempt
         except Crash:
             logger.info("%s: crashed on purpose", context.run_id)
             return AWAY
-        except Exception as failure:
-            if context.is_parked:
-                return _went_on(context)
-            logger.info("%s: attempt %d of %s failed", context.run_id, context.attempt, task.name, exc_info=failure)
-            return raised(failure)
+        except (KeyboardInterrupt, GeneratorExit):
+            raise
+        except BaseException as failure:  # also `sys.exit()`: one handler must not end the others
+            return _went_on(context) if context.is_parked else _failed(context, failure)
         return _went_on(context) if context.is_parked else returned(task, value)
 
     async def _stubbed(self, claimed: Claimed, task: Task[..., Any]) -> Outcome:
@@ -153,6 +154,17 @@ class Attempts:
             lease_until=claimed.lease_expires_at,
         )
         return await self._cells.perform(order, task.timeout_s)
+
+
+def _failed(context: Context, failure: BaseException) -> Outcome:
+    logger.info("%s: attempt %d of %s failed", context.run_id, context.attempt, context.task, exc_info=failure)
+    return raised(failure)
+
+
+def _is_cancelled() -> bool:
+    """Whether somebody wants the attempt to end: its worker, which stops or has lost the lease."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def _went_on(context: Context) -> Outcome:

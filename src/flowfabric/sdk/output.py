@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from flowfabric.sdk.codec import from_json, json_bytes
+from flowfabric.sdk.codec import from_json, json_bytes, to_plain
 
 if TYPE_CHECKING:
     from flowfabric.engine.engine import Engine
@@ -45,7 +45,7 @@ class Saying(ABC):
         await self.engine.progress(
             self.handle,
             pct=share if isinstance(share, int) else None,
-            message=msgspec.json.encode(self._said).decode(),
+            message=json_bytes(to_plain(self._said)).decode(),
         )
 
     def stream(self, name: str) -> Output:
@@ -78,7 +78,7 @@ class Output:
         elif isinstance(piece, str):
             payload = piece.encode()
         else:
-            payload = json_bytes(piece)
+            payload = json_bytes(to_plain(piece))
         adding = asyncio.create_task(self._engine.append_frame(self._handle, payload, frame_type=self._name))
         adding.add_done_callback(_heard)
         self._under_way.add(adding)

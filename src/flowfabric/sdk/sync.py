@@ -69,7 +69,7 @@ class SyncRun(Generic[R]):
         """False when an earlier submit with the same key stands for this one."""
         return self._run.created
 
-    def result(self, timeout: float | None = None) -> R:
+    def result(self, timeout: Duration | None = None) -> R:
         """What the handler returned; raises as `Run.result` does."""
         return self._portal.call(self._run.result(timeout))
 
@@ -337,7 +337,7 @@ class SyncFlowRun:
         """The run of one node."""
         return SyncRun(self._run[node], self._portal)
 
-    def result(self, timeout: float | None = None) -> dict[str, Any]:
+    def result(self, timeout: Duration | None = None) -> dict[str, Any]:
         """What the last nodes returned, by name."""
         return self._portal.call(self._run.result(timeout))
 
