@@ -10,6 +10,7 @@
     ├── StoreUnavailable        the store did not answer properly              (family: transport)
     ├── Unavailable             an operation cannot be served now
     │   ├── SchemaTooNew
+    │   ├── PartitionMismatch
     │   └── ForkedProcess
     ├── ResourceExhausted       a bounded pool is full
     │   └── WorkerAtCapacity
@@ -828,6 +829,15 @@ class SchemaTooNew(Unavailable):
 
     def __init__(self, op: str = "open", detail: str = "", *, found: int, known: int, **facts: object) -> None:
         super().__init__(op, detail, found=found, known=known, **facts)
+
+
+class PartitionMismatch(Unavailable):
+    """The store was begun with other numbers of partitions; ids that exist would not be found with these."""
+
+    kind = "partition_mismatch"
+
+    stored: int
+    config: int
 
 
 class ForkedProcess(Unavailable):

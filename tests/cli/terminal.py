@@ -16,10 +16,11 @@ T = TypeVar("T")
 
 
 class Terminal:
-    """Runs commands on one store."""
+    """Runs commands on one store, or on a server and the store behind it."""
 
-    def __init__(self, store: str) -> None:
+    def __init__(self, store: str, behind: str | None = None) -> None:
         self.store = store
+        self._behind = behind or store
 
     def run(self, *arguments: str, given: bytes | None = None) -> Result:
         """The whole answer."""
@@ -51,7 +52,7 @@ class Terminal:
         """Do something on the same store without the command line."""
 
         async def connected() -> T:
-            async with await flowfabric.connect(self.store) as engine:
+            async with await flowfabric.connect(self._behind) as engine:
                 return await work(engine)
 
         return asyncio.run(connected())

@@ -96,3 +96,16 @@ def test_settings_that_cannot_be_used_stop_the_start(
     assert "5ecre7x" not in ended.stderr
     assert "Traceback" not in ended.stderr
     assert not (tmp_path / "ff.db").exists()
+
+
+def test_a_store_that_counts_other_partitions_is_refused(tmp_path: Path) -> None:
+    with serving(tmp_path) as (process, port):
+        got(port, "/healthz")
+        process.terminate()
+        process.communicate(timeout=30)
+
+    with serving(tmp_path, FF_FLOW_PARTITIONS="64") as (process, _):
+        _, said = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert "partition_mismatch: num_flow_partitions: stored=256, config=64" in said
+    assert "FF_FLOW_PARTITIONS" in said.partition("Hint: ")[2]

@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import pytest
 from flowfabric import Context, Engine, Fabric, Fatal, Run
 from flowfabric.sdk.worker import Worker
 from tests.cli.terminal import Terminal
+from tests.remote.serving import serving
 
 
 @dataclass
@@ -81,6 +82,16 @@ class Shop:
             return str(await engine.read_execution_state(run_id)) in states
 
         self.work(reached)
+
+
+@pytest.fixture(params=["store", "server"])
+def ff(ff: Terminal, request: pytest.FixtureRequest) -> Iterator[Terminal]:
+    """A terminal on a store, or on a server in front of it."""
+    if request.param == "store":
+        yield ff
+    else:
+        with serving(ff.store) as server:
+            yield Terminal(server.url, ff.store)
 
 
 @pytest.fixture

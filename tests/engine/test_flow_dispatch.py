@@ -154,6 +154,28 @@ async def test_many_children_are_released_in_bounded_steps(crew: Crew, width: in
     assert await crew.owed() == 0
 
 
+async def test_some_children_are_released_in_the_commit_that_ends_their_parent(crew: Crew) -> None:
+    children = [f"c{number:03}" for number in range(FEW)]
+    await crew.graph(["a", *children], [("a", child) for child in children])
+
+    assert await crew.work() == ["a"]
+
+    assert len(await crew.claim(5000)) == FEW
+    assert await crew.owed() == 0
+
+
+async def test_one_child_of_some_that_moved_does_not_hold_the_others_back(crew: Crew) -> None:
+    await crew.graph([*"abcd"], [("a", "b"), ("a", "c"), ("a", "d")])
+    await crew.engine.cancel_execution(crew.names["c"], source="operator_override", reason="not needed")
+
+    assert await crew.work() == ["a"]
+    await crew.engine.dispatched()
+
+    assert await crew.states(*"abcd") == "completed waiting cancelled waiting"
+    assert (await crew.group("c")).succeeded == 1
+    assert await crew.owed() == 0
+
+
 async def test_many_parents_fire_their_join_once(crew: Crew) -> None:
     parents = [f"p{number:04}" for number in range(1000)]
     await crew.graph([*parents, "j"], [(parent, "j") for parent in parents])
@@ -233,7 +255,7 @@ async def test_a_crash_between_the_steps_of_a_large_dispatch_loses_nothing(crew:
 
 
 async def test_a_dispatcher_that_comes_late_finds_nothing_to_do(crew: Crew) -> None:
-    children = [f"c{number:02}" for number in range(20)]
+    children = [f"c{number:03}" for number in range(FEW + 1)]
     await crew.graph(["a", *children], [("a", child) for child in children])
     await crew.work(by=crew.mortal)
     late = crew.store.stop_before("commit")
@@ -241,11 +263,11 @@ async def test_a_dispatcher_that_comes_late_finds_nothing_to_do(crew: Crew) -> N
     await late.reached()
 
     await crew.engine.dispatcher.deliver(crew.names["a"])
-    held = await crew.claim(20)
+    held = await crew.claim(5000)
     late.open()
 
     assert await zombie == 0
-    assert len(held) == 20
+    assert len(held) == FEW + 1
     assert (await crew.group(children[0])).succeeded == 1
 
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 
 import pytest
 
+from flowfabric import Engine
+from flowfabric.engine import core
 from flowfabric.engine.wakes import Wakes, waited
+from flowfabric.stores.memory import MemoryStore
 
 
 async def test_a_hint_ends_the_wait() -> None:
@@ -32,3 +36,57 @@ async def test_a_wait_that_is_cancelled_while_its_hint_comes_is_cancelled() -> N
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
+
+
+class Others(MemoryStore):
+    """The hints that other processes get."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hints: list[frozenset[str]] = []
+        self.heard = asyncio.Event()
+
+    def notify(self, topics: frozenset[str]) -> None:
+        self.hints.append(topics)
+        self.heard.set()
+
+
+@pytest.fixture
+async def told() -> AsyncIterator[tuple[Engine, Others]]:
+    others = Others()
+    async with Engine(others) as engine:
+        yield engine, others
+
+
+async def test_what_one_turn_brings_about_is_one_hint(told: tuple[Engine, Others]) -> None:
+    engine, others = told
+    engine.tell({"a"})
+    engine.tell({"b"})
+    await asyncio.sleep(0)
+    assert others.hints == [{"a", "b"}]
+
+
+async def test_what_can_wait_travels_with_the_next_hint(told: tuple[Engine, Others]) -> None:
+    engine, others = told
+    engine.tell({"slow"}, at_once=False)
+    await asyncio.sleep(0)
+    assert others.hints == []
+    engine.tell({"a"})
+    await asyncio.sleep(core.LATER_S * 2)
+    assert others.hints == [{"slow", "a"}]
+
+
+async def test_what_can_wait_does_not_wait_for_long(told: tuple[Engine, Others]) -> None:
+    engine, others = told
+    engine.tell({"slow"}, at_once=False)
+    engine.tell({"as slow"}, at_once=False)
+    async with asyncio.timeout(10):
+        await others.heard.wait()
+    assert others.hints == [{"slow", "as slow"}]
+
+
+async def test_what_can_wait_is_heard_at_once_in_this_process(told: tuple[Engine, Others]) -> None:
+    engine, _ = told
+    hint = engine.wakes.expect("slow")
+    engine.tell({"slow"}, at_once=False)
+    assert hint.done()

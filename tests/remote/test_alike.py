@@ -20,7 +20,7 @@ from flowfabric.settings import Secret
 from flowfabric.stores.memory import MemoryStore
 
 SDK = Path(flowfabric.sdk.__file__).parent
-OF_STORES_ONLY = {"list_waitpoint_hmac_kids", "ensure_signing_key"}  # asked for when there is no server
+OF_STORES_ONLY = {"ensure_signing_key"}  # asked for when there is no server
 OWN = {"connect"}
 EXECUTION = "{fp:7}:550e8400-e29b-41d4-a716-446655440000"
 

@@ -15,7 +15,7 @@ from flowfabric.engine.engine import Engine
 from flowfabric.engine.gates import OpenedGate, Parked
 from flowfabric.model.answers import Claimed, Created, Duplicate, RetryScheduled
 from flowfabric.model.gate import GateKind
-from flowfabric.remote import RemoteEngine
+from flowfabric.remote import RemoteEngine, ending
 from flowfabric.server import App, ServerSettings, create_app
 from flowfabric.stores.memory import MemoryStore
 
@@ -278,3 +278,48 @@ async def test_a_repetition_waits_for_the_first_and_a_fault_is_not_remembered(
 
     assert [type(one).__name__ for one in answers] == ["StoreUnavailable", "Answer", "Answer"]
     assert len(calls) == 2
+
+
+async def test_a_newcomer_is_seen_to_although_the_last_looker_leaves_that_very_moment(
+    remote: RemoteEngine, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would be looked at when a request for others has heard something: up to half a minute later."""
+    monkeypatch.setattr(ending, "MOST_WAITING", 1)
+    moment, sleep = asyncio.Event(), asyncio.sleep
+
+    async def until_the_moment(seconds: float) -> None:
+        await (moment.wait() if seconds == ending.LOOK_S else sleep(seconds))
+
+    async def newcomer(execution_id: str) -> Any:
+        await moment.wait()
+        return await remote.await_end(execution_id, max_wait_ms=20_000)
+
+    monkeypatch.setattr(asyncio, "sleep", until_the_moment)
+    long, short = await claimed(remote), await claimed(remote)
+    await engine.complete(short.handle)
+    waiting = asyncio.create_task(remote.await_end(long.execution_id, max_wait_ms=20_000))
+    await sleep(0.01)
+    assert await remote.await_end(long.execution_id[:-1] + "0", max_wait_ms=1) is None  # brings a looker, and is gone
+    late = asyncio.create_task(newcomer(short.execution_id))
+    await sleep(0.01)
+    moment.set()  # the looker finds nobody and leaves; the newcomer comes in the same turn of the loop
+
+    async with asyncio.timeout(5):
+        assert (await late).execution_id == short.execution_id
+    assert not waiting.done()
+    await engine.complete(long.handle)
+    async with asyncio.timeout(5):
+        ended = await waiting
+    assert ended is not None
+    assert ended.execution_id == long.execution_id
+
+
+async def test_whoever_waits_for_an_end_hears_that_the_engine_is_closed(remote: RemoteEngine) -> None:
+    work = await claimed(remote)
+    waiting = asyncio.create_task(remote.await_end(work.execution_id, max_wait_ms=20_000))
+    await asyncio.sleep(0)  # nobody has asked for it yet
+    await remote.close()
+
+    async with asyncio.timeout(5):
+        with pytest.raises(asyncio.CancelledError):
+            await waiting

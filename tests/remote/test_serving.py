@@ -125,6 +125,50 @@ async def test_a_token_of_a_namespace_sees_nothing_else(guarded: Serving) -> Non
             await app.tasks["double"].submit(1)
 
 
+async def test_workers_of_namespaces_share_lanes_and_work_on_what_is_theirs(guarded: Serving) -> None:
+    ours, theirs = [await token(guarded, *APP, namespaces=[name]) for name in ("ours", "theirs")]
+    async with (
+        doubling(Fabric(guarded.url, token=ours, namespace="ours")) as app,
+        doubling(Fabric(guarded.url, token=theirs, namespace="theirs")) as other,
+    ):
+        foreign = await other.tasks["double"].submit(2)
+        async with working(app):
+            assert await (await app.tasks["double"].submit(1)).result(20) == 2
+            assert await foreign.state() is PublicState.WAITING
+        async with working(other):
+            assert await foreign.result(20) == 4
+
+
+async def test_a_worker_needs_no_operator_to_cancel_what_its_runs_spawned(guarded: Serving) -> None:
+    shown = await token(guarded, *APP)
+    app = Fabric(guarded.url, token=shown)
+    found: dict[str, str] = {}
+
+    @app.task
+    async def wait(ctx: Context, seconds: float) -> float:
+        await ctx.sleep(seconds)
+        return seconds
+
+    @app.task
+    async def parent(ctx: Context, stranger: str) -> float:
+        first = await ctx.race(wait.s(0.01), wait.s(3600), wait.s(3600))
+        child = await ctx.spawn(wait, 3600)
+        await child.cancel("not needed")
+        found["state"] = await child.state()
+        with pytest.raises(errors.Unauthorized, match="token lacks scope: operate"):
+            await ctx.app.find(stranger).cancel()
+        return first
+
+    async with app, working(app):
+        stranger = await wait.submit(3600)
+        run = await parent.submit(stranger.id)
+        assert await run.result(20) == 0.01
+        runs = (await (await app.engine()).search_executions()).executions
+        states = sorted(one.public_state.value for one in runs if one.execution_id not in (stranger.id, run.id))
+    assert states == ["cancelled", "cancelled", "cancelled", "completed"]
+    assert found["state"] == PublicState.CANCELLED
+
+
 async def test_budgets_and_limits_are_declared_by_an_operator_and_found_by_others(guarded: Serving) -> None:
     def declaring(shown: str, calls: int = 5) -> Fabric:
         app, budget = Fabric(guarded.url, token=shown), Budget("calls", {"calls": calls})

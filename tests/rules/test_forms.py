@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowfabric.model.execution import Execution, Result
+from flowfabric.model.execution import Execution, LineKey, Result
 from flowfabric.model.states import (
     AttemptRecordState,
     AttemptState,
@@ -21,9 +21,9 @@ from flowfabric.model.states import (
     PublicState,
     TerminalOutcome,
 )
-from flowfabric.rules import finish, step
-from flowfabric.rules.change import Change, Insert, as_form, live, seen, spelled_out
-from flowfabric.rules.lease import Fence
+from flowfabric.rules import cancel, finish, joins, step
+from flowfabric.rules.change import Change, Insert, Patch, as_form, live, seen, spelled_out
+from flowfabric.rules.lease import OPERATOR_OVERRIDE, Fence
 
 NOW = 1_700_000_000_000
 HELD = Fence("lease-1", 3, "attempt-1")
@@ -82,6 +82,8 @@ def at_length(row: Execution, *also: Insert) -> Change:
     timeout_at=st.none() | st.just(NOW + 5),
     terms=st.none() | st.just('{"retention_ttl_ms":5000}') | st.just('{"retry":{"max_retries":1}}'),
     result=st.none() | st.just(b"R"),
+    flow_id=st.none() | st.just("f"),
+    successors=st.none() | st.just("many") | st.just('[["e","x",true,false],["g","y"]]'),
 )
 def test_an_ordinary_success_spelled_out_is_what_the_long_rule_says(
     tags: str | None,
@@ -90,8 +92,18 @@ def test_an_ordinary_success_spelled_out_is_what_the_long_rule_says(
     timeout_at: int | None,
     terms: str | None,
     result: bytes | None,
+    flow_id: str | None,
+    successors: str | None,
 ) -> None:
-    row = running(tags=tags, lineage=lineage, attempt_resumed_at=resumed_at, attempt_timeout_at=timeout_at, terms=terms)
+    row = running(
+        tags=tags,
+        lineage=lineage,
+        attempt_resumed_at=resumed_at,
+        attempt_timeout_at=timeout_at,
+        terms=terms,
+        flow_id=flow_id,
+        successors=successors,
+    )
     change = finish.complete(row, HELD, None, result, None, NOW).change
     assert change is not None
     assert change.form is not None
@@ -102,10 +114,8 @@ def test_an_ordinary_success_spelled_out_is_what_the_long_rule_says(
 @pytest.mark.parametrize(
     "attached",
     [
-        {"flow_id": "f"},
         {"stream_index": 1},
         {"parent_id": "p"},
-        {"successors": "many"},
         {"deadline_at": NOW + 5},
         {"current_suspension_id": "s"},
         {"blocking_text": "why"},
@@ -132,3 +142,83 @@ def test_only_a_patch_and_an_event_make_a_form() -> None:
         as_form(msgspec.structs.replace(change, writes=change.writes * 2))
     with pytest.raises(TypeError, match="a form patches its root and tells one event, nothing else"):
         as_form(msgspec.structs.replace(change, events=()))
+
+
+def unstarted(**fields: Any) -> Execution:
+    """An execution that waits for a worker for the first time."""
+    untouched: dict[str, Any] = {
+        "lifecycle_phase": LifecyclePhase.RUNNABLE,
+        "ownership_state": OwnershipState.UNOWNED,
+        "eligibility_state": EligibilityState.ELIGIBLE_NOW,
+        "blocking_reason": BlockingReason.WAITING_FOR_WORKER,
+        "attempt_state": AttemptState.PENDING_FIRST_ATTEMPT,
+        "public_state": PublicState.WAITING,
+        "total_attempt_count": 0,
+        "lease_epoch": 0,
+        "line": LineKey("default"),
+        **dict.fromkeys(("started_at", "attempt_index", "attempt_id", "attempt_type", "attempt_started_at")),
+        **dict.fromkeys(("lease_id", "worker_id", "worker_instance_id", "lease_expires_at")),
+    }
+    return running(**untouched | fields)
+
+
+def cancelled(row: Execution, reason: str = cancel.QUORUM_SATISFIED) -> Change:
+    change = cancel.cancel(row, Fence(), OPERATOR_OVERRIDE, reason).change
+    assert change is not None
+    return change
+
+
+def cancelled_at_length(row: Execution, reason: str = cancel.QUORUM_SATISFIED) -> Change:
+    return step.ended(
+        row,
+        TerminalOutcome.CANCELLED,
+        attempt=AttemptRecordState.ENDED_CANCELLED,
+        released="cancelled",
+        details='{"revoked_by":"operator"}',
+        cancellation_reason=reason,
+        cancelled_by=OPERATOR_OVERRIDE,
+    )
+
+
+@given(
+    reason=st.sampled_from([cancel.QUORUM_SATISFIED, cancel.QUORUM_IMPOSSIBLE]),
+    blocked=st.booleans(),
+    terms=st.none() | st.just('{"retention_ttl_ms":5000}'),
+    flow_id=st.none() | st.just("f"),
+    successors=st.none() | st.just("many") | st.just('[["e","x",true,false],["g","y"]]'),
+)
+def test_the_cancel_of_an_unstarted_sibling_leaves_what_the_long_rule_leaves(
+    reason: str, blocked: bool, terms: str | None, flow_id: str | None, successors: str | None
+) -> None:
+    row = unstarted(terms=terms, flow_id=flow_id, successors=successors, **joins.waits("…") if blocked else {})
+    change = cancelled(row, reason)
+    assert change.form is not None
+    short, long = spelled_out(change, row), cancelled_at_length(row, reason)
+    assert (short.guards, short.writes[1:], short.events) == (long.guards, long.writes[1:], long.events)
+    assert _patched(row, short) == _patched(row, long)
+
+
+def _patched(row: Execution, change: Change) -> Execution:
+    patch = change.writes[0]
+    assert isinstance(patch, Patch)
+    return msgspec.structs.replace(row, **patch.fields)
+
+
+@pytest.mark.parametrize(
+    "otherwise",
+    [
+        {"attempt_index": 0, "attempt_state": AttemptState.PENDING_RETRY_ATTEMPT},
+        {"parent_id": "p"},
+        {"deadline_at": NOW + 5},
+        {"granted_until": NOW + 5},
+        {"terms": '{"quota_policy_ids":["q"]}'},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_the_cancel_of_any_other_sibling_is_told_at_length(otherwise: dict[str, Any]) -> None:
+    row = unstarted(**otherwise)
+    assert cancelled(row) == cancelled_at_length(row)
+
+
+def test_a_cancel_for_a_reason_of_the_callers_own_is_told_at_length() -> None:
+    assert cancelled(unstarted(), "I say so") == cancelled_at_length(unstarted(), "I say so")

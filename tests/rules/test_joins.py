@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowfabric import errors
-from flowfabric.model.execution import Execution
+from flowfabric.model.execution import Execution, LineKey
 from flowfabric.model.flow import (
     Dependency,
     DependencyKind,
@@ -22,10 +22,11 @@ from flowfabric.model.flow import (
     PolicyVariant,
 )
 from flowfabric.model.states import EligibilityState, TerminalOutcome
-from flowfabric.rules import joins
+from flowfabric.rules import joins, place
 from flowfabric.rules.change import Change, Insert, Patch, Put
 from flowfabric.rules.create import CreateExecution, create
 from flowfabric.rules.joins import Settlement, Surroundings, Verdict
+from flowfabric.rules.successors import Successor, line_told, listed, named, successor
 
 SUCCESS, FAILED, SKIPPED = TerminalOutcome.SUCCESS, TerminalOutcome.FAILED, TerminalOutcome.SKIPPED
 ENDS = [TerminalOutcome.SUCCESS, TerminalOutcome.FAILED, TerminalOutcome.SKIPPED]
@@ -44,8 +45,9 @@ def settled(*outcomes: TerminalOutcome) -> list[Settlement]:
     return [Settlement(edge(number), outcome) for number, outcome in enumerate(outcomes)]
 
 
-def child() -> Execution:
-    ask = CreateExecution(execution_id=CHILD, partition=1, namespace="n", lane_id="default", execution_kind="task")
+def child(**given: object) -> Execution:
+    fields = {"execution_id": CHILD, "partition": 1, "namespace": "n", "lane_id": "default", "execution_kind": "task"}
+    ask = CreateExecution(**fields | given)  # type: ignore[arg-type]
     decision = create(None, None, ask, 0)
     assert decision.change is not None
     born = decision.change.writes[0]
@@ -220,3 +222,51 @@ def test_only_the_carrying_edges_of_the_right_moment_hand_their_result_on() -> N
     assert carriers(first_two, [SUCCESS]) == []
     assert carriers(first_two, [SUCCESS, SUCCESS]) == []  # the firing edge has no reference
     assert carriers(first_two, [SUCCESS, FAILED, SUCCESS]) == ["e002"]
+
+
+@given(
+    policy=st.sampled_from(
+        [
+            None,
+            '{"attempt_timeout_ms":50}',
+            '{"fairness_key":"k","fairness_weight":3}',
+            '{"quota_policy_ids":["11111111-1111-4111-8111-111111111111"]}',
+            '{"routing_requirements":{"required_capabilities":["gpu"]}}',
+        ]
+    ),
+    priority=st.sampled_from([0, 7]),
+)
+def test_a_child_that_nobody_saw_gets_what_one_that_was_seen_gets(policy: str | None, priority: int) -> None:
+    row = child(policy=policy, priority=priority)
+    alone = group(PolicyVariant.ALL_OF, 1)
+    (one,) = settled(SUCCESS)
+    follows = successor(
+        one.dependency.edge_id, CHILD, DependencyKind.SUCCESS_ONLY, inbound=1, ref=None, line=place.line_of(row)
+    )
+
+    looked = joins.advance(alone, row, one, Surroundings())
+    unseen = joins.advance_unseen("f", follows.edge_id, CHILD, line_told(named(waited_for_by(follows))[0].line))
+
+    assert looked is not None
+    assert _after(looked, row, alone, one.dependency) == _after(unseen, row, alone, one.dependency)
+    for guard, supposed in zip(unseen.guards, (alone, row), strict=True):
+        assert guard.like is not None
+        assert guard.like.fields.items() <= msgspec.structs.asdict(supposed).items()
+
+
+@pytest.mark.parametrize(
+    ("kind", "inbound"), [(DependencyKind.FAILURE_ONLY, 1), (DependencyKind.SUCCESS_ONLY, 2)], ids=["failure", "join"]
+)
+def test_a_child_that_waits_for_something_else_is_not_known_without_a_look(kind: DependencyKind, inbound: int) -> None:
+    assert successor("e", CHILD, kind, inbound=inbound, ref=None, line=LineKey("default")).line == ()
+
+
+def waited_for_by(follows: Successor) -> Execution:
+    return msgspec.structs.replace(child(), successors=listed([follows]))
+
+
+def _after(change: Change, *rows: msgspec.Struct) -> list[msgspec.Struct]:
+    """Rows as a change leaves them."""
+    fields = {write.row: write.fields for write in change.writes if isinstance(write, Patch)}
+    assert fields.keys() == {type(row) for row in rows}
+    return [msgspec.structs.replace(row, **fields[type(row)]) for row in rows]

@@ -286,9 +286,11 @@ async def test_s_051_filtered_reconciler_leaves_foreign_members(flow: Flowing) -
     assert await flow.state(*"ab") == "cancelled waiting"
     backlog, pending = await flow.backlog()
     assert (pending, backlog is not None) == (["b"], True)
+    await flow.engine.read_levels(max_age_s=0)
     assert flow.engine.meters.levels["ff_cancel_backlog_depth", ()] == 1
     await flow.sweep("cancel_reconciler")
     assert await flow.state(*"ab") == "cancelled cancelled"
+    await flow.engine.read_levels(max_age_s=0)
     assert flow.engine.meters.levels["ff_cancel_backlog_depth", ()] == 0
 
 

@@ -6,7 +6,7 @@ import asyncio
 import threading
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import pydantic
 import pytest
@@ -104,6 +104,36 @@ async def test_fatal_ends_at_once(app: Fabric) -> None:
         with pytest.raises(RunFailed, match="bad address"):
             await run.result(10)
     assert len(await run.attempts()) == 1
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+async def test_what_a_handler_wrote_before_it_failed_is_kept(
+    app: Fabric, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    engine = await app.engine()
+    append = engine.append_frame
+
+    async def slow(*given: Any, **named: Any) -> Any:
+        await asyncio.sleep(0.05)
+        return await append(*given, **named)
+
+    monkeypatch.setattr(engine, "append_frame", slow)
+
+    async def hopeless(ctx: Context) -> None:
+        await ctx.stream("out").write("last words")
+        raise Fatal("bad address")
+
+    def plain(ctx: Context) -> None:
+        ctx.sync.stream("out").write("last words")
+        raise Fatal("bad address")
+
+    task: Any = app.task(name="hopeless")(hopeless if asynchronous else plain)
+    async with working(app):
+        run = await task.submit()
+        with pytest.raises(RunFailed):
+            await run.result(10)
+    page = await engine.tail_stream(run.id, 0)
+    assert [frame.fields["payload"] for frame in page.frames] == ["last words"]
 
 
 async def test_retry_after_waits_and_costs_no_attempt(app: Fabric) -> None:
@@ -215,3 +245,28 @@ async def test_two_tasks_of_one_name_are_refused(app: Fabric) -> None:
 
         @app.task(name="same")
         async def other() -> None: ...
+
+
+async def test_a_child_is_cancelled_by_its_parent_and_afterwards_by_anybody(app: Fabric) -> None:
+    kept: list[Any] = []
+
+    @app.task
+    async def child(ctx: Context, seconds: float) -> None:
+        await ctx.sleep(seconds)
+
+    @app.task
+    async def parent(ctx: Context) -> str:
+        idle, done = await ctx.spawn(child, 3600), await ctx.spawn(child, 0)
+        await idle.cancel("not needed")
+        await idle.cancel("again is fine")
+        await done.result()
+        with pytest.raises(errors.ExecutionNotActive) as ended:
+            await done.cancel()
+        kept.append(await ctx.spawn(child, 7200))
+        return str(ended.value.terminal_outcome)
+
+    async with working(app):
+        assert await (await parent.submit()).result(20) == "success"
+        [late] = kept
+        await late.cancel("its parent has ended")
+        assert await late.state() == "cancelled"

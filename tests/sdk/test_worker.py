@@ -68,6 +68,25 @@ async def test_the_next_one_runs_while_the_end_of_the_last_one_is_on_its_way(
         assert [await run.result(20) for run in runs] == [0, 1]
 
 
+async def test_a_worker_without_a_free_slot_says_so_to_whoever_counts(app: Fabric) -> None:
+    go_on = asyncio.Event()
+
+    @app.task
+    async def work(ctx: Context) -> None:
+        await go_on.wait()
+
+    engine = await app.engine()
+    run = await work.submit()
+
+    async def is_full() -> bool:
+        return engine.meters.counted("ff_worker_at_capacity") > 0
+
+    async with working(app, slots=1):
+        await until(is_full)
+        go_on.set()
+        await run.result(20)
+
+
 async def test_a_loop_that_is_blocked_for_three_leases_does_not_lose_its_work(
     shared_app: Fabric, caplog: pytest.LogCaptureFixture
 ) -> None:

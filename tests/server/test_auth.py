@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import uuid
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from flowfabric.server import ConfigError, ServerSettings
 from flowfabric.server.logs import JsonLines
 from flowfabric.server.settings import from_environment
 from flowfabric.settings import Secret
-from tests.server.asking import Asking, fresh, path
+from tests.server.asking import Asking, fresh, path, until
 
 ROOT = {"Authorization": "Bearer s3cret"}
 LIST = "/v1/executions?partition=7"
@@ -84,8 +85,6 @@ async def test_a_token_sees_nothing_beyond_its_namespaces(ask: Asking) -> None:
     assert await status(ask, "GET", f"/v1/flows/{flow_id}", headers) == 404
     for concerns_all in (LIST, "/v1/lanes", "/v1/budgets"):
         assert await status(ask, "GET", concerns_all, headers) == 403
-    claims = {"lanes": ["L"], "worker_instance_id": "i"}
-    assert await status(ask, "POST", "/v1/workers/w/claims", headers, claims) == 403
     assert await status(ask, "GET", "/v1/executions/search", headers) == 400
     assert await status(ask, "GET", "/v1/executions/search?namespace=b", headers) == 403
     found = await ask.get("/v1/executions/search?namespace=a", headers=headers)
@@ -105,11 +104,76 @@ async def test_a_handle_of_another_namespace_is_worth_nothing(ask: Asking) -> No
 
 
 async def test_what_concerns_all_namespaces_is_not_for_a_token_of_some(ask: Asking) -> None:
-    headers = await token(ask, "work", namespaces=["a"])
-    budget, body = f"/v1/budgets/{UUID}", {"reservation_id": UUID}
+    headers = await token(ask, "work", "read", "operate", namespaces=["a"])
+    usage = {"dimensions": {"tokens": 1}, "now": 1}
 
-    assert await status(ask, "POST", f"{budget}/refund", headers, body) == 403
-    assert await status(ask, "POST", f"{budget}/wake", headers) == 403
+    assert await status(ask, "POST", f"/v1/budgets/{UUID}/usage", headers, usage) == 403
+    assert await status(ask, "POST", f"/v1/budgets/{UUID}/reset", headers) == 403
+    for where in (LIST, "/v1/lanes", "/v1/budgets", f"/v1/quotas/{UUID}", "/v1/suspended?partition=7"):
+        assert await status(ask, "GET", where, headers) == 403
+
+
+async def test_a_token_of_some_namespaces_claims_what_is_theirs(ask: Asking) -> None:
+    theirs, mine, also = [await ask.created(namespace=one, priority=9 - ord(one)) for one in "bac"]
+    headers = await token(ask, "work", namespaces=["a", "c"])
+    claim: dict[str, Any] = {"lanes": ["L"], "worker_instance_id": "i", "limit": 10}
+
+    async def got(**more: Any) -> Any:
+        answer = await ask.post("/v1/workers/w/claims", claim | more, headers=headers)
+        assert answer.status_code == 200, answer.text
+        return [one["execution_id"] for one in answer.json()["claimed"]]
+
+    assert await got(namespaces=["c"]) == [also]
+    assert await got() == [mine]
+    assert await got() == []
+    refused = await ask.post("/v1/workers/w/claims", claim | {"namespaces": ["a", "b"]}, headers=headers)
+    assert (refused.status_code, refused.json()["kind"]) == (403, "forbidden")
+    assert await ask.state(theirs) == "waiting"
+
+
+async def test_a_token_of_some_namespaces_is_granted_and_redeems_what_is_theirs(ask: Asking) -> None:
+    theirs, mine = await ask.created(namespace="b", priority=9), await ask.created(namespace="a")
+    headers = await token(ask, "work", namespaces=["a"])
+    wish = {"lane_id": "L", "worker_instance_id": "i", "grant_ttl_ms": 5000}
+    redeem = {"grant_kind": "claim", "worker_id": "w", "worker_instance_id": "i", "lane_id": "L"}
+
+    grant = await ask.post("/v1/workers/w/claim", wish, headers=headers)
+    assert grant.json()["execution_id"] == mine
+    assert "Claimed" in (await ask.post(path(mine, "redeem"), redeem, headers=headers)).json()
+    assert await status(ask, "POST", "/v1/workers/w/claim", headers, wish) == 204
+    assert (await ask.post("/v1/workers/w/claim", wish)).json()["execution_id"] == theirs
+    assert await status(ask, "POST", path(theirs, "redeem"), headers, redeem) == 404
+
+
+async def test_reservations_are_given_back_within_namespaces(ask: Asking) -> None:
+    headers, budget = await token(ask, "work", namespaces=["a"]), await ask.budgeted()
+    budget_id = budget.rpartition("/")[2]
+    body = {"budget_id": budget_id, "amounts": {"tokens": 3}, "ttl_ms": 60_000}
+    theirs, mine = str(uuid.uuid4()), str(uuid.uuid4())
+    for namespace, reservation in (("b", theirs), ("a", mine)):
+        made = await ask.created(namespace=namespace)
+        assert (await ask.post(path(made, "reserve"), body | {"reservation_id": reservation})).status_code == 200
+
+    assert await status(ask, "POST", f"{budget}/refund", headers, {"reservation_id": theirs}) == 404
+    assert (await ask.get(budget)).json()["reserved"] == {"tokens": 6}
+    assert await status(ask, "POST", f"{budget}/refund", headers, {"reservation_id": mine}) == 200
+    assert (await ask.get(budget)).json()["reserved"] == {"tokens": 3}
+    assert await status(ask, "POST", f"{budget}/refund", headers, {"reservation_id": str(uuid.uuid4())}) == 200
+    assert await status(ask, "POST", f"{budget}/wake", headers) == 200
+
+
+async def test_nobody_ends_the_waiting_claims_of_somebody_else(ask: Asking) -> None:
+    """A worker that stops ends its own; the name of an instance is no secret."""
+    claim = {"lanes": ["none"], "worker_instance_id": "i", "wait_ms": 30_000}
+    waiting = asyncio.create_task(ask.post("/v1/workers/w/claims", claim))
+    await until(lambda: bool(ask.app.waiting_claims))
+    end, other = "/v1/workers/w/claims/end", await token(ask, "work")
+
+    ended = await ask.post(end, {"worker_instance_id": "i"}, headers=other)
+    assert (ended.json(), waiting.done()) == ({"ended": 0}, False)
+    assert (await ask.post(end, {"worker_instance_id": "i"})).json() == {"ended": 1}
+    async with asyncio.timeout(5):
+        assert (await waiting).json() == {"claimed": []}
 
 
 async def test_a_rotated_token_is_good_for_its_grace(ask: Asking, clock: ManualClock) -> None:

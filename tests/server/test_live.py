@@ -170,6 +170,38 @@ async def test_shutdown_under_load_finishes_requests_and_loses_nothing(ask: Aski
         assert await ask.engine.read_execution_state(execution_id) is not None
 
 
+@pytest.mark.parametrize("comes", ["before", "meanwhile"])
+async def test_requests_that_wait_are_answered_at_once_when_the_server_goes(ask: Asking, comes: str) -> None:
+    """Also those that were still on their way to their waiting place: else the shutdown would wait for them."""
+    execution_id = await ask.created()
+    if comes == "meanwhile":
+        ask.app.begin_closing()
+    asks = [
+        asyncio.create_task(ask.post("/v1/executions/ends", {"execution_ids": [execution_id], "wait_ms": 30_000})),
+        asyncio.create_task(ask.get(path(execution_id, "end") + "?wait_ms=30000")),
+        asyncio.create_task(ask.get(path(execution_id, "result") + "?wait_ms=30000")),
+        asyncio.create_task(ask.post("/v1/workers/w/claims", {"worker_instance_id": "i", "lanes": ["none"]})),
+    ]
+    if comes == "before":
+        await until(lambda: len(ask.app.on_closing) == 3)
+        ask.app.begin_closing()
+
+    async with asyncio.timeout(5):
+        statuses = [(await one).status_code for one in asks]
+    assert statuses == [200, 204, 404, 200]
+    assert not ask.app.on_closing
+
+
+async def test_an_end_is_told_while_the_server_goes(ask: Asking) -> None:
+    execution_id = await ask.completed(b"r")
+    ask.app.begin_closing()
+
+    assert (await ask.get(path(execution_id, "end"))).status_code == 200
+    assert (await ask.get(path(execution_id, "end") + "?wait_ms=1000")).status_code == 200
+    ends = await ask.post("/v1/executions/ends", {"execution_ids": [execution_id]})
+    assert [one["execution_id"] for one in ends.json()["ended"]] == [execution_id]
+
+
 async def test_a_server_that_shuts_down_is_not_ready(ask: Asking) -> None:
     assert (await ask.get("/readyz")).json() == {"status": "ready"}
     ask.app.begin_closing()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 import schemathesis
 from hypothesis import HealthCheck, Phase, settings
 from schemathesis.specs.openapi import checks
@@ -21,7 +22,7 @@ from flowfabric.server.routes import PAGES
 from flowfabric.server.serving import Server, seed
 
 KEPT = Path(__file__).parents[2] / "docs" / "openapi.json"
-FEW = 2
+FEW = 6
 EXAMPLES = int(os.environ.get("FF_API_EXAMPLES", FEW))  # more of them are drawn at random
 EXECUTION = "{fp:7}:550e8400-e29b-41d4-a716-446655440000"
 FLOW = "550e8400-e29b-41d4-a716-446655440000"
@@ -80,6 +81,13 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     thread.join(30)
 
 
+@pytest.fixture(scope="module")
+def session() -> Iterator[requests.Session]:
+    """Connections that are kept."""
+    with requests.Session() as session:
+        yield session
+
+
 schema = schemathesis.openapi.from_path(KEPT)
 
 
@@ -103,10 +111,11 @@ def map_path_parameters(context: Any, path_parameters: dict[str, Any] | None) ->
     suppress_health_check=list(HealthCheck),
 )
 def test_no_request_meets_a_fault_or_an_answer_that_is_not_described(
-    case: schemathesis.Case[Any], address: str
+    case: schemathesis.Case[Any], address: str, session: requests.Session
 ) -> None:
     case.call_and_validate(
         base_url=address,
+        session=session,
         checks=[
             schemathesis.checks.not_a_server_error,
             checks.status_code_conformance,

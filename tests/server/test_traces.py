@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import httpx2
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from flowfabric.clock import ManualClock
+from flowfabric.remote import RemoteEngine
 from flowfabric.server.traces import NoSpans, OtelSpans
+from flowfabric.server.wire import write_handle
 from tests.server.asking import Asking
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -41,6 +45,78 @@ async def test_every_attempt_links_to_its_submit(ask: Asking, exported: InMemory
     assert [span.links[0].context.span_id for span in claims] == [submit.context.span_id] * 2
     assert first["traceparent"] == second["traceparent"]
     assert first["traceparent"].split("-")[2] == f"{submit.context.span_id:016x}"
+
+
+async def test_an_attempt_is_a_span_below_its_claim_and_the_retry_links_to_it(
+    ask: Asking, exported: InMemorySpanExporter
+) -> None:
+    retry = {"retry_policy": {"max_retries": 1, "backoff": {"type": "fixed", "delay_ms": 0}}}
+    await ask.post("/v1/executions", ask.creation(policy=retry))
+    [first] = (await ask.post("/v1/workers/w/claims", WISH)).json()["claimed"]
+    for _ in range(2):  # the answer of the first got lost
+        await ask.post("/v1/leases/fail", {"handle": first["handle"], "reason": "boom"})
+    await ask.engine.sweep_once("delayed_promoter")
+    [second] = (await ask.post("/v1/workers/w/claims", WISH)).json()["claimed"]
+    await ask.post("/v1/leases/complete", {"handle": second["handle"]})
+
+    spans = exported.get_finished_spans()
+    [submit] = [span for span in spans if span.name == "POST /v1/executions"]
+    claims, attempts = ([span for span in spans if span.name == name] for name in ("claim", "attempt"))
+    assert [(span.attributes or {})["outcome"] for span in attempts] == ["retry", "ok"]
+    for claim, attempt in zip(claims, attempts, strict=True):
+        assert attempt.parent is not None
+        assert (attempt.parent.span_id, attempt.context.trace_id) == (claim.context.span_id, claim.context.trace_id)
+        assert [link.context.span_id for link in attempt.links] == [submit.context.span_id]
+        assert attempt.start_time is not None
+        assert attempt.end_time is not None
+        assert attempt.start_time <= attempt.end_time
+    [retried_submit, failed] = claims[1].links
+    assert retried_submit.context.span_id == submit.context.span_id
+    assert failed.context.span_id == attempts[0].context.span_id
+
+
+async def test_a_takeover_links_to_the_claim_that_was_lost(
+    ask: Asking, exported: InMemorySpanExporter, clock: ManualClock
+) -> None:
+    await ask.created()
+    [lost] = (await ask.post("/v1/workers/w/claims", WISH | {"lease_ttl_ms": 100})).json()["claimed"]
+    clock.pass_ms(100)
+    [heir] = (await ask.post("/v1/workers/w/claims", WISH)).json()["claimed"]
+    await ask.post("/v1/leases/complete", {"handle": lost["handle"]})  # too late: refused, and nothing is told of it
+    await ask.post("/v1/leases/delay", {"handle": heir["handle"], "delay_ms": 0})
+
+    spans = exported.get_finished_spans()
+    first, second = (span for span in spans if span.name == "claim")
+    assert second.links[-1].context.span_id == first.context.span_id
+    [attempt] = [span for span in spans if span.name == "attempt"]
+    assert dict(attempt.attributes or {}) == {
+        "execution_id": heir["execution_id"],
+        "attempt_index": 1,
+        "lane": "L",
+        "outcome": "delayed",
+    }
+
+
+async def test_an_attempt_that_was_claimed_elsewhere_is_nothing_to_fail_at(
+    ask: Asking, exported: InMemorySpanExporter
+) -> None:
+    held = await ask.claimed()
+    answer = await ask.post("/v1/leases/complete", {"handle": write_handle(held.handle)})
+
+    assert answer.status_code == 200
+    assert [span.name for span in exported.get_finished_spans() if span.name == "attempt"] == []
+
+
+async def test_a_client_that_keeps_traces_says_where_it_stands(ask: Asking, exported: InMemorySpanExporter) -> None:
+    tracer = TracerProvider().get_tracer("app")
+    transport = httpx2.ASGITransport(app=ask.app)
+    async with RemoteEngine("http://ff", transport=transport) as remote:
+        with tracer.start_as_current_span("checkout") as checkout:
+            await remote.create_execution(execution_id=remote.new_execution_id())
+
+    [submit] = [span for span in exported.get_finished_spans() if span.name == "POST /v1/executions"]
+    assert submit.parent is not None
+    assert submit.parent.span_id == checkout.get_span_context().span_id
 
 
 async def test_without_a_provider_nothing_is_traced(ask: Asking) -> None:

@@ -10,8 +10,9 @@ from flowfabric.clock import ManualClock
 from flowfabric.model.event import FeedEvent, Topic
 from flowfabric.model.execution import Execution, Result
 from flowfabric.model.states import LifecyclePhase
+from flowfabric.rules.cancel import QUORUM_SATISFIED, cancel
 from flowfabric.rules.change import Change, Guard, Insert, LeaseCheck, LeaseWant, Put
-from flowfabric.rules.lease import CLAIMED
+from flowfabric.rules.lease import CLAIMED, Fence
 from flowfabric.rules.step import success_form
 from flowfabric.stores.base import Store
 from tests.stores.samples import a_take, change, event, line_up, one, waiting
@@ -50,6 +51,27 @@ async def test_a_form_ends_its_root_and_tells_of_it(store: Store, clock: ManualC
     assert (await one(store, Result, "a")).payload == b"R"
     (fed,) = await told(store, 0)
     assert (fed.at, fed.event.tags, fed.event.lease_id, fed.event.outcome) == (clock.now, TAGS, row.lease_id, "success")
+
+
+async def test_a_form_ends_a_root_that_was_never_taken(store: Store, clock: ManualClock) -> None:
+    await line_up(store, waiting("a"), waiting("b"))
+    row = await one(store, Execution, "a")
+    cancelled = cancel(row, Fence(), "operator_override", QUORUM_SATISFIED).change
+    assert cancelled is not None
+    assert cancelled.form is not None
+
+    assert await store.commit([msgspec.structs.replace(cancelled, id=77)]) == [clock.now]
+
+    ended = await one(store, Execution, "a")
+    assert (ended.lifecycle_phase, ended.line, ended.revision) == (LifecyclePhase.TERMINAL, None, 77)
+    assert (ended.cancellation_reason, ended.cancelled_by) == (QUORUM_SATISFIED, "operator_override")
+    (fed,) = await told(store, 0)
+    assert (fed.event.outcome, fed.event.lease_id, fed.event.details) == (
+        "cancelled",
+        None,
+        '{"revoked_by":"operator"}',
+    )
+    assert [row.execution_id for row, _ in (await store.take(a_take(2, **CLAIMED))).rows] == ["b"]
 
 
 async def test_forms_share_a_batch_with_refused_ones_and_with_ordinary_changes(store: Store) -> None:

@@ -9,8 +9,20 @@ import pytest
 from flowfabric.clock import ManualClock
 from flowfabric.model.event import Topic
 from flowfabric.model.execution import Attempt, Execution, IdempotencyKey, Payload, Result
-from flowfabric.model.states import AttemptRecordState, AttemptType
-from flowfabric.rules.change import NOW, Delete, FromNow, Guard, Insert, LeaseCheck, LeaseWant, Patch, absent
+from flowfabric.model.states import AttemptRecordState, AttemptType, BlockingReason
+from flowfabric.rules.change import (
+    NOW,
+    Delete,
+    FromNow,
+    Guard,
+    Insert,
+    LeaseCheck,
+    LeaseWant,
+    Like,
+    Patch,
+    absent,
+    supposed,
+)
 from flowfabric.stores.base import Store, Want
 from tests.stores.samples import change, event, execution, one, payload, write
 
@@ -232,3 +244,46 @@ async def test_what_one_commit_wrote_the_next_one_sees(store: Store) -> None:
 
 async def test_an_empty_batch_is_answered(store: Store) -> None:
     assert await store.commit([]) == []
+
+
+SLEEPS = Like({"blocking_reason": BlockingReason.WAITING_FOR_BUDGET, "delay_until": 50, "tags": None})
+AS_IT_SLEEPS: dict[str, Any] = {"blocking_reason": BlockingReason.WAITING_FOR_BUDGET, "delay_until": 50}
+
+
+async def test_a_row_that_nobody_saw_is_guarded_by_its_looks(store: Store, clock: ManualClock) -> None:
+    await write(store, Insert(execution(**AS_IT_SLEEPS)), Insert(execution("b", **AS_IT_SLEEPS)))
+    as_supposed = change(mark(), guards=[supposed(Execution, SLEEPS, "a")])
+
+    assert await store.commit([as_supposed, change(mark("b"), guards=[seen(0, "b")])]) == [clock.now, None]
+
+    assert (await one(store, Execution, "a")).revision == as_supposed.id
+    assert not await is_marked(store, "b")
+
+
+@pytest.mark.parametrize(
+    "otherwise",
+    [{"blocking_reason": BlockingReason.NONE}, {"delay_until": 51}, {"delay_until": None}, {"tags": "{}"}],
+    ids=str,
+)
+async def test_a_row_that_looks_otherwise_is_left_alone(store: Store, otherwise: dict[str, Any]) -> None:
+    await write(store, Insert(execution(**AS_IT_SLEEPS | otherwise)), Insert(execution("b", **AS_IT_SLEEPS)))
+    other = await one(store, Execution, "a")
+    guards = [supposed(Execution, SLEEPS, name) for name in "ab"]
+
+    assert await store.commit([change(mark(), mark("b"), guards=guards)]) == [None]
+
+    assert await one(store, Execution, "a") == other
+    assert not await is_marked(store, "b")
+
+
+@pytest.mark.parametrize("like", [SLEEPS, Like({"tags": None})], ids=["values", "nothing but gaps"])
+async def test_a_row_that_is_gone_looks_like_nothing(store: Store, like: Like) -> None:
+    assert await store.commit([change(Insert(payload("a")), guards=[supposed(Execution, like, "a")])]) == [None]
+    assert await one(store, Payload, "a") is None
+
+
+async def test_looks_are_asked_of_rows_that_a_change_does_not_write(store: Store, clock: ManualClock) -> None:
+    await write(store, Insert(execution(**AS_IT_SLEEPS)))
+
+    assert await store.commit([change(Insert(payload("a")), guards=[supposed(Execution, SLEEPS, "a")])]) == [clock.now]
+    assert await one(store, Payload, "a") == payload("a")

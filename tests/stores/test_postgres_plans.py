@@ -30,7 +30,7 @@ from flowfabric.rules.change import (
     Put,
     absent,
 )
-from flowfabric.stores.base import Held, Want, Where
+from flowfabric.stores.base import Held, Tally, Want, Where
 from flowfabric.stores.postgres import feed, read
 from flowfabric.stores.postgres import take as taking
 from flowfabric.stores.postgres.batch import Batch
@@ -222,6 +222,23 @@ async def test_due_rows_are_found_by_the_index_of_their_column(planner: Planner,
     await planner.explain(words, len(values))
 
     assert {index for _, _, index in planner.scans()} == {f"ff_exec_core_{column}"}
+
+
+@pytest.mark.parametrize("each", [None, LINES])
+async def test_counts_are_made_by_an_index(planner: Planner, each: tuple[LineKey, ...] | None) -> None:
+    held = Tally(Execution, "lease_expires_at", ("lane_id",), 100)
+    line = Tally(Execution, "line", ("lane_id",), 100, each=each)
+    for tally, first in ((held, "ff_exec_core_lease_expires_at"), (line, "ff_exec_core_line")):
+        words, values = read.tally_words(tally, numbers)
+        planner.plans.clear()
+
+        await planner.explain(words, len(values))
+
+        # An index that holds only rows that are set is walked from its beginning, up to the limit: there is nothing
+        # to compare with, which `scans` would ask for.
+        plan = json.dumps(planner.plans)
+        assert f'"{first}"' in plan
+        assert '"Seq Scan"' not in plan
 
 
 async def test_a_load_finds_its_rows_by_key(planner: Planner) -> None:

@@ -13,8 +13,9 @@ import pytest
 
 from flowfabric.model.event import Topic
 from flowfabric.model.execution import Attempt, Execution, IdempotencyKey, LineKey
+from flowfabric.model.suspension import Suspension
 from flowfabric.rules.change import FromNow, Insert
-from flowfabric.stores.base import Held, Scan, Store, Want, Where
+from flowfabric.stores.base import Held, Scan, Store, Tally, Want, Where
 from flowfabric.stores.sqlite import SQLiteStore
 from tests.stores.samples import MAIL, a_take, change, event, execution, payload, waiting
 
@@ -120,6 +121,23 @@ async def test_due_rows_are_found_by_their_instant_in_order(filled: Path, column
     assert len(plans) == 2
     assert only_searches(plans)
     assert all(f"ff_exec_core_{column}" in plan[0] for plan in plans)
+
+
+@pytest.mark.parametrize("each", [None, LINES])
+async def test_counts_are_made_by_an_index(filled: Path, each: tuple[LineKey, ...] | None) -> None:
+    """They may group what they found, and sort for that; they never look at a row beyond their limit."""
+    held = Tally(Execution, "lease_expires_at", ("lane_id",), 100)
+    line = Tally(Execution, "line", ("lane_id",), 100, each=each)
+    asleep = Tally(Suspension, "due_at", ("lane_id",), 100)
+    for tally, index in (
+        (held, "INDEX ff_exec_core_lease_expires_at"),
+        (line, "INDEX ff_exec_core_line"),
+        (asleep, "INDEX ff_suspension_due_at"),
+    ):
+        plans = await plans_of(filled, lambda store, tally=tally: store.tally(tally))
+        steps = [step for plan in plans for step in plan]
+        assert [step for step in steps if index in step], steps
+        assert not [step for step in steps if re.match(r"SCAN ff_\w+$", step)], steps
 
 
 async def test_a_lease_is_renewed_by_key(filled: Path) -> None:

@@ -10,7 +10,7 @@ from flowfabric import CreateExecution, Engine
 from flowfabric.model.answers import Completed
 
 CLAIM = 100  # executions that one claim asks for
-CLAIM_LOOPS = 3  # so that one loop's commit overlaps the others' Python
+CLAIM_LOOPS = 4  # so that one loop's commit overlaps the others' Python
 CALLERS = 64  # concurrent single submits
 WORKER = "bench"
 LEASE_MS = 60_000

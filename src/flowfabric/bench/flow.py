@@ -19,7 +19,7 @@ from flowfabric import CreateExecution, Engine, __version__, connect
 from flowfabric.bench.drive import LEASE_MS, RESULT, WORKER
 from flowfabric.bench.ground import ground
 from flowfabric.bench.throughput import Progress, Steps
-from flowfabric.engine.asks import Change
+from flowfabric.engine.asks import Change, outcome_of
 from flowfabric.engine.flows import GraphEdge
 from flowfabric.ids import FlowId, mint_for_flow
 from flowfabric.model.execution import Execution
@@ -151,9 +151,9 @@ async def _quorum(engine: Engine, lane: str, siblings: int) -> float:
     cancelled = asyncio.Event()
     left = siblings - 1
 
-    def count(change: Change) -> None:
+    def count(change: Change, _: object) -> None:
         nonlocal left
-        left -= sum(event.outcome == "cancelled" for event in change.events)
+        left -= outcome_of(change) == "cancelled"
         if not left:
             cancelled.set()
 

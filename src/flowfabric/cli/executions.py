@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flowfabric.cli.stores import StoreOption, on_store
+from flowfabric.cli.stores import StoreOrServerOption, on_store
 from flowfabric.cli.telling import JsonOption, console, document, instant, table
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def ls(
     ] = None,
     limit: Annotated[int, typer.Option(min=1, max=1000, help="How many at a time.")] = 50,
     cursor: Annotated[str | None, typer.Option(help="Go on after this id.", show_default=False)] = None,
-    store: StoreOption = None,
+    store: StoreOrServerOption = None,
     json: JsonOption = False,
 ) -> None:
     """List executions, by id."""
@@ -78,7 +78,7 @@ def ls(
         typer.echo(f"More: ff ls --cursor '{page.next_cursor}'")
 
 
-def show(execution_id: IdArgument, store: StoreOption = None, json: JsonOption = False) -> None:
+def show(execution_id: IdArgument, store: StoreOrServerOption = None, json: JsonOption = False) -> None:
     """Show one execution: where it stands, its attempts, and what happened to its leases."""
 
     async def looked_up(engine: Engine) -> dict[str, Any]:
@@ -173,7 +173,7 @@ def submit(
     tag: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="May be repeated.", show_default=False)
     ] = None,
-    store: StoreOption = None,
+    store: StoreOrServerOption = None,
     json: JsonOption = False,
 ) -> None:
     """Create an execution and print its id."""
@@ -212,7 +212,7 @@ def submit(
 def cancel(
     execution_id: IdArgument,
     reason: Annotated[str, typer.Option(help="Kept with the execution.")] = "cancelled by operator",
-    store: StoreOption = None,
+    store: StoreOrServerOption = None,
     json: JsonOption = False,
 ) -> None:
     """Cancel an execution, whatever it is doing; again is fine."""
@@ -220,7 +220,7 @@ def cancel(
     _told(answer.public_state.value, execution_id, json=json)
 
 
-def replay(execution_id: IdArgument, store: StoreOption = None, json: JsonOption = False) -> None:
+def replay(execution_id: IdArgument, store: StoreOrServerOption = None, json: JsonOption = False) -> None:
     """Give an execution that has ended another life."""
     answer = on_store(store, lambda engine: engine.replay_execution(execution_id))
     _told(answer.public_state.value, execution_id, json=json)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flowfabric.cli.stores import StoreOption, on_store
+from flowfabric.cli.stores import StoreOrServerOption, on_store
 from flowfabric.cli.telling import JsonOption, document, instant, table
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def add_to(app: typer.Typer) -> None:
 
 def workers(
     namespace: Annotated[str, typer.Option(help="Of this namespace.")] = "default",
-    store: StoreOption = None,
+    store: StoreOrServerOption = None,
     json: JsonOption = False,
 ) -> None:
     """List the live workers: which lanes they serve, what they can do, when they were last heard of."""
@@ -61,7 +61,7 @@ def budgets(
     budget_id: Annotated[str | None, typer.Argument(metavar="[ID]", help="Only this one.", show_default=False)] = None,
     limit: Annotated[int, typer.Option(min=1, max=1000, help="How many at a time.")] = 50,
     cursor: Annotated[str | None, typer.Option(help="Go on after this id.", show_default=False)] = None,
-    store: StoreOption = None,
+    store: StoreOrServerOption = None,
     json: JsonOption = False,
 ) -> None:
     """List budgets: what was used and promised of each dimension, its limits, and when it begins anew."""

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from flowfabric.cli.stores import StoreOption, chosen_store
+from flowfabric.cli.stores import StoreOption, chosen_store, must_be_a_store
 from flowfabric.cli.telling import telling_errors
 
 
@@ -40,6 +40,8 @@ def serve(
             from flowfabric.server.settings import from_environment
         except ImportError as missing:
             raise InvalidInput("the server needs more: pip install 'flowfabric[server]'") from missing
+        url = chosen_store(store)
+        must_be_a_store(url, "serve the store that is behind it")
         settings = from_environment()
         settings = msgspec.structs.replace(
             settings,
@@ -52,4 +54,4 @@ def serve(
         logs.log_to_stderr(settings.log)
         from flowfabric import loops
 
-        loops.run(serving.serve(chosen_store(store), settings))
+        loops.run(serving.serve(url, settings))

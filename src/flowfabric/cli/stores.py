@@ -23,6 +23,15 @@ StoreOption = Annotated[
     str | None,
     typer.Option("--store", metavar="URL", help="sqlite:///path, postgresql://… or memory://", show_default=False),
 ]
+StoreOrServerOption = Annotated[
+    str | None,
+    typer.Option(
+        "--store",
+        metavar="URL",
+        help="sqlite:///path, postgresql://…, or the http://… of a server",
+        show_default=False,
+    ),
+]
 
 
 def chosen_store(named: str | None, environ: Mapping[str, str] = os.environ) -> str:
@@ -72,6 +81,15 @@ def must_exist(url: str) -> None:
 
     if url.startswith("sqlite:") and not (path := Path(urlsplit(url).path[1:])).exists():
         raise Unavailable("open", f"there is no file {path}: migrate first")
+
+
+def must_be_a_store(url: str, why: str) -> None:
+    """Refuse a server where nothing but a store will do."""
+    from flowfabric.connecting import is_server
+    from flowfabric.errors import InvalidInput
+
+    if is_server(url):
+        raise InvalidInput(f"--store: {url} is a server; {why}")
 
 
 def shown(url: str) -> str:

@@ -100,10 +100,16 @@ def hint_for(error: FabricError) -> str | None:
     match error:
         case errors.SchemaTooNew():
             return "update this installation: pip install --upgrade flowfabric"
+        case errors.PartitionMismatch():
+            return (
+                "set FF_FLOW_PARTITIONS, FF_BUDGET_PARTITIONS and FF_QUOTA_PARTITIONS as they are stored, or unset them"
+            )
         case errors.Unavailable(op="open"):
             return "`ff migrate` makes or updates the store; --store or FLOWFABRIC_URL names another"
         case errors.StoreUnavailable():
             return "is the address right and the server up? `ff doctor` looks closer"
+        case errors.Unauthorized():
+            return "FLOWFABRIC_TOKEN holds the token for the server; ask whoever runs it for one that is good for this"
         case errors.NotFound(entity="budget"):
             return "`ff budgets` shows which budgets there are"
         case errors.NotFound():

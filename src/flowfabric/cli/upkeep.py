@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from flowfabric.cli.stores import StoreOption, chosen_store, on_store, shown
+from flowfabric.cli.stores import StoreOption, StoreOrServerOption, chosen_store, must_be_a_store, on_store, shown
 from flowfabric.cli.telling import JsonOption, console, document, hint_for, telling_errors
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ def migrate(store: StoreOption = None, json: JsonOption = False) -> None:
     async def versions(engine: Engine) -> tuple[int, int]:
         return engine.schema.found, engine.schema.known
 
+    with telling_errors():
+        must_be_a_store(chosen_store(store), "it brings its store up to date when it starts")
     found, known = on_store(store, versions, migrate=True)
     if json:
         document({"store": shown(chosen_store(store)), "from": found, "to": known})
@@ -45,7 +47,7 @@ def migrate(store: StoreOption = None, json: JsonOption = False) -> None:
         typer.echo(f"✓ {shown(chosen_store(store))}: schema version {found} → {known}")
 
 
-def doctor(store: StoreOption = None, json: JsonOption = False) -> None:
+def doctor(store: StoreOrServerOption = None, json: JsonOption = False) -> None:
     """Look after the store: is it there, is it current, how fast does it answer, what time does it think it is."""
     with telling_errors():
         url = chosen_store(store)
@@ -87,12 +89,25 @@ async def _examine(url: str) -> list[dict[str, Any]]:
 
     must_exist(url)
     async with await connect(url, migrate=False) as engine:
+        backend, schema = engine.capabilities().backend, engine.schema.known
+        release = getattr(engine, "release", None)
         return [
-            _finding("store", True, f"{engine.capabilities().backend} answers"),
-            _finding("schema", True, f"version {engine.schema.known}, the one this release knows"),
+            *([] if release is None else [_server(release)]),
+            _finding("store", True, f"{backend} answers" + ("" if release is None else ", behind the server")),
+            _finding("schema", True, f"version {schema}, the one {'this release' if release is None else 'it'} knows"),
             *await _times(engine),
             await _keystore(engine),
         ]
+
+
+def _server(release: str) -> dict[str, Any]:
+    from flowfabric import __version__
+
+    same = release == __version__
+    says = f"FlowFabric {release}" + ("" if same else f"; this is {__version__}")
+    return _finding(
+        "server", True, says, "they should understand each other; if not, update the older one", tell=not same
+    )
 
 
 async def _times(engine: Engine) -> list[dict[str, Any]]:
@@ -111,7 +126,7 @@ async def _times(engine: Engine) -> list[dict[str, Any]]:
             "latency",
             trip <= SLOW_MS,
             f"a round trip takes {trip:.1f} ms",
-            "every commit waits for it: keep workers near the store",
+            "everything that is asked waits for it: keep workers near",
         ),
         _finding(
             "clock",

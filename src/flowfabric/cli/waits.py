@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flowfabric.cli.stores import StoreOption, on_store
+from flowfabric.cli.stores import StoreOrServerOption, on_store
 from flowfabric.cli.telling import JsonOption, console, document, instant, table
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def signal(
     key: Annotated[
         str | None, typer.Option(help="The same key is the same message, sent once.", show_default=False)
     ] = None,
-    store: StoreOption = None,
+    store: StoreOrServerOption = None,
     json: JsonOption = False,
 ) -> None:
     """Send a message to an execution, or answer an approval with one of its links."""
@@ -128,7 +128,7 @@ def approvals(
         str,
         typer.Option(envvar="FF_PUBLIC_URL", metavar="URL", help="Where the links lead.", show_default=False),
     ] = "http://127.0.0.1:9090",
-    store: StoreOption = None,
+    store: StoreOrServerOption = None,
     json: JsonOption = False,
 ) -> None:
     """List what waits for people: which executions ask, how many have answered, until when."""
@@ -215,12 +215,11 @@ def _find(condition: Any, name: str) -> int | None:
 
 
 async def _links(engine: Engine, execution_id: str, gate: Gate, base_url: str) -> list[str]:
-    from flowfabric.ids import ExecutionId, partition_of
     from flowfabric.sdk.approvals import Link
 
     made = []
     for waitpoint_id, _ in gate.waitpoints:
-        token = await engine.read_waitpoint_token(partition_of(ExecutionId(execution_id)), waitpoint_id)
+        token = await engine.read_token_of(execution_id, waitpoint_id)
         if token is not None:
             made.append(str(Link.to(base_url, execution_id, waitpoint_id, token.reveal())))
     return made

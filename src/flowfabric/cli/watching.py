@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flowfabric.cli.executions import IdArgument
-from flowfabric.cli.stores import StoreOption, on_store
+from flowfabric.cli.stores import StoreOrServerOption, on_store
 from flowfabric.cli.telling import JsonOption, console, document, instant, line
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def add_to(app: typer.Typer) -> None:
         app.command()(command)
 
 
-def explain(execution_id: IdArgument, store: StoreOption = None, json: JsonOption = False) -> None:
+def explain(execution_id: IdArgument, store: StoreOrServerOption = None, json: JsonOption = False) -> None:
     """Say why an execution is not running: the one thing that is in the way, with its facts."""
     answer = on_store(store, lambda engine: engine.explain(execution_id))
     facts = _facts(answer)
@@ -67,7 +67,7 @@ def tail(
         str | None, typer.Option(help="Only the stream of this name; otherwise all.", show_default=False)
     ] = None,
     follow: Annotated[bool, typer.Option(help="Wait for more until it has ended.")] = True,
-    store: StoreOption = None,
+    store: StoreOrServerOption = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document a line instead.")] = False,
 ) -> None:
     """Print what an execution writes while it runs, and how far it says it is; exit code 1 when it does not succeed."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flowfabric.cli.stores import StoreOption, shown
+from flowfabric.cli.stores import StoreOrServerOption, shown
 from flowfabric.cli.telling import telling_errors
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def worker(
     lease_ttl: Annotated[str, typer.Option(help="After how long silence others take over.")] = "15s",
     grace: Annotated[str, typer.Option(help="How long work may go on after SIGTERM.")] = "30s",
     reload: Annotated[bool, typer.Option("--reload", help="Start anew when a .py file below here changes.")] = False,
-    store: StoreOption = None,
+    store: StoreOrServerOption = None,
 ) -> None:
     """Run a worker until SIGTERM or Ctrl-C, which drains; a second one hands the rest back at once."""
     if reload:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flowfabric.model.condition import AllOf, ByName, Count, CountKind, OperatorOnly, Single, TimeoutOnly, Wildcard
 from flowfabric.rules.budgets import Need
-from flowfabric.rules.change import Change
+from flowfabric.rules.change import Change, outcome_of
 from flowfabric.rules.conditions import to_plain as plain_condition
 from flowfabric.rules.create import CreateExecution
 from flowfabric.rules.feeds import Filter
@@ -18,8 +18,9 @@ from flowfabric.rules.policy import PARTS as POLICY_PARTS
 from flowfabric.rules.signals import Accepted, Duplicate, SignalArgs
 from flowfabric.rules.streams import Appended, BestEffort
 from flowfabric.rules.suspend_args import Fresh, ResumePolicy, SuspendArgs, UsePending
-from flowfabric.rules.tokens import WaitpointToken
-from flowfabric.rules.waitpoints import WaitpointView
+from flowfabric.rules.tokens import Kids, WaitpointToken
+from flowfabric.rules.views import StateVector
+from flowfabric.rules.waitpoints import WaitpointRecord, WaitpointView
 from flowfabric.rules.waits import ObservedSignal
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "FrameView",
     "Fresh",
     "GateArgs",
+    "Kids",
     "MailArgs",
     "Need",
     "ObservedSignal",
@@ -49,13 +51,16 @@ __all__ = [
     "ResumePolicy",
     "SignalArgs",
     "Single",
+    "StateVector",
     "StreamPage",
     "SummaryView",
     "SuspendArgs",
     "TimeoutOnly",
     "UsePending",
+    "WaitpointRecord",
     "WaitpointToken",
     "WaitpointView",
     "Wildcard",
+    "outcome_of",
     "plain_condition",
 ]

@@ -18,7 +18,7 @@ from flowfabric.engine.chains import Decide
 from flowfabric.engine.waiting import PAGE, Waiting
 from flowfabric.handles import Handle
 from flowfabric.model import verdicts
-from flowfabric.model.budget import Budget, BudgetSpend, UsageKey
+from flowfabric.model.budget import Budget, BudgetSpend, Reservation, UsageKey
 from flowfabric.rules import budgets, limits, reserving, spending
 from flowfabric.rules.budgets import BudgetSheet
 from flowfabric.stores.base import Scan, Want, Where
@@ -173,6 +173,13 @@ class Budgets(Waiting):
             lambda sheet, now: reserving.settle(sheet, reservation, execution, spent, now),
             (_settled(budget, reservation), Want(BudgetSpend, (budget, execution))),
         )
+
+    async def reserved_for(self, budget_id: str, reservation_id: str) -> str | None:
+        """The execution that a reservation was made for; None when there is no such reservation (any more)."""
+        budget = budget_intake.budget(budget_id)
+        reservation = ids.parse_uuid(limits.text("reservation_id", reservation_id), "reservation_id")
+        rows = (await self.load((Want(Reservation, (budget, reservation)),))).rows[0]
+        return rows[0].execution_id if rows else None
 
     async def refund_budget(self, budget_id: str, reservation_id: str) -> verdicts.Refunded:
         """Give a reservation's room back unused; again gives back nothing."""

@@ -14,27 +14,37 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from flowfabric import errors
+from flowfabric import errors, ids
 from flowfabric.engine import intake
 from flowfabric.engine.commits import Verdict
 from flowfabric.engine.core import Core, Doubt
 from flowfabric.engine.wakes import lane_topic
 from flowfabric.model import answers
 from flowfabric.model.execution import Execution, IdempotencyKey
+from flowfabric.rules import limits
 from flowfabric.rules.change import Change, Decision, Insert, Put
-from flowfabric.rules.create import CreateExecution, create
+from flowfabric.rules.create import Alike, CreateExecution, alike, create
 from flowfabric.stores.base import Inside, Want
 
 Answer = answers.Created | answers.Duplicate
 
 
-class Creation(msgspec.Struct, frozen=True):
+class Model(msgspec.Struct, frozen=True, eq=False):
+    """An ask that was decided by itself, and what others that are like it share of that."""
+
+    ask: CreateExecution
+    partition: int
+    shared: Alike
+
+
+class Creation(NamedTuple):
     """An execution on its way: its place among the answers, and what to write for it."""
 
     place: int
     ask: CreateExecution
     decision: Decision[Answer]
     change: Change
+    model: Model | None
 
 
 class Unsettled(NamedTuple):
@@ -54,6 +64,7 @@ class BulkCreate:
         self._named: set[object] = set()  # ids and keys of this call: a second one is looked at after the first
         self._sent: deque[tuple[list[Creation], asyncio.Task[list[Verdict]]]] = deque()
         self._again: list[Unsettled] = []
+        self._model: Model | None = None  # of the last that was decided by itself
 
     async def create(self, asks: Iterable[CreateExecution]) -> list[Answer | errors.FabricError]:
         """One answer for each, in their order, refusals included."""
@@ -76,31 +87,56 @@ class BulkCreate:
         place = len(self._answers)
         self._answers.append(None)
         try:
-            ask = intake.creation(ask)
+            decision = self._as_before(ask) or self._by_itself(ask, now)
         except errors.FabricError as refused:
             self._answers[place] = refused
             return None
         names = _names(ask)
-        decision = create(None, None, ask, now, retention_ms=self._core.settings.retention_ms)
         if decision.change is None or not self._named.isdisjoint(names):
-            self._again.append(Unsettled(place, ask))
+            self._again.append(Unsettled(place, intake.creation(ask)))
             return None
         self._named.update(names)
         change = msgspec.structs.replace(decision.change, id=self._core.minter.change_id())
-        return Creation(place, ask, decision, change)
+        return Creation(place, ask, decision, change, self._model)
+
+    def _by_itself(self, ask: CreateExecution, now: int) -> Decision[Answer]:
+        accepted = intake.creation(ask)
+        decision = create(None, None, accepted, now, retention_ms=self._core.settings.retention_ms)
+        shared = alike(decision) if ask.execution_deadline_at is None else None
+        self._model = None if shared is None else Model(ask, accepted.partition, shared)
+        return decision
+
+    def _as_before(self, ask: CreateExecution) -> Decision[Answer] | None:
+        """Most of what is created together has only its id and its input to itself."""
+        model = self._model
+        if model is None or type(ask) is not CreateExecution or type(ask.priority) is not int:
+            return None
+        first = model.ask
+        same = msgspec.structs.replace(
+            ask, execution_id=first.execution_id, partition=first.partition, input_payload=first.input_payload
+        )
+        if same != first:
+            return None
+        execution_id = intake.execution(ask.execution_id)
+        if ids.partition_of(execution_id) != model.partition:
+            return None
+        return model.shared.create(execution_id, limits.payload("input_payload", ask.input_payload))
 
     async def _arrived(self) -> None:
         """Wait for the oldest batch; what became of it."""
         batch, writing = self._sent.popleft()
+        noted = None
         for creation, verdict in zip(batch, await writing, strict=True):
             if isinstance(verdict, int):
-                self._core.note(creation.change, [], verdict)
+                if noted is None or creation.model is not noted:  # those of one model are news together
+                    self._core.note(creation.change, [], verdict)
+                    noted = creation.model
                 self._answers[creation.place] = creation.decision.unwrap(verdict)
             elif isinstance(verdict, errors.StoreUnavailable) and verdict.in_doubt:
                 doubt = Doubt(creation.change, creation.decision, [])
-                self._again.append(Unsettled(creation.place, creation.ask, (doubt,)))
+                self._again.append(Unsettled(creation.place, intake.creation(creation.ask), (doubt,)))
             else:
-                self._again.append(Unsettled(creation.place, creation.ask))
+                self._again.append(Unsettled(creation.place, intake.creation(creation.ask)))
 
     async def _look_again(self, left: list[Unsettled]) -> list[Unsettled]:
         """Settle side by side what has nothing in common; the others, which have to wait for those before them."""
@@ -155,8 +191,8 @@ def _decide(core: Core, ask: CreateExecution, rows: list[list[Any]], now: int) -
 
 
 def _names(ask: CreateExecution) -> tuple[object, ...]:
-    """What makes two creates the same one."""
-    return (ask.execution_id, (ask.partition, ask.digest)) if ask.idempotency_key else (ask.execution_id,)
+    """What may make two creates the same one."""
+    return (ask.execution_id, ask.digest) if ask.idempotency_key else (ask.execution_id,)
 
 
 async def settle_create(

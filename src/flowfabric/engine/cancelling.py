@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from flowfabric import errors
-from flowfabric.engine.core import Core, first
+from flowfabric.engine.core import Core, Rows, first
 from flowfabric.engine.folding import Child
 from flowfabric.model.execution import Execution
 from flowfabric.model.flow import CancelBacklog, EdgeGroup, PendingCancel, PendingCancelGroup
@@ -51,6 +51,7 @@ class Cancelling:
                 return done | dict.fromkeys(left, away)
             changes: list[Change] = []
             asked: list[str] = []
+            known: list[Rows] = []
             for name, rows in zip(left, found, strict=True):
                 decision = cancel.cancel(first(rows), Fence(), lease.OPERATOR_OVERRIDE, reason)
                 if decision.change is None:
@@ -58,15 +59,16 @@ class Cancelling:
                 else:
                     changes.append(msgspec.structs.replace(decision.change, id=self._core.minter.change_id()))
                     asked.append(name)
+                    known.append([rows])
             verdicts = await self._core.commits.send(changes) if changes else []
             left = []
-            for name, change, verdict in zip(asked, changes, verdicts, strict=True):
+            for name, change, rows, verdict in zip(asked, changes, known, verdicts, strict=True):
                 if isinstance(verdict, errors.FabricError):
                     done[name] = verdict
                 elif verdict is None:
                     left.append(name)  # it moved meanwhile: look again
                 else:
-                    self._core.note(change, [], verdict)
+                    self._core.note(change, rows, verdict)
                     done[name] = Disposition.CANCELLED
         return done
 

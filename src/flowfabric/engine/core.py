@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -18,15 +18,16 @@ from flowfabric.clock import Estimate
 from flowfabric.engine.commits import Commits
 from flowfabric.engine.loads import Loads
 from flowfabric.engine.meters import Meters
+from flowfabric.engine.outcomes import Outcomes
 from flowfabric.engine.wakes import FEED, Wakes, due_topic, end_topic, lane_topic
 from flowfabric.handles import Handle, HandleFields, open_handle
 from flowfabric.ids import Minter
 from flowfabric.model.event import TOPIC_FIELDS, Event, FeedEvent
 from flowfabric.model.execution import Execution, LineKey
-from flowfabric.model.states import LifecyclePhase, OwnershipState
+from flowfabric.model.states import LifecyclePhase, OwnershipState, TerminalOutcome
 from flowfabric.model.stream import Frame
 from flowfabric.model.suspension import Waitpoint
-from flowfabric.rules.change import Change, Decision, Delete, FromNow, Insert, Patch, spelled_out
+from flowfabric.rules.change import Change, Decision, Delete, FromNow, Insert, Patch, outcome_of, spelled_out
 from flowfabric.settings import Settings
 from flowfabric.stores.base import Loaded, Scan, Store, Want
 from flowfabric.stores.rows import TABLE
@@ -34,9 +35,11 @@ from flowfabric.stores.rows import TABLE
 A = TypeVar("A")
 Row = type[msgspec.Struct]
 Rows = list[list[Any]]
+Follow = Callable[[Change, Rows], None]  # a change that was written, and the rows that it was decided on
 
 SEEN_LIMIT = 20_000
 PATIENCE_S = 15.0
+LATER_S = 0.02  # what nobody waits for is told to other processes by then
 MINTED = (Waitpoint, Frame)  # rows that are told in no feed, and whose ids or places are one call's own
 HISTORY = 1000
 NOTHING: dict[str, int] = {}
@@ -48,6 +51,18 @@ class Doubt(msgspec.Struct, frozen=True):
     change: Change
     decision: Decision[Any]
     rows: Rows
+
+
+class Carrier(Protocol):
+    """Lets the change that ends an execution carry what that means to those who wait for it."""
+
+    async def carry(self, change: Change, row: Execution) -> Change:
+        """The change with as much of that as there is to know, after a look if need be."""
+        ...
+
+    def carried(self, change: Change, row: Execution) -> Change | None:
+        """The same without a look; None when there is something to look at."""
+        ...
 
 
 class Core:
@@ -63,19 +78,22 @@ class Core:
         self.wakes = Wakes()
         self.commits = Commits(store)
         self.meters = Meters()
+        self.outcomes = Outcomes(self.meters)
         self.loads = Loads(store)
         self.chance: Callable[[], float] = random.random
         self._seen: dict[str, Execution] = {}
         self._lines: dict[str, set[LineKey]] = {}
         self.planned: dict[type[msgspec.Struct], dict[str, int]] = {}  # by row and column: when we look at it next
         self._untold: set[str] = set()
+        self._telling = False
+        self._late: asyncio.TimerHandle | None = None
         self._decided_lanes: set[str] = set()  # lanes where this process put work that is claimed by decision
         self._takeovers: set[str] = set()  # those where some of it is up for takeover
         self._looked_at: dict[str, int] = {}  # when this process last looked around in a lane
-        self.before_commit: Callable[[Change, Rows], Awaitable[Change]] | None = None  # may make a change carry more
-        self.followers: dict[Row, list[Callable[[Change], None]]] = {}  # what to do when such a row was written
+        self.carrier: Carrier | None = None
+        self.followers: dict[Row, list[Follow]] = {}  # what to do when such a row was written
 
-    def follow(self, act: Callable[[Change], None], *rows: Row) -> None:
+    def follow(self, act: Follow, *rows: Row) -> None:
         """Have something done about every change of this process that writes one of these rows."""
         for row in rows:
             self.followers.setdefault(row, []).append(act)
@@ -134,8 +152,8 @@ class Core:
                     return decision.unwrap(now)
             else:
                 change = msgspec.structs.replace(decision.change, id=self.minter.change_id())
-                if self.before_commit is not None and change.form is None and not misses:
-                    change = await self.before_commit(change, rows)
+                if not misses and self.carrier is not None and (ending := _waited_for(change, rows)) is not None:
+                    change = await self.carrier.carry(change, ending)
                 try:
                     committed = await self.commits.add(change)
                 except errors.StoreUnavailable as lost:
@@ -199,13 +217,13 @@ class Core:
     def note(self, change: Change, rows: Rows, committed_at: int) -> None:
         """Remember and tell what a written change means to this process and to others."""
         self.estimate.hear(committed_at)
-        if change.form is not None:
-            self._note_form(change, committed_at)
-            return
         topics: set[str] = set()
+        followed: dict[Follow, None] = {}
+        if change.form is not None:
+            self._note_forms(((change, first(first(rows))),), committed_at, topics)
+            followed.update(dict.fromkeys(self.followers.get(change.form.root, ())))
         if self.planned:
             self._note_due(change, committed_at)
-        followed: dict[Callable[[Change], None], None] = {}
         for write in change.writes:  # compared by type: this runs for every change
             row: Any = write.row
             if type(write) is Patch:
@@ -222,31 +240,52 @@ class Core:
             topics.add(FEED)
             if event.outcome is not None:
                 topics.add(end_topic(event.execution_id))
+            if event.outcome is not None or event.lease == "released":
+                self.outcomes.note(event, change, _sheet_of(event.execution_id, rows), committed_at)
         if topics:
             self.tell(topics)
         for follow in followed:
-            follow(change)
+            follow(change, rows)
 
-    def _note_form(self, change: Change, committed_at: int) -> None:
-        """The same for a change whose form says it all: the end of ordinary work."""
-        assert change.form is not None
-        (execution_id,) = change.guards[0].key
-        self._seen.pop(execution_id, None)
+    def note_alike(self, ends: Sequence[tuple[Change, Execution]], committed_at: int) -> None:
+        """The same for ends of ordinary work, of which the forms say it all: many are told in one hint."""
+        if Execution in self.followers:
+            for change, row in ends:
+                self.note(change, [[row]], committed_at)
+            return
+        self.estimate.hear(committed_at)
+        topics: set[str] = set()
+        self._note_forms(ends, committed_at, topics)
+        self.tell(topics)
+
+    def _note_forms(self, ends: Sequence[tuple[Change, Execution]], committed_at: int, topics: set[str]) -> None:
+        forms = {change.form for change, _ in ends if change.form is not None}
+        for change, row in ends:
+            assert change.form is not None
+            self._seen.pop(row.execution_id, None)
+            topics.add(end_topic(row.execution_id))
+            self.outcomes.formed(row, change.form.event["outcome"], committed_at)
         for column, planned_at in self.planned.get(Execution, NOTHING).items():
-            if isinstance(instant := change.form.fields.get(column), FromNow):
-                self._note_instant(Execution, column, committed_at + instant.offset, planned_at)
-        self.tell((FEED, end_topic(execution_id)))
+            for form in forms:
+                if isinstance(instant := form.fields.get(column), FromNow):
+                    self._note_instant(Execution, column, committed_at + instant.offset, planned_at)
+        topics.add(FEED)
 
-    def tell(self, topics: Collection[str]) -> None:
-        """Wake whoever waits for these, here and in other processes."""
+    def tell(self, topics: Collection[str], *, at_once: bool = True) -> None:
+        """Wake whoever waits for these, here and in other processes; there with the next hint if that will do."""
         self.wakes.fire(topics)
-        if not self._untold:
-            asyncio.get_running_loop().call_soon(self._tell_others)
         self._untold.update(topics)
+        if at_once and not self._telling:
+            self._telling = True
+            asyncio.get_running_loop().call_soon(self._tell_others)
+        elif not at_once and not self._telling and self._late is None:
+            self._late = asyncio.get_running_loop().call_later(LATER_S, self._tell_others)
 
     def _tell_others(self) -> None:
         """One hint for everything that a turn of the loop brought about."""
-        topics, self._untold = frozenset(self._untold), set()
+        if self._late is not None:
+            self._late.cancel()
+        topics, self._untold, self._telling, self._late = frozenset(self._untold), set(), False, None
         self.store.notify(topics)
 
     def note_line(self, line: LineKey) -> bool:
@@ -298,10 +337,8 @@ class Core:
             return
         if owned is None and execution_id not in self._seen:
             return  # it was not held before, and is not now
-        for found in rows:
-            for row in found:
-                if type(row) is Execution and row.execution_id == execution_id:
-                    self.remember(applied(row, fields, revision, committed_at))
+        if (row := _sheet_of(execution_id, rows)) is not None:
+            self.remember(applied(row, fields, revision, committed_at))
 
     def remember(self, row: Execution) -> None:
         """Keep a held sheet: its lease is the licence to trust it."""
@@ -319,9 +356,26 @@ class Core:
         return open_handle(handle, self.store.tag)
 
 
+def _waited_for(change: Change, rows: Rows) -> Execution | None:
+    """The execution that a change ends well while others wait for that."""
+    row = rows[0][0] if rows and rows[0] else None
+    if type(row) is not Execution or row.successors is None or outcome_of(change) != TerminalOutcome.SUCCESS:
+        return None
+    return row if change.guards[0].key == (row.execution_id,) else None
+
+
 def first(rows: Sequence[Any]) -> Any:
     """The row of a want that names one, or None."""
     return rows[0] if rows else None
+
+
+def _sheet_of(execution_id: str, rows: Rows) -> Execution | None:
+    """The execution of this name among some rows."""
+    for found in rows:
+        for row in found:
+            if type(row) is Execution and row.execution_id == execution_id:
+                return row
+    return None
 
 
 def _recognised(doubtful: dict[int, Doubt], rows: Rows) -> tuple[Doubt, int | None] | None:

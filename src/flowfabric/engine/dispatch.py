@@ -6,7 +6,8 @@ one round is on its way the next one fills. Nothing here is needed for correctne
 when it dies is found by the sweeps.
 
 A child that waits for one upstream only needs no fold: its part is written into the very change that ends the upstream
-(`carry`), which saves a commit a step in a chain. When that change is refused, the end is written without it.
+(`carry`), mostly without a look, which saves a load and a commit a step in a chain. When that change is refused, the
+end is written without it.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from typing import Any
 import msgspec
 
 from flowfabric import errors
-from flowfabric.engine.core import Core, Rows
+from flowfabric.engine.core import Core, Rows, first
 from flowfabric.engine.folding import Child, Folding, Settled
 from flowfabric.model.execution import Execution, Payload, Result
 from flowfabric.model.flow import Dependency, DependencyKind, Dispatch, Edge, EdgeGroup, PendingCancelGroup
 from flowfabric.model.states import LifecyclePhase, TerminalOutcome
 from flowfabric.rules import joins, successors
-from flowfabric.rules.change import Change, Decision, Delete, Guard, Insert, Patch, Put, Write
+from flowfabric.rules.change import Change, Decision, Delete, Guard, Insert, Patch, Put, Write, outcome_of
 from flowfabric.rules.joins import Settlement, Surroundings
 from flowfabric.rules.successors import Successor
 from flowfabric.stores.base import Scan, Want, Where
@@ -58,11 +59,11 @@ class Dispatcher:
 
     # -- hearing of ends ------------------------------------------------------------------------------------------
 
-    def follow(self, change: Change) -> None:
+    def follow(self, change: Change, rows: Rows) -> None:
         """A change was written: take up what it leaves to be done."""
         if not self._enabled:
             return
-        flow_id = change.events[0].flow_id if change.events and change.events[0].outcome else None
+        flow_id = _flow_of(change, rows) if outcome_of(change) else None
         for write in change.writes:
             row: Any = write.row
             if type(write) is Patch and row is Dependency and flow_id and write.fields.get("unfolded_at") is not None:
@@ -176,31 +177,41 @@ class Dispatcher:
             )
         return [edges, *(await self._core.load(wants)).rows]
 
-    # -- one edge: written with the end itself ------------------------------------------------------------------------
+    # -- children that wait for one edge: written with the end itself ------------------------------------------------
 
-    async def carry(self, change: Change, rows: Rows) -> Change:
-        """The change that ends an execution, with the children that it alone was waited for by."""
-        if not self._enabled or not change.events or change.events[0].outcome != TerminalOutcome.SUCCESS:
-            return change
-        row = rows[0][0] if rows[0] and isinstance(rows[0][0], Execution) else None
-        if row is None or row.successors is None or row.execution_id != change.events[0].execution_id:
-            return change
-        alone = [one for one in successors.named(row) if one.alone]
-        if not alone:
-            return change
-        flow_id = row.flow_id or ""
+    def carried(self, change: Change, row: Execution) -> Change | None:
+        """The change that ends an execution, with the children that it alone was waited for by; None without a look."""
+        alone = self._alone(row)
+        if any(one.passes or not one.line for one in alone):
+            return None
+        return _with(change, [(one, _unseen(row, one)) for one in alone])
+
+    async def carry(self, change: Change, row: Execution) -> Change:
+        """The same, after a look at those that need one."""
+        if (known := self.carried(change, row)) is not None:
+            return known
+        alone = self._alone(row)
         wants: list[Want] = []
         for one in alone:
-            wants += (Want(EdgeGroup, (flow_id, one.execution_id)), Want(Execution, (one.execution_id,)))
+            if not one.line:
+                wants += (Want(EdgeGroup, (row.flow_id, one.execution_id)), Want(Execution, (one.execution_id,)))
             if one.passes:
                 wants.append(Want(Payload, (one.execution_id,)))
         found = iter((await self._core.load(wants)).rows)
+        results = [write.row for write in change.writes if type(write) is Insert and type(write.row) is Result]
+        folds: list[tuple[Successor, Change]] = []
         for one in alone:
-            group, child = next(found), next(found)
-            payload = next(found) if one.passes else []
-            if group and child:
-                change = _carried(change, row, one, group[0], child[0], payload)
-        return change
+            group, child = (None, None) if one.line else (first(next(found)), first(next(found)))
+            payload = first(next(found)) if one.passes else None
+            handed = (payload, results[0]) if payload is not None and results else None
+            if one.line:
+                folds.append((one, _unseen(row, one, handed)))
+            elif group is not None and child is not None and (fold := _seen(row, one, group, child, handed)):
+                folds.append((one, fold))
+        return _with(change, folds)
+
+    def _alone(self, row: Execution) -> list[Successor]:
+        return [one for one in successors.named(row) if one.alone] if self._enabled else []
 
     # -- cascades by request --------------------------------------------------------------------------------------
 
@@ -299,9 +310,20 @@ def _dependency(edge: Edge) -> Dependency:
     )
 
 
-def _carried(
-    change: Change, row: Execution, one: Successor, group: EdgeGroup, child: Execution, payload: list[Payload]
-) -> Change:
+def _flow_of(change: Change, rows: Rows) -> str | None:
+    """The flow of the execution that a change has ended."""
+    flow_id: str | None = change.events[0].flow_id if change.form is None else rows[0][0].flow_id
+    return flow_id
+
+
+def _unseen(row: Execution, one: Successor, handed: tuple[Payload, Result] | None = None) -> Change:
+    line = successors.line_told(one.line)
+    return joins.advance_unseen(row.flow_id or "", one.edge_id, one.execution_id, line, handed)
+
+
+def _seen(
+    row: Execution, one: Successor, group: EdgeGroup, child: Execution, handed: tuple[Payload, Result] | None
+) -> Change | None:
     # The only edge of a group that has counted nothing: what its dependency says is known without looking.
     ref = "…" if one.passes else None
     dependency = Dependency(
@@ -312,18 +334,18 @@ def _carried(
         DependencyKind.SUCCESS_ONLY,
         data_passing_ref=ref,
     )
-    around = Surroundings()
-    if payload:
-        results = [write.row for write in change.writes if type(write) is Insert and type(write.row) is Result]
-        if results:
-            around = Surroundings(carried=(payload[0], results[0]))
-    known = joins.advance(group, child, Settlement(dependency, TerminalOutcome.SUCCESS), around)
-    if known is None:
-        return change
-    noted = (one.execution_id, one.edge_id)
-    rest = [
-        write
-        for write in change.writes
-        if not (type(write) is Patch and write.row is Dependency and write.key == noted)
-    ]
-    return msgspec.structs.replace(change, guards=change.guards + known.guards, writes=(*rest, *known.writes))
+    around = Surroundings(carried=handed)
+    return joins.advance(group, child, Settlement(dependency, TerminalOutcome.SUCCESS), around)
+
+
+def _with(change: Change, folds: Sequence[tuple[Successor, Change]]) -> Change:
+    """A change with the folds of these successors in place of the notes on their edges."""
+    noted = {(one.execution_id, one.edge_id) for one, _ in folds}
+    guards, writes = [*change.guards], list[Write]()
+    for write in change.writes:
+        if not (type(write) is Patch and write.row is Dependency and write.key in noted):
+            writes.append(write)
+    for _, fold in folds:
+        guards += fold.guards
+        writes += fold.writes
+    return msgspec.structs.replace(change, guards=tuple(guards), writes=tuple(writes))

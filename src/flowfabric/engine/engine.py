@@ -11,12 +11,14 @@ from flowfabric.engine import intake, wait_sweeps
 from flowfabric.engine.admission_sweeps import admission_sweeps
 from flowfabric.engine.api_tokens import ApiTokens
 from flowfabric.engine.cancelling import Cancelling
+from flowfabric.engine.deployment import Deployments
 from flowfabric.engine.dispatch import Dispatcher
 from flowfabric.engine.finishing import Finishing
 from flowfabric.engine.flow_cancels import FlowCancels
 from flowfabric.engine.flow_reads import FlowReads
 from flowfabric.engine.flow_sweeps import FlowSweeps
 from flowfabric.engine.folding import Folding
+from flowfabric.engine.levels import Levels
 from flowfabric.engine.pulling import Pulling
 from flowfabric.engine.reads import Reads
 from flowfabric.engine.retention import Retention
@@ -48,7 +50,19 @@ class Capabilities(msgspec.Struct, frozen=True):
 
 
 class Engine(
-    Finishing, FlowCancels, FlowReads, Sleeping, Signals, Streams, Pulling, Reads, Retention, Subscriptions, ApiTokens
+    Finishing,
+    FlowCancels,
+    FlowReads,
+    Sleeping,
+    Signals,
+    Streams,
+    Pulling,
+    Reads,
+    Retention,
+    Subscriptions,
+    ApiTokens,
+    Deployments,
+    Levels,
 ):
     """A durable execution engine on one store. Use it as an async context manager, or call `close`."""
 
@@ -76,7 +90,7 @@ class Engine(
         self.folding = Folding(self)
         self.cancelling = Cancelling(self)
         self.dispatcher = Dispatcher(self, self.folding, self.cancelling.cancel_siblings, enabled=dispatch)
-        self.before_commit = self.dispatcher.carry
+        self.carrier = self.dispatcher
         self.follow(self.dispatcher.follow, Dependency, Dispatch, PendingCancelGroup)
         self._flow_sweeps = FlowSweeps(self, self)
         self.follow(self.follow_messages, Message)

@@ -36,6 +36,7 @@ from flowfabric.stores.base import Held, Joins, Scan, Want, Where
 
 HANDLE = Fence()
 WAITPOINTS_PAGE = 1000
+PORTION = 100  # children that are cancelled in one change
 
 
 class Executions(Core):
@@ -130,7 +131,7 @@ class Executions(Core):
             held = await self._named_lease(execution_id, attempt_index, fence, lease_ttl_ms)
         else:
             held = self._held(handle, lease_ttl_ms)
-        [answer] = await self._renew([held])
+        [answer] = self._counted(await self._renew([held]))
         if isinstance(answer, errors.FabricError):
             raise answer
         return answer
@@ -145,7 +146,7 @@ class Executions(Core):
                 held.append(self._held(handle, lease_ttl_ms))
             except errors.FabricError as refused:
                 held.append(refused)
-        return await self._renew(held)
+        return self._counted(await self._renew(held))
 
     async def _renew(self, held: Sequence[Held | errors.FabricError]) -> list[answers.Renewed | errors.FabricError]:
         # No store keeps an epoch beyond 63 bits, so a lease with one is not even asked for.
@@ -162,6 +163,14 @@ class Executions(Core):
                 results.append(answers.Renewed(end, asked.lease_epoch))
             else:
                 results.append(await self._why_not_renewed(asked))
+        return results
+
+    def _counted(
+        self, results: list[answers.Renewed | errors.FabricError]
+    ) -> list[answers.Renewed | errors.FabricError]:
+        lost = sum(isinstance(one, errors.FabricError) for one in results)
+        self.meters.count("ff_lease_renewal", len(results) - lost, outcome="ok")
+        self.meters.count("ff_lease_renewal", lost, outcome="error")
         return results
 
     async def _why_not_renewed(self, held: Held) -> answers.Renewed | errors.FabricError:
@@ -295,6 +304,27 @@ class Executions(Core):
         return await self.settle_execution(
             fields.execution_id, lambda row, _: cancel.cancel(row, _fence(fields), cancel.WORKER, why)
         )
+
+    async def cancel_children(
+        self, handle: Handle, execution_ids: Sequence[str], *, reason: str = ""
+    ) -> answers.ChildrenCancelled:
+        """Cancel children of the execution that is held; some at a time, each portion whole or not at all."""
+        fields = self.opened(handle)
+        why = limits.text("reason", reason)
+        names = [*dict.fromkeys(intake.execution(one) for one in intake.each("execution_ids", execution_ids))]
+        portions = [names[start : start + PORTION] for start in range(0, len(names), PORTION)]
+        done = [await self._cancel_portion(fields, portion, why) for portion in portions]
+        return answers.ChildrenCancelled(
+            tuple(name for one in done for name in one.cancelled), tuple(name for one in done for name in one.ended)
+        )
+
+    async def _cancel_portion(self, fields: HandleFields, names: Sequence[str], why: str) -> answers.ChildrenCancelled:
+        def decide(rows: Rows, now: int) -> Decision[answers.ChildrenCancelled]:
+            children = {name: first(found) for name, found in zip(names, rows[1:], strict=True)}
+            return cancel.cancel_children(first(rows[0]), _fence(fields), children, why, now)
+
+        wants = [Want(Execution, (name,)) for name in (fields.execution_id, *names)]
+        return await self.settle(wants, decide)
 
     async def cancel_execution(
         self,

@@ -15,7 +15,7 @@ import msgspec
 
 from flowfabric import errors
 from flowfabric.engine import intake
-from flowfabric.engine.core import Doubt
+from flowfabric.engine.core import Doubt, Rows
 from flowfabric.engine.executions import HANDLE, Executions, fence_of
 from flowfabric.handles import Handle
 from flowfabric.model import answers
@@ -85,6 +85,7 @@ class Finishing(Executions):
         found: list[Any] = [None] * len(pairs)
         sent: dict[str, tuple[int, Change, Decision[answers.Completed], Execution]] = {}
         alone: dict[int, tuple[Doubt, ...]] = {}
+        trusted: dict[int, Rows] = {}  # of those: sheets to decide on without a look
         now = self.estimate.now()
         for place, (handle, result) in enumerate(pairs):
             try:
@@ -94,7 +95,7 @@ class Finishing(Executions):
                 found[place] = refused
                 continue
             row = self._seen.get(execution_id)
-            if row is None or row.successors is not None or execution_id in sent:
+            if row is None or execution_id in sent:
                 alone[place] = ()
                 continue
             decision = finish.complete(row, fence_of(handle), None, payload, label, now)
@@ -102,17 +103,32 @@ class Finishing(Executions):
                 alone[place] = ()
                 continue
             change = msgspec.structs.replace(decision.change, id=self.minter.change_id())
+            if row.successors is not None and self.carrier is not None:
+                carrying = self.carrier.carried(change, row)
+                if carrying is None:
+                    alone[place], trusted[place] = (), [[row]]
+                    continue
+                change = carrying
             sent[execution_id] = (place, change, decision, row)
         verdicts = await self.commits.add_all([change for _, change, _, _ in sent.values()])
+        alike: list[tuple[Change, Execution]] = []
         for (place, change, decision, row), verdict in zip(sent.values(), verdicts, strict=True):
             if isinstance(verdict, int):
-                self.note(change, [[row]], verdict)
+                now = verdict
+                if change.form is None or row.successors is not None:
+                    self.note(change, [[row]], verdict)
+                else:
+                    alike.append((change, row))
                 found[place] = decision.unwrap(verdict)
             elif isinstance(verdict, errors.StoreUnavailable) and verdict.in_doubt:
                 alone[place] = (Doubt(change, decision, [[row]]),)
             else:
                 alone[place] = ()
-        singly = (self._complete_alone(*pairs[place], label, doubts) for place, doubts in alone.items())
+        if alike:
+            self.note_alike(alike, now)
+        singly = (
+            self._complete_alone(*pairs[place], label, doubts, trusted.get(place)) for place, doubts in alone.items()
+        )
         for place, answer in zip(alone, await asyncio.gather(*singly, return_exceptions=True), strict=True):
             if isinstance(answer, BaseException) and not isinstance(answer, errors.FabricError):
                 raise answer
@@ -120,11 +136,17 @@ class Finishing(Executions):
         return found
 
     async def _complete_alone(
-        self, handle: Handle, payload: bytes | None, label: str | None, doubts: tuple[Doubt, ...]
+        self,
+        handle: Handle,
+        payload: bytes | None,
+        label: str | None,
+        doubts: tuple[Doubt, ...],
+        trusting: Rows | None,
     ) -> answers.Completed:
         shown = fence_of(handle)
         return await self.settle(
             (Want(Execution, (handle.fields.execution_id,)),),
             lambda rows, now: finish.complete(rows[0][0] if rows[0] else None, shown, None, payload, label, now),
+            trusting=trusting,
             doubts=doubts,
         )

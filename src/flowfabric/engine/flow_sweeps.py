@@ -40,7 +40,6 @@ EDGES = 20  # of one group that waits, looked at in one pass
 FLOWS = 100
 BACKLOGS = 50
 MEMBERS = 500  # of one backlog, cancelled in one pass
-MOST_COUNTED = 10_000  # flows in the backlog; beyond that it is deep, however deep
 PERMANENT = (errors.ValidationError, errors.BugError)
 
 
@@ -163,8 +162,6 @@ class FlowSweeps:
                 logger.exception("cancel_reconciler: flow %s was left for the next pass", backlog.flow_id)
                 done, failed = 0, 1
             processed, faults = processed + done, faults + failed
-        left = await self._engine.scan(Scan(CancelBacklog, (), ("flow_id",), limit=MOST_COUNTED))
-        self._engine.meters.stands_at("ff_cancel_backlog_depth", len(left))
         return Pass(processed, faults)
 
     async def _reconcile_backlog(self, backlog: CancelBacklog, choice: Choice) -> tuple[int, int]:

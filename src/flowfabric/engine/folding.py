@@ -19,7 +19,7 @@ from flowfabric.model.execution import Execution, Payload, Result
 from flowfabric.model.flow import Dependency, EdgeGroup, Flow, GroupState, PendingCancel
 from flowfabric.model.states import TerminalOutcome
 from flowfabric.rules import joins
-from flowfabric.rules.change import Change
+from flowfabric.rules.change import Change, joined
 from flowfabric.rules.joins import Folded, Settlement, Surroundings, Tally, Verdict
 from flowfabric.stores.base import Want
 
@@ -111,7 +111,7 @@ class Folding:
                 shared[2].append(decision.change)
             else:
                 written.append(([case], [answer], decision.change))
-        written += [(cases, answers, joins.joined(*changes)) for cases, answers, changes in together.values()]
+        written += [(cases, answers, joined(*changes)) for cases, answers, changes in together.values()]
         changes = [msgspec.structs.replace(change, id=self._core.minter.change_id()) for _, _, change in written]
         times = await asyncio.gather(*(self._write(change, pause) for change in changes))
         for (members, answers, _), change, committed_at in zip(written, changes, times, strict=True):
@@ -119,7 +119,7 @@ class Folding:
                 continue
             for case, answer in zip(members, answers, strict=True):
                 folds.append(_told(case, answer))
-            self._core.note(change, [], committed_at)
+            self._core.note(change, [[case.row for case in members]], committed_at)
         return folds
 
     async def _write(self, change: Change, pause: Pause) -> int | None:

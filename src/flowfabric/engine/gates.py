@@ -179,7 +179,7 @@ class Gates(Keys):
 
     # -- children -------------------------------------------------------------------------------------------------
 
-    def follow_children(self, change: Change) -> None:
+    def follow_children(self, change: Change, _: object) -> None:
         """Take a child's end in at once; the sweep does it when this process cannot."""
         for write in change.writes:  # compared by type: this runs for every change
             if type(write) is Put and type(write.row) is ChildEnd and write.row.due_at is not None:

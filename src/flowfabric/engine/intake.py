@@ -24,7 +24,10 @@ MAX_EPOCH = 2**64 - 1
 
 
 class ClaimOrder(msgspec.Struct, frozen=True, gc=False):
-    """Who wants work, from which lane, for how long at a time, and whether budgets and quotas are asked."""
+    """Who wants work, from which lane, for how long at a time, and whether budgets and quotas are asked.
+
+    `namespaces` are those whose work is wanted; None is all.
+    """
 
     lane_id: str
     worker_id: str
@@ -32,6 +35,7 @@ class ClaimOrder(msgspec.Struct, frozen=True, gc=False):
     capabilities: frozenset[str]
     lease_ttl_ms: int
     admission: bool = False
+    namespaces: frozenset[str] | None = None
 
 
 def parsed(value: T | errors.FabricError) -> T:
@@ -224,6 +228,7 @@ def claim_order(
     lease_ttl_ms: object,
     *,
     admission: bool = False,
+    namespaces: object = None,
 ) -> ClaimOrder:
     """A worker's wish for work."""
     return ClaimOrder(
@@ -233,7 +238,13 @@ def claim_order(
         offered(tokens),
         limits.duration("lease_ttl_ms", lease_ttl_ms),
         admission,
+        some_namespaces(namespaces),
     )
+
+
+def some_namespaces(names: object) -> frozenset[str] | None:
+    """The namespaces whose work is wanted; None is all."""
+    return None if names is None else frozenset(limits.text("namespaces", name) for name in each("namespaces", names))
 
 
 def grant_order(

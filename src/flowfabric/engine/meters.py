@@ -9,6 +9,8 @@ import msgspec
 
 BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
+OTHER = "other"
+
 Labels = tuple[tuple[str, str], ...]
 
 
@@ -19,11 +21,20 @@ class Timing(msgspec.Struct):
     count: int = 0
     total_s: float = 0.0
 
+    def add(self, seconds: float) -> None:
+        """Once more, and this long."""
+        self.buckets[bisect_left(BUCKETS_S, seconds)] += 1
+        self.count += 1
+        self.total_s += seconds
+
 
 class Meters:
     """Counters, timings and levels of one engine."""
 
+    most_lanes = 100  # that have a name here; callers make lanes up, and every name is kept for ever
+
     def __init__(self) -> None:
+        self._lanes: set[str] = set()
         self.counts: Counter[tuple[str, Labels]] = Counter()
         self.timings: dict[tuple[str, Labels], Timing] = {}
         self.levels: dict[tuple[str, Labels], float] = {}
@@ -38,16 +49,31 @@ class Meters:
 
     def took_by(self, name: str, labels: Labels, seconds: float) -> None:
         """The same for labels that stand ready, in order."""
+        self.timing(name, labels).add(seconds)
+
+    def timing(self, name: str, labels: Labels) -> Timing:
+        """How long something took so far."""
         timing = self.timings.get((name, labels))
         if timing is None:
             timing = self.timings[name, labels] = Timing()
-        timing.buckets[bisect_left(BUCKETS_S, seconds)] += 1
-        timing.count += 1
-        timing.total_s += seconds
+        return timing
 
     def counted(self, name: str, **labels: str) -> int:
         """How often something happened."""
         return self.counts[name, tuple(sorted(labels.items()))]
+
+    def lane(self, lane_id: str) -> str:
+        """What a lane is called here: by its name, or `other` when too many have one."""
+        if lane_id not in self._lanes:
+            if len(self._lanes) >= self.most_lanes:
+                return OTHER
+            self._lanes.add(lane_id)
+        return lane_id
+
+    def rises(self, name: str, level: float, **labels: str) -> None:
+        """Something stands higher by this much."""
+        key = (name, tuple(sorted(labels.items())))
+        self.levels[key] = self.levels.get(key, 0) + level
 
     def stands_at(self, name: str, level: float, **labels: str) -> None:
         """Something stands at this level now."""

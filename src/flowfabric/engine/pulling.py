@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import msgspec
 
@@ -45,6 +45,7 @@ class Pull:
         worker_instance_id: str,
         capabilities: Iterable[str] = (),
         lease_ttl_ms: int = 15_000,
+        namespaces: Collection[str] | None = None,
     ) -> None:
         if not lanes:
             raise errors.InvalidInput("lanes: empty")
@@ -55,6 +56,7 @@ class Pull:
             "worker_instance_id": worker_instance_id,
             "capabilities": tuple(capabilities),
             "lease_ttl_ms": lease_ttl_ms,
+            "namespaces": namespaces,
         }
         self._hint: asyncio.Future[None] | None = None  # of the last look, when that came to the end
 
@@ -116,8 +118,9 @@ class Pulling(Explaining):
         worker_instance_id: str,
         capabilities: Iterable[str] = (),
         lease_ttl_ms: int = 15_000,
+        namespaces: Collection[str] | None = None,
     ) -> Pull:
-        """Claims from these lanes, one after the other."""
+        """Claims from these lanes, one after the other; of some namespaces only, when they are named."""
         return Pull(
             self,
             lanes,
@@ -125,6 +128,7 @@ class Pulling(Explaining):
             worker_instance_id=worker_instance_id,
             capabilities=capabilities,
             lease_ttl_ms=lease_ttl_ms,
+            namespaces=namespaces,
         )
 
     async def claim_from_lanes(
@@ -138,6 +142,7 @@ class Pulling(Explaining):
         lease_ttl_ms: int = 15_000,
         max_wait_ms: int = 0,
         go_on: Callable[[], bool] = lambda: True,
+        namespaces: Collection[str] | None = None,
     ) -> list[answers.Claimed]:
         """One claim of a `Pull`."""
         pull = self.pulling(
@@ -146,6 +151,7 @@ class Pulling(Explaining):
             worker_instance_id=worker_instance_id,
             capabilities=capabilities,
             lease_ttl_ms=lease_ttl_ms,
+            namespaces=namespaces,
         )
         try:
             return await pull.claim(limit, max_wait_ms=max_wait_ms, go_on=go_on)

@@ -27,7 +27,7 @@ class Relay(Core):
 
     _deliveries: set[asyncio.Task[None]] | None = None
 
-    def follow_messages(self, change: Change) -> None:
+    def follow_messages(self, change: Change, _: object) -> None:
         """Deliver what a change that was just written here owes to others."""
         messages = [
             msgspec.structs.replace(write.row, revision=change.id)

@@ -7,7 +7,7 @@ for it. Whatever cannot be read stops the call: in doubt nothing is given out.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -46,9 +46,21 @@ class Scheduler(Claims, Admitting, Workers):
         capabilities: Iterable[str] = (),
         lease_ttl_ms: int = 15_000,
         max_wait_ms: int = 0,
+        namespaces: Collection[str] | None = None,
     ) -> list[answers.Claimed]:
-        """Up to `limit` executions in claim order that their budgets and quotas let run, as soon as there is one."""
-        order = intake.claim_order(lane_id, worker_id, worker_instance_id, capabilities, lease_ttl_ms, admission=True)
+        """Up to `limit` executions in claim order that their budgets and quotas let run, as soon as there is one.
+
+        `namespaces` are those whose work is wanted; None is all.
+        """
+        order = intake.claim_order(
+            lane_id,
+            worker_id,
+            worker_instance_id,
+            capabilities,
+            lease_ttl_ms,
+            admission=True,
+            namespaces=namespaces,
+        )
         return await self.pull(order, limit, max_wait_ms)
 
     async def _claim_now(self, order: ClaimOrder, limit: int) -> list[answers.Claimed]:
@@ -95,8 +107,11 @@ class Scheduler(Claims, Admitting, Workers):
         worker_instance_id: str,
         capabilities: Iterable[str] = (),
         grant_ttl_ms: int = 5000,
+        namespaces: Collection[str] | None = None,
     ) -> answers.ClaimGrant | answers.ReclaimGrant | None:
         """The scheduler's step: a signed grant for the best execution that this worker may run, or None."""
+        within = intake.some_namespaces(namespaces)
+        own = () if within is None else (Where("namespace", "in", tuple(sorted(within))),)
         offered = intake.offered(capabilities)
         order = intake.grant_order(lane_id, worker_id, worker_instance_id, offered, grant_ttl_ms)
         clock = asyncio.get_running_loop().time
@@ -104,13 +119,15 @@ class Scheduler(Claims, Admitting, Workers):
         try:
             key = await self.signing_key("claim_for_worker")
             await self.look_around(order.lane_id)
-            return await self._best(order, key)
+            return await self._best(order, key, own)
         finally:
-            self.meters.took("ff_claim_from_grant_duration", clock() - began, lane=order.lane_id)
+            self.meters.took("ff_claim_from_grant_duration", clock() - began, lane=self.meters.lane(order.lane_id))
 
-    async def _best(self, order: GrantOrder, key: Any) -> answers.ClaimGrant | answers.ReclaimGrant | None:
+    async def _best(
+        self, order: GrantOrder, key: Any, own: tuple[Where, ...]
+    ) -> answers.ClaimGrant | answers.ReclaimGrant | None:
         seen, tried = Seen(), set[str]()
-        while candidates := await self._candidates(order, tried):
+        while candidates := await self._candidates(order, tried, own):
             while candidates:
                 [row], after = fairness.plan(candidates, self.turns_of(order.lane_id), self.estimate.now(), 1)
                 candidates.remove(row)
@@ -121,13 +138,13 @@ class Scheduler(Claims, Admitting, Workers):
                     return granted
         return None
 
-    async def _candidates(self, order: GrantOrder, tried: set[str]) -> list[Execution]:
+    async def _candidates(self, order: GrantOrder, tried: set[str], own: tuple[Where, ...]) -> list[Execution]:
         """The next best executions of the lane: what this worker covers, and what it does not and nobody looked at."""
         lines = await self.lines_of(order.lane_id)
         mine = [line for line in lines if capabilities.covers(line.required, order.capabilities)]
         others = [line for line in lines if line not in mine]
-        rows = await self.heads(mine, CANDIDATES, without=tried)
-        rows += await self.heads(others, CANDIDATES, without=tried, where=ELIGIBLE)
+        rows = await self.heads(mine, CANDIDATES, without=tried, where=own)
+        rows += await self.heads(others, CANDIDATES, without=tried, where=ELIGIBLE + own)
         return rows
 
     async def _offer(

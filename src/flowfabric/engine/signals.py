@@ -137,6 +137,13 @@ class Signals(Keys):
         token = tokens.WaitpointToken(tokens.token_of(keys, found.token_kid, found.execution_id, identity))
         return token if token.fingerprint else None
 
+    async def read_token_of(self, execution_id: str, waitpoint_id: str) -> tokens.WaitpointToken | None:
+        """The same for a waitpoint of this very execution."""
+        record = await self.describe_waitpoint(execution_id, waitpoint_id)
+        if record is None:
+            return None
+        return await self.read_waitpoint_token(ids.partition_of(intake.execution(execution_id)), waitpoint_id)
+
     # -- signals --------------------------------------------------------------------------------------------------
 
     async def deliver_signal(self, args: SignalArgs) -> Accepted | Duplicate:

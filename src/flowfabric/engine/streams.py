@@ -168,7 +168,7 @@ class Streams(Core):
         while tasks := [writer.task for writer in self.writers.values() if writer.task is not None]:
             await asyncio.wait(tasks)
 
-    def follow_streams(self, change: Change) -> None:
+    def follow_streams(self, change: Change, _: object) -> None:
         """Wake those who wait for frames, or for the end of them."""
         for write in change.writes:  # compared by type: this runs for every change
             if type(write) is Put:

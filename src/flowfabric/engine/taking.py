@@ -32,6 +32,8 @@ from flowfabric.rules.claim import Acquired
 from flowfabric.rules.lease import Holder
 from flowfabric.stores.base import Scan, Stamp, Take, Want, Where
 
+CHEAP_S = 0.01  # what a look for the work of some namespaces may take to be repeated at will
+REST, LONGEST_REST_S = 10, 1.0  # how much longer than that the next one is waited for
 MOST_KEYS = 8  # whose work one claim takes: each key costs a trip of its own
 
 
@@ -40,6 +42,10 @@ class Taking(Lines):
 
     _rotation: int = 0
     _spare: tuple[Stamp, ...] = ()
+
+    @cached_property
+    def _resting(self) -> dict[tuple[str, frozenset[str]], float]:
+        return {}
 
     @cached_property
     def _fair_turns(self) -> dict[str, dict[str, int]]:
@@ -101,6 +107,8 @@ class Taking(Lines):
 
     async def _claim_now(self, order: ClaimOrder, limit: int) -> list[answers.Claimed]:
         """Claim what is there, after a look around when the last one is old, and with one before finding nothing."""
+        if order.namespaces is not None:
+            return await self._claim_within(order, limit)
         looked = not self.has_looked(order.lane_id) or order.lane_id in self._takeovers
         if looked:
             await self.look_around(order.lane_id)
@@ -113,6 +121,47 @@ class Taking(Lines):
             await self.look_around(order.lane_id)
             lines = await self.covered(order.lane_id, order.capabilities)
             claimed = await self._claim_by_plan(order, lines, limit)
+        return claimed
+
+    # -- of some namespaces ---------------------------------------------------------------------------------------
+
+    async def _claim_within(self, order: ClaimOrder, limit: int) -> list[answers.Claimed]:
+        """Claim work of some namespaces only, by decision.
+
+        Lines know no namespace, so its work is looked for among that of others, and what stands before it has to be
+        passed by. A look that took long and found nothing is therefore not repeated at once.
+        """
+        clock, asked = asyncio.get_running_loop().time, (order.lane_id, order.namespaces or frozenset())
+        await asyncio.sleep(max(0.0, self._resting.pop(asked, 0.0) - clock()))
+        began = clock()
+        await self.look_around(order.lane_id)
+        claimed: list[answers.Claimed] = []
+        for portion in windows(await self.covered(order.lane_id, order.capabilities), self._rotation):
+            claimed += await self._claim_own(portion, order, limit - len(claimed))
+            if len(claimed) >= limit:
+                break
+        if not claimed and (took := clock() - began) > CHEAP_S:
+            self._resting[asked] = clock() + min(took * REST, LONGEST_REST_S)
+        return claimed
+
+    async def _claim_own(self, lines: Sequence[LineKey], order: ClaimOrder, limit: int) -> list[answers.Claimed]:
+        own = (Where("namespace", "in", tuple(sorted(order.namespaces or ()))),)
+        claimed: list[answers.Claimed] = []
+        tried: set[str] = set()
+        while len(claimed) < limit:
+            rows = await self.heads(lines, limit - len(claimed), without=tried, where=own)
+            if not rows:
+                break
+            now, turns = self.estimate.now(), self.turns_of(order.lane_id)
+            picks, turns = fairness.plan(rows, turns, now, limit - len(claimed))
+            self.keep_turns(order.lane_id, turns)
+            tried.update(row.execution_id for row in picks)
+            try:
+                claimed += await self._claim_decided(picks, order)
+            except errors.StoreUnavailable:
+                if not claimed:  # those are held already: the next call may meet the error
+                    raise
+                break
         return claimed
 
     # -- by plan --------------------------------------------------------------------------------------------------
@@ -273,7 +322,7 @@ class Taking(Lines):
             if not taken.rows:
                 self._spare = stamps  # nothing bears them
             else:
-                self.tell(frozenset({FEED}))
+                self.tell((FEED,), at_once=False)  # what is claimed may soon be over, which is told, too
                 self.note_taken([row for row, _ in taken.rows])
             return [self._claimed(row, payload, order.lease_ttl_ms) for row, payload in taken.rows]
 
@@ -299,19 +348,27 @@ class Taking(Lines):
         kind = HandleKind.RECLAIMED if row.attempt_type is AttemptType.RECLAIM else HandleKind.FRESH
         if row.attempt_resumed_at is not None:
             kind = HandleKind.RESUMED
-        acquired = Acquired(
-            row.execution_id,
-            row.lease_id or "",
-            row.lease_epoch,
+        fields = HandleFields(
+            row.execution_id,  # type: ignore[arg-type]
             row.attempt_index or 0,
-            row.attempt_id or "",
+            row.attempt_id,  # type: ignore[arg-type]
+            row.lease_id,  # type: ignore[arg-type]
+            row.lease_epoch,
+            lease_ttl_ms,
+            row.current_lane or row.lane_id,  # type: ignore[arg-type]
+            row.worker_instance_id,  # type: ignore[arg-type]
+        )
+        return answers.Claimed(
+            row.execution_id,
+            fields.lease_id,
+            row.lease_epoch,
+            fields.attempt_index,
+            fields.attempt_id,
             row.attempt_type or AttemptType.INITIAL,
             row.lease_expires_at or 0,
-            lease_ttl_ms,
-            row.current_lane or row.lane_id,
-            row.worker_instance_id or "",
+            Handle.mint(self.store.tag, kind, fields),
+            payload,
         )
-        return self._acquired(acquired, kind, payload)
 
 
 async def claimed_of(*claims: Awaitable[answers.Claimed | list[answers.Claimed] | None]) -> list[answers.Claimed]:

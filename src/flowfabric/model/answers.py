@@ -116,6 +116,13 @@ class Cancelled(msgspec.Struct, frozen=True, gc=False):
     public_state: PublicState = PublicState.CANCELLED
 
 
+class ChildrenCancelled(msgspec.Struct, frozen=True, gc=False):
+    """Those that were cancelled now, or had been; and those that had come to another end before."""
+
+    cancelled: tuple[str, ...]
+    ended: tuple[str, ...]
+
+
 class Revoked(msgspec.Struct, frozen=True, gc=False):
     lease_id: str
     lease_epoch: int

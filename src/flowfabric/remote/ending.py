@@ -38,8 +38,9 @@ class Ending(Asking):
 
     _awaited: dict[str, Awaited]
     _fresh: dict[str, None]  # those that no request asks for yet, in order
-    _askers: set[asyncio.Task[None]]
-    _lookers: set[asyncio.Task[None]]
+    _seeing_to: set[asyncio.Task[None]]
+    _asking = 0  # counted by the tasks themselves: one that has just returned sees to nobody any more
+    _is_looking = False
 
     async def await_end(self, execution_id: str, *, max_wait_ms: int = 0) -> Ended | None:
         """How the execution ended; None when it has not within the time."""
@@ -62,32 +63,41 @@ class Ending(Asking):
                 self._forget(execution)
 
     def _see_to_newcomers(self) -> None:
-        tasks, work = self._askers, self._ask_until_all_ended
-        if len(self._askers) >= MOST_WAITING:
-            tasks, work = self._lookers, self._look_now_and_then
-            if tasks:
-                return
-        task = asyncio.create_task(work())
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
+        if self._asking < MOST_WAITING:
+            self._asking += 1
+            work = self._ask_until_all_ended()
+        elif not self._is_looking:
+            self._is_looking = True
+            work = self._look_now_and_then()
+        else:
+            return
+        task = asyncio.create_task(work)
+        self._seeing_to.add(task)
+        task.add_done_callback(self._seeing_to.discard)
 
     async def _ask_until_all_ended(self) -> None:
         """Ask for those that nobody asks for, and for whoever comes along."""
         asked: set[str] = set()
-        while True:
-            while self._fresh and len(asked) < apps.MAX_ENDS:
-                asked.add(self._fresh.popitem()[0])
-            if not asked:
-                return
-            await self._ask(asked, MAX_WAIT_MS)
-            asked &= self._awaited.keys()
+        try:
+            while True:
+                while self._fresh and len(asked) < apps.MAX_ENDS:
+                    asked.add(self._fresh.popitem()[0])
+                if not asked:
+                    return
+                await self._ask(asked, MAX_WAIT_MS)
+                asked &= self._awaited.keys()
+        finally:
+            self._asking -= 1
 
     async def _look_now_and_then(self) -> None:
         """Look at newcomers as long as no request takes them along."""
-        await asyncio.sleep(LOOK_S)
-        while self._fresh:
-            await self._ask(tuple(self._fresh)[: apps.MAX_ENDS], 0)
+        try:
             await asyncio.sleep(LOOK_S)
+            while self._fresh:
+                await self._ask(tuple(self._fresh)[: apps.MAX_ENDS], 0)
+                await asyncio.sleep(LOOK_S)
+        finally:
+            self._is_looking = False
 
     async def _ask(self, executions: Collection[str], wait_ms: int) -> None:
         """Ask for the ends of these, and tell their callers what was heard."""
@@ -99,11 +109,6 @@ class Ending(Asking):
             for execution in executions:
                 self._tell(execution, refused)
             return
-        except asyncio.CancelledError:
-            for execution in executions:
-                if (awaited := self._forget(execution)) is not None:
-                    awaited.end.cancel()
-            raise
         for one in ends.ended:
             self._tell(one.execution_id, _ended(one))
         for execution, refusal in ends.refused.items():

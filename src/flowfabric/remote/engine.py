@@ -14,7 +14,8 @@ import httpx2
 
 from flowfabric import errors
 from flowfabric.clock import Estimate
-from flowfabric.engine.engine import Engine
+from flowfabric.engine.engine import Capabilities, Engine
+from flowfabric.engine.meters import Meters
 from flowfabric.ids import ExecutionId, LaneId, Minter, RandomMinter, mint_solo, parse_lane_id
 from flowfabric.remote.ending import Ending
 from flowfabric.remote.frames import Frames
@@ -26,6 +27,7 @@ from flowfabric.remote.waiting import Waiting
 from flowfabric.remote.wire import PATIENCE_S, Wire
 from flowfabric.server.routes.apps import StoreInfo
 from flowfabric.settings import Secret, Settings
+from flowfabric.stores.base import Schema
 
 FIRST_PATIENCE_S = 2.0  # an address that is wrong is told soon
 
@@ -50,11 +52,13 @@ class RemoteEngine(Submitting, Waiting, Reading, Ending, Spending, Frames):
         self.settings = settings or Settings()
         self.partitions = self.settings.partitions
         self.estimate = Estimate()
-        self.backend = ""
+        self.backend = self.release = ""
+        self.schema = Schema(0, 0)
+        self.meters = Meters()
         self.wire = Wire(url, token=token, minter=self.minter, patience_s=patience_s, transport=transport)
         self._claim_keys, self._claiming, self._ending = {}, {}, set()
         self._outgoing, self._senders = {}, {}
-        self._awaited, self._fresh, self._askers, self._lookers = {}, {}, set(), set()
+        self._awaited, self._fresh, self._seeing_to = {}, {}, set()
 
     @classmethod
     async def connect(cls, url: str, **given: Any) -> Self:
@@ -70,9 +74,15 @@ class RemoteEngine(Submitting, Waiting, Reading, Ending, Spending, Frames):
     async def ping(self) -> int:
         """The store's time, in milliseconds since the epoch."""
         info = read((await self.wire.ask("GET", "/v1/store", patience_s=FIRST_PATIENCE_S)).body, StoreInfo)
-        self.backend, self.partitions = info.backend, info.partitions
+        self.backend, self.partitions, self.release = info.backend, info.partitions, info.release
+        self.schema = Schema(info.schema_version, info.schema_version)
         self.estimate.hear(info.now)
         return info.now
+
+    def capabilities(self) -> Capabilities:
+        """Which operations of the engine there are over a server."""
+        mine = (name for name in dir(type(self)) if not name.startswith("_") and hasattr(Engine, name))
+        return Capabilities(self.backend, tuple(sorted(mine)))
 
     def new_execution_id(self, lane_id: str = "default") -> ExecutionId:
         """A fresh id for an execution of its own, on the partition of its lane."""
@@ -83,10 +93,11 @@ class RemoteEngine(Submitting, Waiting, Reading, Ending, Spending, Frames):
 
     async def close(self) -> None:
         """Let what is on its way arrive, and let go of the connections. A second call does nothing."""
-        waiting = (*self._askers, *self._lookers)
-        for task in waiting:
+        for task in self._seeing_to:
             task.cancel()
-        if under_way := (*waiting, *self._senders.values(), *self._ending):
+        for awaited in self._awaited.values():
+            awaited.end.cancel()
+        if under_way := (*self._seeing_to, *self._senders.values(), *self._ending):
             await asyncio.wait(under_way)
         await self.wire.close()
 

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from flowfabric import errors
-from flowfabric.engine.asks import FrameView, StreamPage
-from flowfabric.engine.reads import ExecutionSnapshot, SnapshotPage
+from flowfabric.engine.asks import FrameView, StateVector, StreamPage
+from flowfabric.engine.reads import ExecutionSnapshot, HistoryEntry, SnapshotPage
 from flowfabric.engine.streams import Visibility
 from flowfabric.model import obstacles
 from flowfabric.model.answers import AttemptView
@@ -46,6 +46,17 @@ class Reading(Asking):
         if told.status == 404:
             raise errors.NotFound("execution", execution_id=execution_id)
         return read(told.body, executions.Info).current_attempt_index
+
+    async def read_state_vector(self, execution_id: str) -> StateVector | None:
+        """The seven dimensions."""
+        told = await self.wire.ask("GET", execution_path(execution_id), misses=True)
+        if told.status == 404:
+            return None
+        return msgspec.convert(read(told.body, executions.Info).state_vector, StateVector)
+
+    async def lease_history(self, execution_id: str) -> list[HistoryEntry]:
+        """What happened to the leases of an execution, oldest first."""
+        return read((await self.wire.ask("GET", execution_path(execution_id, "leases"))).body, list[HistoryEntry])
 
     async def attempt_history(self, execution_id: str) -> list[AttemptView]:
         """Every attempt so far."""
@@ -92,6 +103,11 @@ class Reading(Asking):
         return read((await self.wire.ask("GET", "/v1/executions/search", query=query)).body, SnapshotPage)
 
     # -- results --------------------------------------------------------------------------------------------------
+
+    async def get_execution_result(self, execution_id: str) -> bytes | None:
+        """The result's exact bytes; None until one is stored."""
+        told = await self.wire.ask("GET", execution_path(execution_id, "result"), misses=True)
+        return None if told.status == 404 else told.body
 
     async def read_results(self, execution_ids: Sequence[str]) -> dict[str, bytes | None]:
         """The results of many; None for an execution that has none."""

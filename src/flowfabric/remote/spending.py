@@ -11,6 +11,7 @@ from flowfabric.model import verdicts
 from flowfabric.remote.asking import Asking, execution_path
 from flowfabric.remote.shapes import read, variant
 from flowfabric.remote.wire import segment
+from flowfabric.server.routes import budgets
 
 _USAGE = (verdicts.Ok, verdicts.AlreadyApplied, verdicts.SoftBreach, verdicts.HardBreach)
 
@@ -76,6 +77,11 @@ class Spending(Asking):
         told = await self.wire.ask("PUT", _budget(budget_id, "limits"), body)
         changed: verdicts.LimitsChanged = variant(told.body, Changed=verdicts.LimitsChanged)
         return changed
+
+    async def list_budgets(self, *, cursor: str | None = None, limit: int = 50) -> list[str]:
+        """The ids of defined budgets, ascending."""
+        told = await self.wire.ask("GET", "/v1/budgets", query={"cursor": cursor, "limit": limit})
+        return read(told.body, budgets.BudgetIds).budgets
 
     async def get_budget_status(self, budget_id: str) -> verdicts.BudgetStatus:
         """A budget for people."""

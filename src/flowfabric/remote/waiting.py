@@ -11,10 +11,12 @@ from flowfabric.engine.asks import (
     Accepted,
     Duplicate,
     GateArgs,
+    Kids,
     MailArgs,
     ObservedSignal,
     Ready,
     SignalArgs,
+    WaitpointRecord,
     WaitpointToken,
     WaitpointView,
     plain_condition,
@@ -127,6 +129,23 @@ class Waiting(Working):
             for one in read(told.body, list[signals.WaitpointEntry])
         ]
         return WaitpointPage(entries, entries[-1].waitpoint_id if entries and len(entries) >= limit else None)
+
+    async def describe_waitpoint(self, execution_id: str, waitpoint_id: str) -> WaitpointRecord | None:
+        """A waitpoint of an execution, open or closed."""
+        told = await self.wire.ask(
+            "GET", execution_path(execution_id, "waitpoints", segment(waitpoint_id)), misses=True
+        )
+        return None if told.status == 404 else read(told.body, WaitpointRecord)
+
+    async def read_token_of(self, execution_id: str, waitpoint_id: str) -> WaitpointToken | None:
+        """The token of an open waitpoint, for those who may have it."""
+        path = execution_path(execution_id, "waitpoints", segment(waitpoint_id), "token")
+        told = await self.wire.ask("GET", path, misses=True)
+        return None if told.status == 404 else WaitpointToken(read(told.body, signals.Token).token)
+
+    async def list_waitpoint_hmac_kids(self) -> Kids:
+        """Which keys sign and which still verify."""
+        return read((await self.wire.ask("GET", "/v1/signing-keys")).body, Kids)
 
     # -- messages -------------------------------------------------------------------------------------------------
 

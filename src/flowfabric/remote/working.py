@@ -18,6 +18,7 @@ from flowfabric.remote.asking import Asking
 from flowfabric.remote.refusals import among_answers
 from flowfabric.remote.shapes import read, variant, variant_of
 from flowfabric.remote.wire import segment
+from flowfabric.server.routes.work import MAX_CHILDREN
 from flowfabric.server.routes.workers import Work, Works
 from flowfabric.server.wire import MAX_WAIT_MS, read_handle, write_handle
 
@@ -60,6 +61,7 @@ class Working(Asking):
         worker_instance_id: str,
         capabilities: Iterable[str] = (),
         lease_ttl_ms: int = 15_000,
+        namespaces: Collection[str] | None = None,
     ) -> Pull:
         """Claims from these lanes, one after the other."""
         return Pull(
@@ -69,6 +71,7 @@ class Working(Asking):
             worker_instance_id=worker_instance_id,
             capabilities=tuple(capabilities),
             lease_ttl_ms=lease_ttl_ms,
+            namespaces=namespaces,
         )
 
     async def claim_from_lanes(
@@ -82,6 +85,7 @@ class Working(Asking):
         lease_ttl_ms: int = 15_000,
         max_wait_ms: int = 0,
         go_on: Callable[[], bool] = lambda: True,
+        namespaces: Collection[str] | None = None,
     ) -> list[answers.Claimed]:
         """Up to `limit` executions from these lanes, as soon as there is one.
 
@@ -103,6 +107,7 @@ class Working(Asking):
                 "capabilities": offered,
                 "lease_ttl_ms": lease_ttl_ms,
                 "wait_ms": wait_ms,
+                "namespaces": None if namespaces is None else list(namespaces),
             }
             key = self._claim_keys.setdefault(worker_instance_id, self.minter.uuid())
             self._claiming[worker_instance_id] = (worker_id, frozenset(lanes))
@@ -160,6 +165,24 @@ class Working(Asking):
         completed: answers.Completed = variant(told, answers.Completed)
         return completed
 
+    async def complete_many(
+        self, results: Sequence[tuple[Handle, bytes | None]], *, encoding: str | None = None
+    ) -> list[answers.Completed | errors.FabricError]:
+        """Complete each of these with its result; one answer for each, in their order, refusals included.
+
+        Each travels on its own, all of them at once: the server writes together what comes together.
+        """
+        answered = await asyncio.gather(
+            *(self.complete(handle, result=result, encoding=encoding) for handle, result in results),
+            return_exceptions=True,
+        )
+        told: list[answers.Completed | errors.FabricError] = []
+        for answer in answered:
+            if isinstance(answer, BaseException) and not isinstance(answer, errors.FabricError):
+                raise answer
+            told.append(answer)
+        return told
+
     async def fail(
         self,
         handle: Handle | None = None,
@@ -177,6 +200,19 @@ class Working(Asking):
             told, answers.RetryScheduled, answers.TerminalFailed
         )
         return failed
+
+    async def cancel_children(
+        self, handle: Handle, execution_ids: Sequence[str], *, reason: str = ""
+    ) -> answers.ChildrenCancelled:
+        """Cancel children of the execution that is held."""
+        cancelled, ended = list[str](), list[str]()
+        for start in range(0, len(execution_ids), MAX_CHILDREN):
+            part = list(execution_ids[start : start + MAX_CHILDREN])
+            told = await self._hold("cancel-children", handle, execution_ids=part, reason=reason)
+            answer: answers.ChildrenCancelled = variant(told, answers.ChildrenCancelled)
+            cancelled += answer.cancelled
+            ended += answer.ended
+        return answers.ChildrenCancelled(tuple(cancelled), tuple(ended))
 
     async def delay_for(self, handle: Handle, length_ms: int) -> answers.Delayed:
         """Put the work away for a while; the same attempt goes on afterwards."""

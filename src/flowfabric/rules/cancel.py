@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import lru_cache
+from operator import attrgetter
+from typing import Any
+
 from flowfabric import errors
-from flowfabric.model.answers import Cancelled
+from flowfabric.model.answers import Cancelled, ChildrenCancelled
 from flowfabric.model.execution import Execution
-from flowfabric.model.states import AttemptRecordState, LifecyclePhase, OwnershipState, TerminalOutcome
-from flowfabric.rules import lease, step
-from flowfabric.rules.change import Decision, refuse
+from flowfabric.model.states import AttemptRecordState, AttemptState, LifecyclePhase, OwnershipState, TerminalOutcome
+from flowfabric.rules import lease, step, successors
+from flowfabric.rules.change import Change, Decision, Form, as_form, joined, live, refuse, seen
 from flowfabric.rules.lease import Fence
+from flowfabric.rules.policy import decode_terms
 
 SYSTEM_SOURCES = frozenset({"operator_override", "flow_cascade", "system_timeout"})
 WORKER = "worker"
+PARENT = "parent"
 FLOW_CASCADE = "flow_cascade"
+QUORUM_SATISFIED = "sibling_quorum_satisfied"
+QUORUM_IMPOSSIBLE = "sibling_quorum_impossible"
 
 
 def cancel(row: Execution | None, fence: Fence, source: str, reason: str) -> Decision[Cancelled]:
@@ -36,7 +45,47 @@ def cancel(row: Execution | None, fence: Fence, source: str, reason: str) -> Dec
             return refuse(lease.stale(row))
         if fence.attempt_id is not None and fence.attempt_id != row.attempt_id:
             return refuse(lease.stale(row))
-    change = step.ended(
+    if form := sibling_form(row, source, reason):
+        also = successors.settled(row, TerminalOutcome.CANCELLED)
+        return Decision(Cancelled(row.execution_id), Change((seen(row),), also, form=form))
+    return Decision(Cancelled(row.execution_id), _ended(row, source, reason))
+
+
+def cancel_children(
+    parent: Execution | None,
+    fence: Fence,
+    children: Mapping[str, Execution | None],
+    reason: str,
+    now: int,
+) -> Decision[ChildrenCancelled]:
+    """End executions as their parent, which has to hold its lease while it does.
+
+    One that is no child of it is refused as if it did not exist, and then nothing changes. One that has ended is left
+    as it is.
+    """
+    if parent is None:
+        return refuse(errors.NotFound("execution"))
+    held = lease.resolve_fence(parent, fence, None)
+    if isinstance(held, errors.FabricError):
+        return refuse(held)
+    if refused := lease.check_lease(parent, held, now):
+        return refused
+    ended: list[str] = []
+    changes: list[Change] = []
+    for name, child in children.items():
+        if child is None or child.parent_id != parent.execution_id:
+            return refuse(errors.NotFound("execution", execution_id=name))
+        if child.lifecycle_phase is not LifecyclePhase.TERMINAL:
+            changes.append(_ended(child, PARENT, reason))
+        elif child.terminal_outcome is not TerminalOutcome.CANCELLED:
+            ended.append(name)
+    cancelled = tuple(name for name in children if name not in ended)
+    holds = Change((seen(parent, live(parent)),))
+    return Decision(ChildrenCancelled(cancelled, tuple(ended)), joined(holds, *changes) if changes else None)
+
+
+def _ended(row: Execution, source: str, reason: str) -> Change:
+    return step.ended(
         row,
         TerminalOutcome.CANCELLED,
         attempt=AttemptRecordState.ENDED_CANCELLED,
@@ -47,9 +96,37 @@ def cancel(row: Execution | None, fence: Fence, source: str, reason: str) -> Dec
         cancellation_reason=reason,
         cancelled_by=source or row.execution_id,
     )
-    return Decision(Cancelled(row.execution_id), change)
+
+
+# Work that was never started, and to which nothing is attached.
+UNSTARTED: dict[str, Any] = {
+    "lifecycle_phase": LifecyclePhase.RUNNABLE,
+    "ownership_state": OwnershipState.UNOWNED,
+    "attempt_state": AttemptState.PENDING_FIRST_ATTEMPT,
+    "terminal_outcome": TerminalOutcome.NONE,
+    "attempt_index": None,
+    "stream_index": None,
+    "parent_id": None,
+    **{name: None for name in step.LIFE_LEAVES.names if name != "blocking_text"},
+}
+_known = attrgetter(*UNSTARTED)
+_UNSTARTED_VALUES = tuple(UNSTARTED.values())
+
+
+def sibling_form(row: Execution, source: str, reason: str) -> Form | None:
+    """The cancel of a sibling that was never started: the same for all of them; None for any other cancel."""
+    if source != lease.OPERATOR_OVERRIDE or reason not in (QUORUM_SATISFIED, QUORUM_IMPOSSIBLE):
+        return None
+    if _known(row) != _UNSTARTED_VALUES or decode_terms(row.terms).quota_policy_ids:
+        return None
+    return _sibling_form(step.retention_ms(row), reason, row.flow_id is not None)
+
+
+@lru_cache(maxsize=256)
+def _sibling_form(kept_ms: int, reason: str, is_member: bool) -> Form:
+    return as_form(_ended(step.unseen(UNSTARTED, kept_ms, is_member=is_member), lease.OPERATOR_OVERRIDE, reason))
 
 
 def _revoked_by(source: str) -> str | None:
-    """What the lease feed says of a lease that a cancel ended: a system's doing, or the holder's own."""
-    return '{"revoked_by":"operator"}' if source in SYSTEM_SOURCES else None
+    """What the lease feed says of a lease that a cancel ended: somebody else's doing, or the holder's own."""
+    return '{"revoked_by":"operator"}' if source in SYSTEM_SOURCES or source == PARENT else None

@@ -48,13 +48,23 @@ class LeaseCheck(msgspec.Struct, frozen=True, gc=False):
     lease_epoch: int
 
 
+class Like(msgspec.Struct, frozen=True, eq=False):
+    """What a root that nobody looked at is supposed to hold in these columns; the others may hold anything.
+
+    A rule that knows how a row was left, and who may have moved it since, decides on that; the store proves it.
+    """
+
+    fields: dict[str, Any]
+
+
 class Guard(msgspec.Struct, frozen=True, gc=False):
-    """A root as it was seen: its revision, or its absence (`revision=None`)."""
+    """A root as it was seen: its revision, or its absence (`revision=None`); or unseen, as it is supposed to be."""
 
     row: type[msgspec.Struct]
     key: tuple[Any, ...]
     revision: int | None
     lease: LeaseCheck | None = None
+    like: Like | None = None  # in place of a revision
 
 
 class Insert(msgspec.Struct, frozen=True, gc=False):
@@ -145,6 +155,24 @@ def spelled_out(change: Change, root: msgspec.Struct) -> Change:
     return msgspec.structs.replace(change, writes=(patch, *change.writes), events=(told, *change.events), form=None)
 
 
+def joined(*changes: Change) -> Change:
+    """Changes of one partition that hold together; a root that several rely on is guarded once."""
+    guards = {(guard.row, guard.key): guard for change in reversed(changes) for guard in change.guards}
+    return Change(
+        guards=tuple(reversed(guards.values())),
+        writes=tuple(write for change in changes for write in change.writes),
+        events=tuple(event for change in changes for event in change.events),
+    )
+
+
+def outcome_of(change: Change) -> str | None:
+    """The end that a change brings about first, if it does."""
+    if change.form is not None:
+        outcome: str | None = change.form.event["outcome"]
+        return outcome
+    return change.events[0].outcome if change.events else None
+
+
 class Decision(msgspec.Struct, Generic[A], frozen=True):
     """What a rule decided.
 
@@ -178,6 +206,11 @@ def seen(row: Execution, lease: LeaseCheck | None = None) -> Guard:
 def absent(row: type[msgspec.Struct], *key: Any) -> Guard:
     """There is no such row."""
     return Guard(row, key, None)
+
+
+def supposed(row: type[msgspec.Struct], like: Like, *key: Any) -> Guard:
+    """A root that looks like this."""
+    return Guard(row, key, None, like=like)
 
 
 def live(row: Execution) -> LeaseCheck:

@@ -104,6 +104,34 @@ def create(
     return Decision(Created(ask.execution_id, row.public_state), change)
 
 
+class Alike(msgspec.Struct, frozen=True):
+    """What was decided about a create that meets nothing, for others that differ only in their id and their input."""
+
+    row: Execution
+    payload: Payload
+
+    def create(self, execution_id: str, input_payload: bytes) -> Decision[Created | Duplicate]:
+        """What `create` says of another id on the same partition."""
+        row = replace(self.row, execution_id=execution_id)
+        payload = replace(self.payload, execution_id=execution_id, input_payload=input_payload or None)
+        change = Change(guards=(absent(Execution, execution_id),), writes=(Insert(row), Insert(payload)))
+        return Decision(Created(execution_id, row.public_state), change)
+
+
+def alike(decision: Decision[Created | Duplicate]) -> Alike | None:
+    """What others can share of this decision; nothing when its key or its time had a part in it."""
+    match decision.change:
+        case Change(
+            guards=(_,),
+            writes=(Insert(row=Execution() as row), Insert(row=Payload() as payload)),
+            lines=(),
+            not_before=None,
+            not_after=None,
+        ):
+            return Alike(row, payload)
+    return None
+
+
 def _born(ask: CreateExecution, terms: Terms, terms_text: str | None, delay_until: int | None) -> Execution:
     waits = delay_until is not None
     priority = place.clamp_priority(ask.priority)

@@ -29,8 +29,22 @@ from flowfabric.model.states import (
     PublicState,
     TerminalOutcome,
 )
-from flowfabric.rules import delay, joins, replay, step
-from flowfabric.rules.change import NOW, Change, Decision, Delete, Guard, Insert, Patch, Put, Write, at, refuse, seen
+from flowfabric.rules import delay, joins, place, replay, step
+from flowfabric.rules.change import (
+    NOW,
+    Change,
+    Decision,
+    Delete,
+    Guard,
+    Insert,
+    Patch,
+    Put,
+    Write,
+    at,
+    joined,
+    refuse,
+    seen,
+)
 from flowfabric.rules.flows import Policy, new_group, seen_group
 from flowfabric.rules.lease import Fence
 from flowfabric.rules.successors import successor, with_successors
@@ -91,7 +105,12 @@ def apply(
         unfolded_at=at(0) if _has_ended(upstream) else None,
     )
     follows = successor(
-        ask.edge_id, ask.downstream, edge.dependency_kind, inbound=joined.n, ref=dependency.data_passing_ref
+        ask.edge_id,
+        ask.downstream,
+        edge.dependency_kind,
+        inbound=joined.n,
+        ref=dependency.data_passing_ref,
+        line=place.line_of(child) if joined.policy_variant is PolicyVariant.ALL_OF else None,
     )
     fields = {"successors": with_successors(upstream, [follows]), "last_mutation_at": NOW}
     unresolved = joined.n - joined.succeeded - joined.failed - joined.skipped
@@ -149,7 +168,7 @@ def wait_children(
     if isinstance(decision.answer, errors.FabricError):
         return decision
     guard = seen_group(group, row.flow_id, row.execution_id)
-    change = joins.joined(decision.change, Change(guards=(guard,)))
+    change = joined(decision.change, Change(guards=(guard,)))
     return Decision(decision.answer, change)
 
 
@@ -234,7 +253,7 @@ def replay_member(
         writes += (Put(PendingCancelGroup(*key, at(0))),)
     elif group.cancel_siblings_pending_flag:
         writes += (Delete(PendingCancelGroup, key),)
-    change = joins.joined(normal.change, Change(guards=guards, writes=writes))
+    change = joined(normal.change, Change(guards=guards, writes=writes))
     if fires:
         return Decision(Replayed(PublicState.WAITING), change)
     back = normal.change.writes[0]

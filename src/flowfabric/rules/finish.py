@@ -14,8 +14,8 @@ from flowfabric.model.states import (
     LifecyclePhase,
     TerminalOutcome,
 )
-from flowfabric.rules import closing, lease, step
-from flowfabric.rules.change import Change, Decision, FromNow, Insert, live, refuse, seen
+from flowfabric.rules import closing, lease, step, successors
+from flowfabric.rules.change import Change, Decision, FromNow, Insert, Write, live, refuse, seen
 from flowfabric.rules.lease import Fence
 from flowfabric.rules.policy import backoff_ms, decode_terms, may_retry, parse_retry
 
@@ -36,8 +36,11 @@ def complete(
         if _was_mine(row, fence, TerminalOutcome.SUCCESS):
             return Decision(Completed(row.execution_id))
         return refused
+    kept: tuple[Write, ...]
     kept = () if payload is None else (Insert(Result(row.execution_id, payload, encoding)),)  # a replay drops the last
     if form := step.success_form(row):
+        if row.successors is not None:
+            kept += successors.settled(row, TerminalOutcome.SUCCESS)
         return Decision(Completed(row.execution_id), Change((seen(row, live(row)),), kept, form=form))
     change = step.ended(
         row,

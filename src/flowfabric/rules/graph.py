@@ -16,7 +16,7 @@ from flowfabric.rules import joins
 from flowfabric.rules.change import Change, Decision, Guard, Insert, Write, absent, at, refuse
 from flowfabric.rules.create import CreateExecution, create
 from flowfabric.rules.flows import Policy, StageEdge, edge_row, new_group
-from flowfabric.rules.successors import listed, successor
+from flowfabric.rules.successors import Successor, listed, successor
 
 MAX_NODES = 10_000
 MAX_EDGES = 100_000
@@ -102,6 +102,7 @@ def create_graph(
     writes: list[Write] = [Insert(_flow(ask))]
     not_after: list[int] = []
     not_before: list[int] = []
+    born: dict[str, Execution] = {}
     for node in ask.nodes:
         decision = create(None, None, node, now)
         if isinstance(decision.answer, errors.FabricError):
@@ -111,14 +112,14 @@ def create_graph(
             not_after.append(decision.change.not_after)
         if decision.change.not_before is not None:
             not_before.append(decision.change.not_before)
-        born, payload = decision.change.writes
-        assert isinstance(born, Insert)
-        assert isinstance(born.row, Execution)
+        insert, payload = decision.change.writes
+        assert isinstance(insert, Insert)
+        assert isinstance(insert.row, Execution)
         name = node.execution_id
-        if born.row.delay_until is not None and inbound[name]:
+        if insert.row.delay_until is not None and inbound[name]:
             return refuse(errors.InvalidInput(f"{name}: a node that waits for others cannot be delayed as well"))
+        born[name] = insert.row
         guards.append(absent(Execution, name))
-        writes.append(Insert(_member(born.row, ask.flow_id, len(inbound[name]), outbound[name], inbound)))
         writes.append(payload)
         writes.append(Insert(FlowMember(ask.flow_id, name)))
         if inbound[name] or name in ask.policies:
@@ -132,6 +133,20 @@ def create_graph(
                 waiting_since=at(0) if applied else None,
             )
             writes.append(Insert(group))
+    lines = {name: None if name in ask.policies else row.line for name, row in born.items()}
+    for name, row in born.items():
+        follow = [
+            successor(
+                edge.edge_id,
+                edge.downstream,
+                edge.kind,
+                inbound=len(inbound[edge.downstream]),
+                ref=edge.data_passing_ref,
+                line=lines[edge.downstream],
+            )
+            for edge in outbound[name]
+        ]
+        writes.append(Insert(_member(row, ask.flow_id, len(inbound[name]), follow)))
     for edge in ask.edges:
         writes.append(Insert(edge_row(edge)))
         ref = edge.data_passing_ref or None
@@ -167,22 +182,10 @@ def _flow(ask: CreateGraph) -> Flow:
     )
 
 
-def _member(
-    born: Execution, flow_id: str, waits_for: int, outbound: Sequence[StageEdge], inbound: Mapping[str, list[StageEdge]]
-) -> Execution:
+def _member(born: Execution, flow_id: str, waits_for: int, follow: list[Successor]) -> Execution:
     """The execution as a member: named by those it waits for, naming those who wait for it."""
     fields: dict[str, object] = {"flow_id": flow_id}
-    if outbound:
-        follow = [
-            successor(
-                edge.edge_id,
-                edge.downstream,
-                edge.kind,
-                inbound=len(inbound[edge.downstream]),
-                ref=edge.data_passing_ref,
-            )
-            for edge in outbound
-        ]
+    if follow:
         fields["successors"] = listed(follow)
     if waits_for:
         fields |= joins.waits(f"{waits_for} dep(s) unresolved")

@@ -17,13 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
+from functools import lru_cache
 from typing import Any
 
 import msgspec
 
 from flowfabric import errors
 from flowfabric.model.event import Event
-from flowfabric.model.execution import Execution, Payload, Result
+from flowfabric.model.execution import Execution, LineKey, Payload, Result
 from flowfabric.model.flow import (
     Dependency,
     DependencyKind,
@@ -38,14 +39,15 @@ from flowfabric.model.flow import (
 from flowfabric.model.states import (
     AttemptRecordState,
     AttemptState,
+    AttemptType,
     BlockingReason,
     EligibilityState,
     LifecyclePhase,
     OwnershipState,
     TerminalOutcome,
 )
-from flowfabric.rules import lease, place, step
-from flowfabric.rules.change import NOW, Change, Decision, Guard, Patch, Put, Write, at, seen
+from flowfabric.rules import cancel, lease, place, step
+from flowfabric.rules.change import NOW, Change, Decision, Guard, Like, Own, Patch, Put, Write, at, seen, supposed
 from flowfabric.rules.flows import seen_flow, seen_group
 
 IMPOSSIBLE_REASON = "dependency_impossible"
@@ -230,6 +232,70 @@ def advance(group: EdgeGroup, child: Execution, settlement: Settlement, around: 
     return fold(group, child, counts, around).change
 
 
+# A group that waits for one edge and has counted nothing, and a child that has never run and waits for that alone.
+UNCOUNTED = Like(
+    {
+        "policy_variant": PolicyVariant.ALL_OF,
+        "n": 1,
+        "succeeded": 0,
+        "failed": 0,
+        "skipped": 0,
+        "group_state": GroupState.PENDING,
+    }
+)
+WAITING = Like(
+    {
+        "lifecycle_phase": LifecyclePhase.RUNNABLE,
+        "ownership_state": OwnershipState.UNOWNED,
+        "eligibility_state": EligibilityState.BLOCKED_BY_DEPENDENCIES,
+        "terminal_outcome": TerminalOutcome.NONE,
+        "attempt_state": AttemptState.PENDING_FIRST_ATTEMPT,
+        "next_type": AttemptType.INITIAL,
+    }
+)
+
+
+def advance_unseen(
+    flow_id: str, edge_id: str, child: str, line: LineKey, carried: tuple[Payload, Result] | None = None
+) -> Change:
+    """What `advance` says of a success when group and child are as applying the edge left them; the store proves it.
+
+    `line` is where the child belongs by what never changes of it.
+    """
+    counted, resolved, stands = _advanced(line)
+    key = (flow_id, child)
+    writes: tuple[Write, ...] = (
+        Patch(EdgeGroup, key, counted),
+        Patch(Dependency, (child, edge_id), resolved),
+        Patch(Execution, (child,), stands),
+    )
+    if carried is not None:
+        writes += (_carry(*carried),)
+    guards = (supposed(EdgeGroup, UNCOUNTED, *key), supposed(Execution, WAITING, child))
+    return Change(guards=guards, writes=writes)
+
+
+@lru_cache(maxsize=1024)
+def _advanced(line: LineKey) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """The fields that group, dependency and child get, taken from what the rule makes of rows that look like that."""
+    group = EdgeGroup(
+        **({name: Own(name) for name in EdgeGroup.__struct_fields__} | {"on_satisfied": None} | UNCOUNTED.fields)
+    )
+    columns = {name: Own(name) for name in Execution.__struct_fields__} | {
+        "lane_id": "",
+        "required_capabilities": None,
+        "terms": None,
+    }
+    child = Execution(**(columns | WAITING.fields))
+    settlement = Settlement(Dependency("", "", "", "", DependencyKind.SUCCESS_ONLY), TerminalOutcome.SUCCESS)
+    change = advance(group, child, settlement, Surroundings())
+    assert change is not None
+    counted, resolved, stands = (write.fields for write in change.writes if isinstance(write, Patch))
+    # A first attempt has had its kind and its time since the create.
+    stands = {name: value for name, value in stands.items() if name not in ("next_type", "next_timeout_ms")}
+    return counted, resolved, stands | {"line": line}
+
+
 def _fired(group: EdgeGroup, counts: Tally, around: Surroundings) -> dict[str, Any]:
     if counts.fired_by is None:
         return {}
@@ -249,7 +315,7 @@ def flagged(siblings: Sequence[str], *, satisfied: bool) -> dict[str, Any]:
     return {
         "cancel_siblings_pending_flag": True,
         "cancel_siblings_pending_members": "|".join(sorted(siblings)) or None,
-        "cancel_siblings_reason": "sibling_quorum_satisfied" if satisfied else "sibling_quorum_impossible",
+        "cancel_siblings_reason": cancel.QUORUM_SATISFIED if satisfied else cancel.QUORUM_IMPOSSIBLE,
     }
 
 
@@ -316,14 +382,4 @@ def skip(child: Execution) -> Change:
         released=IMPOSSIBLE_REASON,
         suspension=TerminalOutcome.CANCELLED.value,
         **fields,
-    )
-
-
-def joined(*changes: Change) -> Change:
-    """Changes of one partition that hold together; a root that several rely on is guarded once."""
-    guards = {(guard.row, guard.key): guard for change in reversed(changes) for guard in change.guards}
-    return Change(
-        guards=tuple(reversed(guards.values())),
-        writes=tuple(write for change in changes for write in change.writes),
-        events=tuple(event for change in changes for event in change.events),
     )

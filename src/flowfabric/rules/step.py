@@ -114,10 +114,8 @@ ORDINARY: dict[str, Any] = {
     "attempt_state": AttemptState.RUNNING_ATTEMPT,
     "blocking_reason": BlockingReason.NONE,
     "terminal_outcome": TerminalOutcome.NONE,
-    "flow_id": None,
     "stream_index": None,
     "parent_id": None,
-    "successors": None,
     **dict.fromkeys(LIFE_LEAVES.names),
     **dict.fromkeys(lease.LEASE_LEAVES.names),
 }
@@ -127,26 +125,27 @@ _ORDINARY_VALUES = tuple(value for name, value in ORDINARY.items() if name != _T
 
 
 def success_form(row: Execution) -> Form | None:
-    """The success of an ordinary row: what `ended` makes of it, for every such row alike; None for others."""
+    """The success of an ordinary row: what `ended` makes of it, for every such row alike; None for others.
+
+    Those who wait for the end of a row are no part of it: what it leaves for them is written beside the form.
+    """
     if _ordinary(row) != _ORDINARY_VALUES or decode_terms(row.terms).quota_policy_ids:
         return None
-    return _success_form(retention_ms(row), row.attempt_timeout_at is not None)
+    return _success_form(retention_ms(row), row.attempt_timeout_at is not None, row.flow_id is not None)
 
 
 @lru_cache(maxsize=256)
-def _success_form(kept_ms: int, timed: bool) -> Form:
-    columns = {name: Own(name) for name in Execution.__struct_fields__} | ORDINARY
-    if timed:
-        columns[_TIMED] = Own(_TIMED)
-    columns["terms"] = encode_terms(Terms(retention_ttl_ms=kept_ms))
-    return as_form(
-        ended(
-            Execution(**columns),
-            TerminalOutcome.SUCCESS,
-            attempt=AttemptRecordState.ENDED_SUCCESS,
-            released="completed",
-        )
-    )
+def _success_form(kept_ms: int, timed: bool, is_member: bool) -> Form:
+    known = ORDINARY | ({_TIMED: Own(_TIMED)} if timed else {})
+    row = unseen(known, kept_ms, is_member=is_member)
+    return as_form(ended(row, TerminalOutcome.SUCCESS, attempt=AttemptRecordState.ENDED_SUCCESS, released="completed"))
+
+
+def unseen(known: dict[str, Any], kept_ms: int, *, is_member: bool) -> Execution:
+    """A row of which only this is known, to make a form of its end."""
+    columns = {name: Own(name) for name in Execution.__struct_fields__} | known
+    columns |= {"successors": None, "terms": encode_terms(Terms(retention_ttl_ms=kept_ms))}
+    return Execution(**columns if is_member else columns | {"flow_id": None})
 
 
 def completion(row: Execution, outcome: TerminalOutcome, *, released: str | None, details: str | None = None) -> Event:

@@ -8,14 +8,17 @@ off in bounded steps.
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import Any
+
 import msgspec
 
-from flowfabric.model.execution import Execution
+from flowfabric.model.execution import Execution, LineKey
 from flowfabric.model.flow import Dependency, DependencyKind, Dispatch
 from flowfabric.model.states import TerminalOutcome
 from flowfabric.rules.change import NOW, Patch, Put, Write, at
 
-FEW = 8  # edges that are named on the sheet
+FEW = 128  # edges that are named on the sheet, with about a hundred bytes each
 MANY = "many"
 
 
@@ -26,16 +29,38 @@ class Successor(msgspec.Struct, frozen=True, array_like=True, gc=False):
     execution_id: str
     alone: bool = False  # when the edge was applied it waited for this success only
     passes: bool = False  # the result becomes its input
+    line: tuple[
+        str | int | bool, ...
+    ] = ()  # where it will stand when it waits for nothing else; () when that is not known
 
 
 _read = msgspec.json.Decoder(list[Successor]).decode
 _write = msgspec.json.Encoder().encode
 
 
-def successor(edge_id: str, execution_id: str, kind: DependencyKind, *, inbound: int, ref: str | None) -> Successor:
+def successor(
+    edge_id: str,
+    execution_id: str,
+    kind: DependencyKind,
+    *,
+    inbound: int,
+    ref: str | None,
+    line: LineKey | None,
+) -> Successor:
     """An applied edge as its upstream names it; `inbound` counts the edges that lead to the downstream."""
     alone = inbound == 1 and kind is not DependencyKind.FAILURE_ONLY
-    return Successor(edge_id, execution_id, alone, bool(ref))
+    return Successor(edge_id, execution_id, alone, bool(ref), _told(line) if alone and line else ())
+
+
+def _told(line: LineKey) -> tuple[str | int | bool, ...]:
+    """A line as its values, without those at the end that most lines have."""
+    values = msgspec.structs.astuple(line)
+    while values[-1] == _USUAL[len(values) - 1]:
+        values = values[:-1]
+    return values
+
+
+_USUAL = msgspec.structs.astuple(LineKey(""))
 
 
 def named(row: Execution) -> list[Successor]:
@@ -60,6 +85,12 @@ def settled(row: Execution, outcome: TerminalOutcome) -> tuple[Write, ...]:
     if row.successors == MANY:
         return (Put(Dispatch(row.execution_id, row.flow_id or "", outcome, at(0))),)
     return tuple(settle(one.execution_id, one.edge_id, outcome) for one in named(row))
+
+
+@lru_cache(maxsize=1024)
+def line_told(values: tuple[Any, ...]) -> LineKey:
+    """The line that a successor names."""
+    return LineKey(*values)
 
 
 def settle(downstream: str, edge_id: str, outcome: TerminalOutcome) -> Patch:

@@ -10,16 +10,17 @@ import asyncio
 import contextvars
 import inspect
 import logging
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 from flowfabric.engine.engine import Engine
 from flowfabric.model.answers import Claimed
 from flowfabric.sdk.cells import Cells, Order
-from flowfabric.sdk.context import Context, entered
+from flowfabric.sdk.context import Context, Pending, entered
 from flowfabric.sdk.durable import Crash, Unwound
-from flowfabric.sdk.inputs import named_budgets, read_input
-from flowfabric.sdk.outcomes import AWAY, Outcome, raised, returned
+from flowfabric.sdk.inputs import named_budgets, plain_input, read_input
+from flowfabric.sdk.outcomes import AWAY, Later, Outcome, raised, returned
 from flowfabric.sdk.threads import DaemonThreads
 
 if TYPE_CHECKING:
@@ -28,16 +29,29 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("flowfabric.worker")
 
+UNKNOWN_TASK_DELAY_MS = 5000
+
 
 class Attempts:
     """Calls the handlers of one worker."""
 
-    def __init__(self, app: Fabric, engine: Engine, until: Callable[[str], int], freed: Callable[[], None]) -> None:
-        """`until` tells the end of a lease; `freed` is called when a thread that was given up returns at last."""
+    def __init__(
+        self,
+        app: Fabric,
+        engine: Engine,
+        *,
+        until: Callable[[str], int],
+        ended: Callable[[Claimed, Outcome | None], None],
+        freed: Callable[[], None],
+    ) -> None:
+        """`until` tells the end of a lease; `ended` is called with what came of an attempt, None when it was cancelled
+        from outside; `freed` when a thread that was given up returns at last."""
         self._app = app
         self._engine = engine
         self._until = until
+        self._ended = ended
         self._freed = freed
+        self._loop = asyncio.get_running_loop()
         self._threads = DaemonThreads("flowfabric-task")
         self._cells = Cells()
         self._stuck: set[asyncio.Future[Any]] = set()
@@ -52,42 +66,86 @@ class Attempts:
         self._threads.shutdown()
         self._cells.close()
 
-    async def attempt(self, claimed: Claimed, task: Task[..., Any]) -> Outcome:
-        """Call the handler; raises only when the attempt was cancelled from outside."""
-        if task in self._app.stubs:
-            return await self._stubbed(claimed, task)
-        if task.isolation == "process" and self._app.isolates:
-            return await self._in_cell(claimed, task)
-        root = asyncio.current_task() if task.is_async else None
-        context = Context(
-            self._app,
-            self._engine,
-            claimed.handle,
-            task,
-            root=root,
-            budgets=named_budgets(claimed.payload),
-            lease_until=lambda: self._until(claimed.lease_id),
-        )
+    def begin(self, claimed: Claimed) -> asyncio.Task[None]:
+        """Call the handler of what was claimed, in a task of its own."""
+        own = Pending(partial(self._context, claimed))
+        root = own.root = self._loop.create_task(self._perform(claimed, own))
+        return root
+
+    def cancel(self, task: asyncio.Task[None], claimed: Claimed, why: str) -> None:
+        """Cancel an attempt."""
+        call = cast("Coroutine[Any, Any, None]", task.get_coro())
+        begun = inspect.getcoroutinestate(call) != inspect.CORO_CREATED
+        task.cancel(why)
+        if not begun:  # then nothing of it ever runs
+            self._ended(claimed, None)
+
+    async def _perform(self, claimed: Claimed, own: Pending) -> None:
+        # What came of it is told from here: a callback of the task's would cost another turn of the loop each.
+        outcome: Outcome | None = None
         try:
-            arguments = task.signature.load(await read_input(self._engine, claimed.payload))
-            value = await (self._on_loop if task.is_async else self._in_thread)(task, context, arguments)
-            await context.flush()
+            kind = claimed.payload.execution_kind if claimed.payload else ""
+            task = self._app.tasks.get(kind)
+            if task is None:
+                logger.warning("%s: no task %r here; left for a worker that knows it", claimed.execution_id, kind)
+                outcome = Later(UNKNOWN_TASK_DELAY_MS)
+            elif self._app.stubs and task in self._app.stubs:
+                outcome = await self._stubbed(claimed, task)
+            elif task.isolation == "process" and self._app.isolates:
+                outcome = await self._in_cell(claimed, task)
+            else:
+                outcome = await self._attempt(claimed, task, own)
+        except Exception:
+            logger.exception("%s: its end is not known", claimed.execution_id)
+        finally:
+            self._ended(claimed, outcome)
+
+    async def _attempt(self, claimed: Claimed, task: Task[..., Any], own: Pending) -> Outcome:
+        """Call the handler; raises only when the attempt was cancelled from outside."""
+        try:
+            arguments = task.signature.load(
+                plain_input(claimed.payload) or await read_input(self._engine, claimed.payload)
+            )
+            if not task.is_async:
+                value = await self._in_thread(task, own.get(), arguments)
+            else:
+                entered(own)
+                call = task.handler(**task.with_context(arguments, own.get))
+                value = await (call if task.timeout_s is None else _in_time(call, task.timeout_s))
+            if own.context is not None:
+                await own.context.flush()
         except (asyncio.CancelledError, Unwound) as ended:
-            context.give_up()
-            if context.is_parked:
+            if own.context is not None:
+                own.context.give_up()
+            if own.is_parked:
                 _forgive()
                 return AWAY
             if _is_cancelled() or isinstance(ended, Unwound):
                 raise
-            return _failed(context, ended)  # something that the handler waited for was cancelled, not the attempt
+            # Something that the handler waited for was cancelled, not the attempt.
+            return await _failed(claimed, task, own, ended)
         except Crash:
-            logger.info("%s: crashed on purpose", context.run_id)
+            logger.info("%s: crashed on purpose", claimed.execution_id)
             return AWAY
         except (KeyboardInterrupt, GeneratorExit):
             raise
         except BaseException as failure:  # also `sys.exit()`: one handler must not end the others
-            return _went_on(context) if context.is_parked else _failed(context, failure)
-        return _went_on(context) if context.is_parked else returned(task, value)
+            return _went_on(claimed, task) if own.is_parked else await _failed(claimed, task, own, failure)
+        return _went_on(claimed, task) if own.is_parked else returned(task, value)
+
+    def _context(self, claimed: Claimed, root: asyncio.Task[Any] | None) -> Context:
+        assert claimed.payload is not None
+        task = self._app.tasks[claimed.payload.execution_kind]
+        return Context(
+            self._app,
+            self._engine,
+            claimed.handle,
+            task,
+            root=root if task.is_async else None,
+            loop=self._loop,
+            budgets=named_budgets(claimed.payload),
+            lease_until=lambda: self._until(claimed.lease_id),
+        )
 
     async def _stubbed(self, claimed: Claimed, task: Task[..., Any]) -> Outcome:
         """What a test has put in the place of the handler; it gets the arguments without a context."""
@@ -98,20 +156,11 @@ class Attempts:
         except Exception as failure:
             return raised(failure)
 
-    async def _on_loop(self, task: Task[..., Any], context: Context, arguments: dict[str, Any]) -> Any:
-        entered(context)
-        call = task.handler(**task.with_context(arguments, context))
-        if task.own.timeout_ms is None:
-            return await call
-        async with asyncio.timeout(task.own.timeout_ms / 1000):
-            return await call
-
     async def _in_thread(self, task: Task[..., Any], context: Context, arguments: dict[str, Any]) -> Any:
         surroundings = contextvars.copy_context()
         surroundings.run(entered, context)
-        given = task.with_context(arguments, context)
-        loop = asyncio.get_running_loop()
-        call = loop.run_in_executor(self._threads, lambda: surroundings.run(lambda: task.handler(**given)))
+        given = task.with_context(arguments, lambda: context)
+        call = self._loop.run_in_executor(self._threads, lambda: surroundings.run(lambda: task.handler(**given)))
         try:
             await asyncio.wait((call,), timeout=task.timeout_s)
             if call.done():
@@ -156,8 +205,11 @@ class Attempts:
         return await self._cells.perform(order, task.timeout_s)
 
 
-def _failed(context: Context, failure: BaseException) -> Outcome:
-    logger.info("%s: attempt %d of %s failed", context.run_id, context.attempt, context.task, exc_info=failure)
+async def _failed(claimed: Claimed, task: Task[..., Any], own: Pending, failure: BaseException) -> Outcome:
+    if own.context is not None:
+        await own.context.keep_last_words()
+    attempt = claimed.attempt_index
+    logger.info("%s: attempt %d of %s failed", claimed.execution_id, attempt, task.name, exc_info=failure)
     return raised(failure)
 
 
@@ -167,8 +219,13 @@ def _is_cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-def _went_on(context: Context) -> Outcome:
-    logger.error("%s: %s went on after it was put away; its result is lost", context.run_id, context.task)
+async def _in_time(call: Awaitable[Any], timeout_s: float) -> Any:
+    async with asyncio.timeout(timeout_s):
+        return await call
+
+
+def _went_on(claimed: Claimed, task: Task[..., Any]) -> Outcome:
+    logger.error("%s: %s went on after it was put away; its result is lost", claimed.execution_id, task.name)
     return AWAY
 
 

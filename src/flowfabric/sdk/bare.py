@@ -7,7 +7,6 @@ else, a message or a vote, cannot come here: such a function wants a `World`.
 from __future__ import annotations
 
 import asyncio
-import random
 import threading
 import time
 import uuid
@@ -46,7 +45,6 @@ class BareContext(Context):
         self.run_id = f"plain-call-{uuid.uuid4()}"
         self.attempt = 0
         self.lane = task.own.lane
-        self.random = random.Random(self.run_id)
         self.said: dict[str, Any] = {}
         self._names: Counter[str] = Counter()
         self._outputs = {}

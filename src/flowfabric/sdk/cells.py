@@ -188,7 +188,7 @@ def _call(
     surroundings = contextvars.copy_context()
     if context is not None:
         surroundings.run(entered, context)
-        arguments = task.with_context(arguments, context)
+        arguments = task.with_context(arguments, lambda: context)
     try:
         value = surroundings.run(lambda: task.handler(**arguments))
         if context is not None:
@@ -196,6 +196,8 @@ def _call(
     except Unwound:
         return AWAY
     except Exception as failure:
+        if context is not None:
+            asyncio.run_coroutine_threadsafe(context.keep_last_words(), loop).result()
         return raised(failure)
     return returned(task, value)
 
@@ -205,7 +207,7 @@ async def _await(task: Task[..., Any], arguments: dict[str, Any], context: Conte
     if context is not None:
         context.root = asyncio.current_task()
         entered(context)
-        arguments = task.with_context(arguments, context)
+        arguments = task.with_context(arguments, lambda: context)
     try:
         value = await task.handler(**arguments)
         if context is not None:
@@ -213,6 +215,8 @@ async def _await(task: Task[..., Any], arguments: dict[str, Any], context: Conte
     except asyncio.CancelledError as ended:
         return AWAY if context is not None and context.is_parked else raised(ended)
     except (Exception, SystemExit) as failure:  # an exit would end the loop, and nobody would hear of it
+        if context is not None:
+            await context.keep_last_words()
         return raised(failure)
     return returned(task, value)
 

@@ -6,8 +6,10 @@ import asyncio
 import contextvars
 import hashlib
 import random
+import threading
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from flowfabric.handles import Handle
@@ -27,7 +29,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_current: contextvars.ContextVar[Context] = contextvars.ContextVar("flowfabric_context")
+_current: contextvars.ContextVar[Context | Pending] = contextvars.ContextVar("flowfabric_context")
+_making = threading.Lock()
 
 
 class Context(Waiting, Saying, Spending):
@@ -43,6 +46,7 @@ class Context(Waiting, Saying, Spending):
         lease_until: Callable[[], int],
         budgets: Mapping[str, str] | None = None,
         root: asyncio.Task[Any] | None = None,
+        loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         """`root` is the task that runs the handler; None when a thread does. `lease_until` is by the store's clock.
 
@@ -56,7 +60,7 @@ class Context(Waiting, Saying, Spending):
         self._budgets = budgets or {}
         self._durable: Durable | None = None
         self.root = root
-        self._loop = asyncio.get_running_loop()
+        self._loop = loop or asyncio.get_running_loop()
         self._cancelled = False
         fields = handle.fields
         self.task = task.name
@@ -64,7 +68,11 @@ class Context(Waiting, Saying, Spending):
         self.attempt = fields.attempt_index
         self.lane: str = fields.lane_id
         self.on_mismatch = task.on_mismatch
-        self.random = random.Random(self.run_id)  # the same numbers in the same order on every attempt
+
+    @cached_property
+    def random(self) -> random.Random:
+        """The same numbers in the same order on every attempt."""
+        return random.Random(self.run_id)
 
     @property
     def handle(self) -> Handle:
@@ -198,15 +206,40 @@ class Context(Waiting, Saying, Spending):
         return from_json(memo.result)
 
 
+class Pending:
+    """The context of a handler, made when somebody asks for it: many handlers never do."""
+
+    __slots__ = ("_make", "context", "root")
+
+    def __init__(self, make: Callable[[asyncio.Task[Any] | None], Context]) -> None:
+        self._make = make
+        self.context: Context | None = None
+        self.root: asyncio.Task[Any] | None = None  # the task that runs the handler
+
+    def get(self) -> Context:
+        """The context; a thread of the handler's may be the first to ask."""
+        if self.context is None:
+            with _making:
+                if self.context is None:
+                    self.context = self._make(self.root)
+        return self.context
+
+    @property
+    def is_parked(self) -> bool:
+        """Whether the run was put away."""
+        return self.context is not None and self.context.is_parked
+
+
 def current() -> Context:
     """The context of the handler that is running, from anywhere below it."""
     try:
-        return _current.get()
+        found = _current.get()
     except LookupError:
         raise RuntimeError("no handler of FlowFabric is running here") from None
+    return found.get() if isinstance(found, Pending) else found
 
 
-def entered(context: Context) -> contextvars.Token[Context]:
+def entered(context: Context | Pending) -> contextvars.Token[Context | Pending]:
     """Make a context the current one of this task or thread."""
     return _current.set(context)
 

@@ -30,6 +30,16 @@ def handler(given: object) -> Callable[..., Any]:
     return given
 
 
+def called_by_name(function: Callable[..., Any]) -> None:
+    """Refuse parameters that a worker, which has them by their names, could not hand over."""
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            task = f"task {function.__qualname__}"
+            raise InvalidInput(
+                f"{task}: {parameter.name} is kept by its name and cannot be positional-only; drop the /"
+            )
+
+
 def name(given: object) -> str:
     """The name of a task or a flow."""
     if not isinstance(given, str) or not given or not given.isprintable():

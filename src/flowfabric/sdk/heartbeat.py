@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from flowfabric.engine.engine import Engine
 from flowfabric.errors import FabricError, StoreUnavailable
@@ -38,25 +38,28 @@ class Leases:
         self._lock = threading.Lock()
         self.any_held = asyncio.Event()  # set on the worker's loop only
 
-    def hold(self, claimed: Claimed) -> None:
-        """Renew this lease from now on."""
+    def hold(self, claimed: Sequence[Claimed]) -> None:
+        """Renew these leases from now on."""
         with self._lock:
-            self._held[claimed.lease_id] = claimed
-            self._until[claimed.lease_id] = claimed.lease_expires_at
-        self.any_held.set()
+            for one in claimed:
+                self._held[one.lease_id] = one
+                self._until[one.lease_id] = one.lease_expires_at
+        if self._held:
+            self.any_held.set()
 
-    def let_go(self, claimed: Claimed) -> None:
-        """Renew it no more."""
+    def let_go(self, claimed: Sequence[Claimed]) -> None:
+        """Renew them no more."""
         with self._lock:
-            self._held.pop(claimed.lease_id, None)
-            self._until.pop(claimed.lease_id, None)
+            for one in claimed:
+                self._held.pop(one.lease_id, None)
+                self._until.pop(one.lease_id, None)
             if not self._held:
                 self.any_held.clear()
 
     def drop(self, lease_id: str) -> None:
         """Renew it no more although its handler goes on; for tests."""
         if (claimed := self._held.get(lease_id)) is not None:
-            self.let_go(claimed)
+            self.let_go([claimed])
 
     def until(self, lease_id: str) -> int:
         """When the lease ends as far as we know, by the store's clock; 0 for one that is not held."""
@@ -80,7 +83,7 @@ class Leases:
                     if claimed.lease_id in self._held:
                         self._until[claimed.lease_id] = answer.expires_at
             elif not isinstance(answer, StoreUnavailable):
-                self.let_go(claimed)
+                self.let_go([claimed])
                 lost.append((claimed.lease_id, answer))
         return lost
 

@@ -29,6 +29,13 @@ class Referring(msgspec.Struct, frozen=True):
         return json_bytes({"input": self.input, "results": self.results})
 
 
+def plain_input(payload: Payload | None) -> bytes:
+    """The parameters as a JSON object, if they stand in the payload as they are; else nothing."""
+    if payload is None or payload.payload_encoding == REFERRING:
+        return b""
+    return payload.input_payload or b""
+
+
 async def read_input(engine: Engine, payload: Payload | None) -> bytes:
     """The parameters as a JSON object; a run without a result counts as null."""
     if payload is None:

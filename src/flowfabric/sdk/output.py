@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from flowfabric.errors import FabricError
+from flowfabric.handles import HandleKind
 from flowfabric.sdk.codec import from_json, json_bytes, to_plain
 
 if TYPE_CHECKING:
     from flowfabric.engine.engine import Engine
     from flowfabric.handles import Handle
+    from flowfabric.sdk.durable import Durable
 
 MOST_UNDER_WAY = 64  # pieces of one output that may be on their way; then `write` waits
+PAGE = 1000
+START = "0-0"
+NUMBERED = "#"  # stands between a piece's branch and how many came before it
+
+Passed = Mapping[tuple[str, str], int]  # by output and branch: how many pieces were written before
 
 
 class Saying(ABC):
@@ -27,11 +36,18 @@ class Saying(ABC):
     def __init__(self) -> None:
         self._outputs: dict[str, Output] = {}
         self._said: dict[str, Any] | None = None
+        self._passed: Passed | None = None
+        self._reading = asyncio.Lock()
 
     @property
     @abstractmethod
     def handle(self) -> Handle:
         """The lease under which this attempt runs."""
+
+    @property
+    @abstractmethod
+    def durable(self) -> Durable:
+        """Where the function is, and what it has done before."""
 
     async def progress(self, patch: dict[str, Any] | str | None = None, *, pct: int | None = None) -> None:
         """Say how far the work is: a JSON merge patch on what was said before, a message, or a percentage."""
@@ -51,22 +67,50 @@ class Saying(ABC):
     def stream(self, name: str) -> Output:
         """The attempt's output of this name; readers see it while it is written."""
         if name not in self._outputs:
-            self._outputs[name] = Output(self.engine, self.handle, name)
+            self._outputs[name] = Output(self.engine, self.handle, name, self.durable.place, self._passed_by)
         return self._outputs[name]
+
+    async def _passed_by(self) -> Passed:
+        """What this attempt has written before it was put away; nothing, for one that was not."""
+        async with self._reading:
+            if self._passed is None:
+                resumed = self.handle.kind is HandleKind.RESUMED
+                self._passed = await frames_of(self.engine, self.handle) if resumed else {}
+        return self._passed
 
     async def flush(self) -> None:
         """Wait until everything that was written is kept."""
         for output in self._outputs.values():
             await output.flush()
 
+    async def keep_last_words(self) -> None:
+        """The same before a failure is told, which matters more than what can no longer be kept."""
+        with suppress(FabricError):
+            await self.flush()
+
 
 class Output:
-    """What a handler writes while it works. Frames belong to the attempt: a retry begins anew."""
+    """What a handler writes while it works. Frames belong to the attempt: a retry begins anew.
 
-    def __init__(self, engine: Engine, handle: Handle, name: str) -> None:
+    A function that goes on after a wait runs from the top, and comes to the pieces again that it wrote before. Like a
+    step, a piece is known by its output and how many came before it in its branch; it is not written a second time.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        handle: Handle,
+        name: str,
+        place: Callable[[str], tuple[str, int]],
+        passed: Callable[[], Awaitable[Passed]],
+    ) -> None:
         self._engine = engine
         self._handle = handle
         self._name = name
+        self._label = f"stream:{name}"
+        self._place = place
+        self._passed = passed
+        self._known: Passed | None = None
         self._written: list[str] = []
         self._under_way: set[asyncio.Task[Any]] = set()
 
@@ -79,10 +123,20 @@ class Output:
             payload = piece.encode()
         else:
             payload = json_bytes(to_plain(piece))
-        adding = asyncio.create_task(self._engine.append_frame(self._handle, payload, frame_type=self._name))
+        self._written.append(payload.decode("utf-8", "replace"))
+        place, number = self._place(self._label)
+        branch = place.removesuffix(self._label)
+        if self._known is None:
+            self._known = await self._passed()
+        if number < self._known.get((self._name, branch), 0):
+            return
+        adding = asyncio.create_task(
+            self._engine.append_frame(
+                self._handle, payload, frame_type=self._name, correlation_id=f"{branch}{NUMBERED}{number}"
+            )
+        )
         adding.add_done_callback(_heard)
         self._under_way.add(adding)
-        self._written.append(payload.decode("utf-8", "replace"))
         await asyncio.sleep(0)  # so that a handler that never waits does not hold its pieces back
         self._forget_written()
         while len(self._under_way) >= MOST_UNDER_WAY:
@@ -104,6 +158,22 @@ class Output:
     def text(self) -> str:
         """Everything that was written so far."""
         return "".join(self._written)
+
+
+async def frames_of(engine: Engine, handle: Handle) -> Passed:
+    """How many pieces of each output and branch an attempt has; they were written in order."""
+    fields, after = handle.fields, START
+    passed: dict[tuple[str, str], int] = {}
+    while True:
+        page = await engine.tail_stream(fields.execution_id, fields.attempt_index, after, count_limit=PAGE)
+        for frame in page.frames:
+            branch, numbered, number = frame.fields.get("correlation_id", "").rpartition(NUMBERED)
+            if numbered and number.isdecimal():
+                output = (frame.fields["frame_type"], branch)
+                passed[output] = max(passed.get(output, 0), int(number) + 1)
+        if len(page.frames) < PAGE:
+            return passed
+        after = page.frames[-1].id
 
 
 def _heard(task: asyncio.Task[Any]) -> None:

@@ -18,7 +18,7 @@ from flowfabric.sdk.approvals import Link
 from flowfabric.sdk.codec import Shape, from_json, json_bytes, to_plain
 from flowfabric.sdk.durations import Duration, to_seconds
 from flowfabric.sdk.failing import RunCancelled, RunExpired, RunFailed, RunSkipped
-from flowfabric.sdk.output import progress_of
+from flowfabric.sdk.output import START, progress_of
 
 if TYPE_CHECKING:
     from flowfabric.engine.engine import Engine
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 TAIL_MS = 10_000
-START = "0-0"
 LONGEST_LOOK_MS = 30_000
 
 _ENDS = {
@@ -82,6 +81,7 @@ class Run(Generic[R]):
         clock = asyncio.get_running_loop().time
         until = None if longest_s is None else clock() + longest_s
         longest_ms = max(LONGEST_LOOK_MS, engine.settings.poll_ms)
+        await asyncio.sleep(0)  # workers hear of what was just submitted before this looks at it
         while True:
             left_ms = longest_ms if until is None else max(0, int((until - clock()) * 1000))
             ended = await engine.await_end(self.id, max_wait_ms=min(left_ms, longest_ms))

@@ -150,6 +150,7 @@ class Task(Generic[P, R]):
         self.isolation = isolation
         self.on_mismatch = on_mismatch
         self.own = options
+        declared.called_by_name(handler)
         self.signature = Signature(handler, Context)
         self.is_async = inspect.iscoroutinefunction(handler)
         self.timeout_s = None if options.timeout_ms is None else options.timeout_ms / 1000
@@ -165,17 +166,17 @@ class Task(Generic[P, R]):
         from flowfabric.sdk.bare import BareContext
 
         context = BareContext(self)
-        arguments = self.with_context(self.signature.bound(args, kwargs), context)
+        arguments = self.with_context(self.signature.bound(args, kwargs), lambda: context)
         if self.is_async:
             return within(context, self.handler(**arguments))
         surroundings = contextvars.copy_context()
         surroundings.run(entered, context)
         return surroundings.run(lambda: self.handler(**arguments))
 
-    def with_context(self, arguments: dict[str, Any], context: Context) -> dict[str, Any]:
+    def with_context(self, arguments: dict[str, Any], context: Callable[[], Context]) -> dict[str, Any]:
         """The arguments of a handler, its context among them if it asks for one."""
         name = self.signature.context_name
-        return arguments if name is None else {**arguments, name: context}
+        return arguments if name is None else {**arguments, name: context()}
 
     def options(
         self,

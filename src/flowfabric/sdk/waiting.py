@@ -6,15 +6,15 @@ import asyncio
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 import msgspec
 
 from flowfabric.engine.asks import Count, CountKind, GateArgs
-from flowfabric.errors import ExecutionNotActive, FabricError, InvalidInput
+from flowfabric.errors import ContentionError, ExecutionNotActive, FabricError, InvalidInput, StateError
 from flowfabric.ids import ExecutionId, digest8, partition_of
 from flowfabric.model.gate import GateEnd, GateKind, GateMemo, Vote
+from flowfabric.model.states import LifecyclePhase, TerminalOutcome
 from flowfabric.sdk.approvals import Approval
 from flowfabric.sdk.codec import Shape, from_json
 from flowfabric.sdk.durations import Duration, to_ms
@@ -164,7 +164,7 @@ class Waiting(ABC):
             if isinstance(answer, FabricError):
                 raise answer
         return [
-            Run(ask.execution_id, call.task.name, call.task.signature.result, self.app)
+            Child(ask.execution_id, call.task.name, call.task.signature.result, self)
             for ask, call in zip(asks, calls, strict=True)
         ]
 
@@ -206,8 +206,8 @@ class Waiting(ABC):
         votes = [] if memo.votes is None else msgspec.json.decode(memo.votes, type=list[Vote])
         ended = {vote.member: vote.outcome for vote in votes}
         if join.cancel_rest:
-            rest = [run for run in runs if run.id not in ended]
-            await asyncio.gather(*(_cancel(run) for run in rest))
+            rest = [run.id for run in runs if run.id not in ended]
+            await self.engine.cancel_children(self.handle, rest, reason="the others were enough")
         if memo.ended_as is not GateEnd.SATISFIED:
             failed = next(run for run in runs if ended.get(run.id, "success") != "success")
             await failed.result()  # raises with its reason
@@ -221,7 +221,30 @@ class Waiting(ABC):
         return f"{{fp:{partition_of(ExecutionId(self.run_id))}}}:{self._derived(place, 0)}"
 
 
-async def _cancel(run: Run[Any]) -> None:
-    """End a child that is not needed; one that has just ended by itself is as good."""
-    with suppress(ExecutionNotActive):
-        await run.cancel("the others were enough")
+class Child(Run[T]):
+    """A run that a handler spawned. While that works, it may cancel the child without being an operator."""
+
+    def __init__(self, run_id: str, task: str, shape: Shape, parent: Waiting) -> None:
+        super().__init__(run_id, task, shape, parent.app)
+        self._parent = parent
+
+    async def cancel(self, reason: str = "") -> None:
+        """End it, whatever it is doing; again is fine."""
+        try:
+            done = await self._parent.engine.cancel_children(self._parent.handle, (self.id,), reason=reason)
+        except (StateError, ContentionError):  # its parent has no lease any more: it asks like anybody
+            await super().cancel(reason)
+            return
+        if done.ended:
+            raise await self._not_active()
+
+    async def _not_active(self) -> ExecutionNotActive:
+        ended = await self._parent.engine.await_end(self.id)
+        outcome = TerminalOutcome.NONE if ended is None else ended.outcome  # none: it was given another life meanwhile
+        return ExecutionNotActive(
+            terminal_outcome=outcome,
+            lease_epoch=0,
+            lifecycle_phase=LifecyclePhase.TERMINAL,
+            attempt_id=None,
+            execution_id=self.id,
+        )

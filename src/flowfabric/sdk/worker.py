@@ -15,17 +15,16 @@ from flowfabric.model.answers import Claimed
 from flowfabric.sdk import declared
 from flowfabric.sdk.attempts import Attempts
 from flowfabric.sdk.durations import Duration, to_ms
+from flowfabric.sdk.ends import Ends
 from flowfabric.sdk.fabric import Fabric
 from flowfabric.sdk.heartbeat import Heartbeat, Leases, LoopHeartbeat
-from flowfabric.sdk.outcomes import Done, tell
+from flowfabric.sdk.outcomes import Outcome
 from flowfabric.sdk.presence import Presence
 
 logger = logging.getLogger("flowfabric.worker")
 
 PULL_WAIT_MS = 10_000
 PAUSE_S = 1.0
-UNKNOWN_TASK_DELAY_MS = 5000
-FINAL_FOR_THE_LEASE = ("stale_lease", "lease_expired", "lease_revoked", "execution_not_active", "execution_not_found")
 
 
 class Worker:
@@ -64,13 +63,22 @@ class Worker:
             ttl_ms=to_ms(presence_ttl, "presence_ttl"),
         )
         self._leases = Leases()
-        self._running: dict[str, tuple[asyncio.Task[None], Claimed]] = {}
-        self._telling: set[str] = set()  # the leases of attempts whose ends are on their way
+        self._running: dict[str, tuple[asyncio.Task[None], Claimed]] = {}  # by lease
+        self._ends: Ends | None = None
         self._free = asyncio.Event()
         self._stopping = asyncio.Event()
         self._hurry = asyncio.Event()
         self._engine: Engine | None = None
-        self.done = 0
+
+    @property
+    def running(self) -> int:
+        """How many handlers are under way."""
+        return len(self._running)
+
+    @property
+    def done(self) -> int:
+        """How many runs it has completed."""
+        return 0 if self._ends is None else self._ends.succeeded
 
     # -- life -----------------------------------------------------------------------------------------------------
 
@@ -95,8 +103,9 @@ class Worker:
 
     def abandon(self) -> None:
         """Drop everything on the floor, as a killed process does; for tests."""
-        for task, _ in self._running.values():
-            task.cancel()
+        self._cancel_all("abandoned")
+        if self._ends is not None:
+            self._ends.drop()
 
     def forsake(self, lease_id: str) -> None:
         """Renew a lease no more although its handler goes on; for tests."""
@@ -108,12 +117,13 @@ class Worker:
         engine.start_sweeps()
         await self._app.declare(engine)
         await self._presence.announce(engine)
-        self._attempts = Attempts(self._app, engine, self._leases.until, self._free.set)
+        self._attempts = Attempts(self._app, engine, until=self._leases.until, ended=self._ended, freed=self._free.set)
+        self._ends = ends = Ends(engine, self._told)
         heartbeat = self._make_heartbeat(engine)
         heartbeat.start()
         try:
-            await self._pull(engine)
-            await self._drain(engine)
+            await self._pull(engine, ends)
+            await self._drain(engine, ends)
             await self._presence.leave(engine)
         finally:
             await heartbeat.stop()
@@ -134,7 +144,7 @@ class Worker:
             stall_limit_s=self._stall_limit_s,
         )
 
-    async def _pull(self, engine: Engine) -> None:
+    async def _pull(self, engine: Engine, ends: Ends) -> None:
         pull = engine.pulling(
             self._lanes,
             worker_id=self.worker_id,
@@ -145,8 +155,9 @@ class Worker:
         max_wait_ms = max(PULL_WAIT_MS, engine.settings.poll_ms)
         while not self._stopping.is_set():
             # A slot is a handler's: the next one may be fetched while the end of the last one is on its way.
-            room = self._slots - (len(self._running) - len(self._telling)) - self._attempts.stuck
-            if room <= 0 or len(self._telling) > self._slots:
+            room = self._slots - len(self._running) - self._attempts.stuck
+            if room <= 0 or len(ends) > self._slots:
+                engine.meters.count("ff_worker_at_capacity")
                 self._free.clear()
                 await self._free.wait()
                 continue
@@ -156,71 +167,68 @@ class Worker:
                 logger.warning("no work: the store is away (%s); trying again", away)
                 await asyncio.sleep(PAUSE_S)
                 continue
-            for work in claimed:
-                self._begin(engine, work)
+            self._begin(claimed)
         pull.close()
 
-    async def _drain(self, engine: Engine) -> None:
+    async def _drain(self, engine: Engine, ends: Ends) -> None:
         """Finish what runs within the grace time, and hand the rest back: it goes on elsewhere and costs nothing."""
-        if not self._running:
+        if not self._running and not ends:
             return
         logger.info("draining: %d running, %g s of grace", len(self._running), self._grace_s)
-        running = [task for task, _ in self._running.values()]
         hurry = asyncio.create_task(self._hurry.wait())
-        finished = asyncio.create_task(asyncio.wait(running))
+        finished = asyncio.create_task(self._finish(ends))
         await asyncio.wait((finished, hurry), timeout=self._grace_s, return_when=asyncio.FIRST_COMPLETED)
         finished.cancel()
         hurry.cancel()
-        left = list(self._running.values())
-        for task, _ in left:
-            task.cancel("the worker stops")
-        await asyncio.gather(*(task for task, _ in left), return_exceptions=True)
-        for _, claimed in left:
+        running = list(self._running.values())
+        left = [*(claimed for _, claimed in running), *ends.drop()]
+        self._cancel_all("the worker stops")
+        await asyncio.gather(*(task for task, _ in running), return_exceptions=True)
+        await ends.all_told()  # a handler may have had something to say all the same
+        for claimed in left:
             try:
                 await engine.delay_for(claimed.handle, 0)
                 logger.info("%s was handed back", claimed.execution_id)
             except FabricError as gone:
                 logger.info("%s could not be handed back: %s", claimed.execution_id, gone)
 
+    async def _finish(self, ends: Ends) -> None:
+        """Wait until every handler is over and every end is told."""
+        while self._running or ends:
+            if self._running:
+                await asyncio.wait([task for task, _ in self._running.values()])
+            await ends.all_told()
+
     # -- one piece of work ----------------------------------------------------------------------------------------
 
-    def _begin(self, engine: Engine, claimed: Claimed) -> None:
+    def _begin(self, claimed: list[Claimed]) -> None:
         self._leases.hold(claimed)
-        task = asyncio.get_running_loop().create_task(self._perform(engine, claimed))
-        self._running[claimed.lease_id] = (task, claimed)
-        task.add_done_callback(lambda ended: self._over(ended, claimed))
+        for one in claimed:
+            self._running[one.lease_id] = (self._attempts.begin(one), one)
 
-    def _over(self, task: asyncio.Task[None], claimed: Claimed) -> None:
-        self._leases.let_go(claimed)
-        self._telling.discard(claimed.lease_id)
-        self._running.pop(claimed.lease_id, None)
+    def _ended(self, claimed: Claimed, outcome: Outcome | None) -> None:
+        """A handler is over: its slot is free, and its end is to be told."""
+        assert self._ends is not None
+        del self._running[claimed.lease_id]
         self._free.set()
-        if not task.cancelled() and (bug := task.exception()) is not None:
-            logger.error("%s: its end could not be told", claimed.execution_id, exc_info=bug)
+        if outcome is None:
+            self._leases.let_go([claimed])
+        else:
+            self._ends.add(claimed, outcome)
+
+    def _cancel_all(self, why: str) -> None:
+        for task, claimed in list(self._running.values()):
+            self._attempts.cancel(task, claimed, why)
+
+    def _told(self, claimed: list[Claimed]) -> None:
+        self._leases.let_go(claimed)
+        self._free.set()
 
     def _lease_lost(self, lease_id: str, why: FabricError) -> None:
-        found = self._running.get(lease_id)
-        if found is not None and lease_id not in self._telling:  # an end that is just being told lets the lease go, too
-            logger.warning("%s was taken away: %s", found[1].execution_id, why)
-            found[0].cancel(f"lease lost: {why}")
-
-    async def _perform(self, engine: Engine, claimed: Claimed) -> None:
-        kind = claimed.payload.execution_kind if claimed.payload else ""
-        task = self._app.tasks.get(kind)
-        try:
-            if task is None:
-                logger.warning("%s: no task %r here; left for a worker that knows it", claimed.execution_id, kind)
-                await engine.delay_for(claimed.handle, UNKNOWN_TASK_DELAY_MS)
-                return
-            outcome = await self._attempts.attempt(claimed, task)
-            self._telling.add(claimed.lease_id)
-            self._free.set()
-            await tell(engine, claimed.handle, outcome)
-            self.done += isinstance(outcome, Done)
-        except FabricError as refused:
-            if refused.kind not in FINAL_FOR_THE_LEASE:
-                raise
-            logger.warning("%s: its end was refused: %s", claimed.execution_id, refused)
+        if (found := self._running.get(lease_id)) is not None:  # an end that is just being told lets the lease go, too
+            task, claimed = found
+            logger.warning("%s was taken away: %s", claimed.execution_id, why)
+            self._attempts.cancel(task, claimed, f"lease lost: {why}")
 
 
 def _lanes_of(app: Fabric) -> tuple[str, ...]:

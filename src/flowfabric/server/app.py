@@ -27,13 +27,15 @@ from flowfabric.server.once import Once, key_of
 from flowfabric.server.problems import Problem, Refused, TooLarge, exact, problem_of
 from flowfabric.server.routes import PAGES
 from flowfabric.server.settings import ServerSettings
-from flowfabric.server.table import Live, Operation, Reply, Resource, Subject, Table
+from flowfabric.server.table import FIELDS, Live, Operation, Reply, Resource, Subject, Table
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Any], Awaitable[None]]
 
 _JSON_TYPE = re.compile(rb"application/(?:[^;\s]+\+)?json\s*(?:;.*)?", re.IGNORECASE | re.DOTALL).fullmatch
+_OCTETS_TYPE = re.compile(rb"application/octet-stream\s*(?:;.*)?", re.IGNORECASE | re.DOTALL).fullmatch
+_FIELDS = FIELDS.encode()
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}").fullmatch
 _UNSUPPORTED = "invalid JSON: Unsupported Media Type"
 _MALFORMED = "invalid JSON: Bad Request"
@@ -61,7 +63,7 @@ class App:
         self.on_closing: set[Callable[[], None]] = set()
         self.rotating = asyncio.Lock()
         self.once = Once()
-        self.waiting_claims: dict[str, set[Callable[[], None]]] = {}  # by worker instance: how to end them
+        self.waiting_claims: dict[tuple[str, str], set[Callable[[], None]]] = {}  # by who asks, and worker instance
         self.guard = Guard(settings, engine)
         self.spans: traces.Spans = traces.spans()
         self._rate = RateLimit(settings.rate_limit)
@@ -190,8 +192,9 @@ class App:
         length = ask.headers.get(b"content-length")
         if length is not None and length.isdigit() and (len(length) > 18 or int(length) > limit):
             raise TooLarge(limit, operation.path)
-        decoder = operation.decoder
-        if decoder is not None and not _JSON_TYPE(ask.headers.get(b"content-type", b"")):
+        decoder, kind = operation.decoder, ask.headers.get(b"content-type", b"")
+        is_bytes = operation.octets is not None and _OCTETS_TYPE(kind)
+        if decoder is not None and not is_bytes and not _JSON_TYPE(kind):
             raise Refused(415, _UNSUPPORTED)
         try:
             async with asyncio.timeout(BODY_S):
@@ -207,11 +210,20 @@ class App:
             ask.body = body
             return
         try:
-            ask.body = decoder.decode(body)
+            ask.body = _around(body, ask.headers.get(_FIELDS, b"{}"), operation) if is_bytes else decoder.decode(body)
         except msgspec.ValidationError:
             raise Refused(422, _UNPROCESSABLE) from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             raise Refused(400, _MALFORMED) from None
+
+
+def _around(octets: bytes, fields: bytes, operation: Operation) -> Any:
+    """The body of which one field came as bytes, and the others in a header."""
+    given = msgspec.json.decode(fields, type=dict[str, Any])
+    if operation.octets in given:
+        raise msgspec.ValidationError(f"{operation.octets} is given twice")
+    given[operation.octets or ""] = octets
+    return msgspec.convert(given, operation.body)
 
 
 async def _rest(receive: Receive, body: bytes, limit: int, route: str) -> bytes:

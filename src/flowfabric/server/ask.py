@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from urllib.parse import parse_qsl
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from flowfabric.server.app import App
 
 B = TypeVar("B")
+T = TypeVar("T")
 Receive = Callable[[], Awaitable[Any]]
 
 JSON = "application/json"
@@ -30,7 +31,18 @@ encode = msgspec.json.Encoder().encode
 class Ask(Generic[B]):
     """One request: who asks, with which words."""
 
-    __slots__ = ("_query", "_query_string", "app", "body", "headers", "params", "principal", "receive", "request_id")
+    __slots__ = (
+        "_query",
+        "_query_string",
+        "app",
+        "body",
+        "headers",
+        "is_gone",
+        "params",
+        "principal",
+        "receive",
+        "request_id",
+    )
 
     def __init__(
         self,
@@ -48,6 +60,7 @@ class Ask(Generic[B]):
         self.principal = principal
         self.request_id = request_id
         self.receive = receive
+        self.is_gone = False  # whether the caller was seen to hang up
         self.body: B = None  # type: ignore[assignment]
         self._query_string = query_string
         self._query: dict[str, str] | None = None
@@ -114,25 +127,44 @@ class Ask(Generic[B]):
         if flow is None or not self.principal.sees(flow.namespace):
             raise errors.NotFound("flow", flow_id=flow_id)
 
+    def attempt_over(self, outcome: str) -> None:
+        """The attempt whose handle the body shows ended, or was put away, by this request."""
+        if self.app.spans.is_on:
+            held: Any = self.body
+            self.app.spans.ended(held.holder.fields, outcome)
+
     @asynccontextmanager
     async def listening(self, on_end: Callable[[], None]) -> AsyncIterator[Callable[[], bool]]:
         """While a request waits: whether its caller is still there and the server goes on; `on_end` when not."""
-        gone = False
 
         async def hang_up() -> None:
-            nonlocal gone
             while (await self.receive())["type"] != "http.disconnect":
                 pass
-            gone = True
+            self.is_gone = True
             on_end()
 
         watcher = asyncio.create_task(hang_up())
         self.app.on_closing.add(on_end)
+        if self.app.closing.is_set():  # it was on its way here when the others were told
+            on_end()
         try:
-            yield lambda: not gone and not self.app.closing.is_set()
+            yield lambda: not self.is_gone and not self.app.closing.is_set()
         finally:
             self.app.on_closing.discard(on_end)
             watcher.cancel()
+
+    async def while_heard(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """What comes of some waiting; None when the caller or the server goes first."""
+        over = asyncio.Event()
+        async with self.listening(over.set):
+            tasks = (asyncio.create_task(work), asyncio.create_task(over.wait()))
+            try:
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                return tasks[0].result() if tasks[0].done() else None
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks)
 
 
 def execution_in(text: str) -> str:

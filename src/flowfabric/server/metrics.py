@@ -3,23 +3,47 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from flowfabric.engine.meters import BUCKETS_S, Labels, Meters, Timing
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-HELP = {
-    "ff_http_requests_total": "Requests by method, route and status.",
-    "ff_http_request_duration_seconds": "How long requests took.",
-    "ff_scanner_cycle_total": "Passes of the background sweeps.",
-    "ff_scanner_cycle_duration_seconds": "How long a pass took.",
-    "ff_claim_from_grant_duration_seconds": "How long the scheduler took to find work for a worker.",
-    "ff_budget_hit_total": "Claims held up by a budget.",
-    "ff_quota_hit_total": "Claims held up by a quota.",
-    "ff_shutdown_timeout_total": "What had to be cut off at shutdown.",
-    "ff_errors_total": "Refusals and faults by kind.",
+COUNTER, HISTOGRAM, GAUGE = "counter", "histogram", "gauge"
+
+KNOWN = {
+    "ff_http_requests_total": (COUNTER, "Requests by method, route and status."),
+    "ff_http_request_duration_seconds": (HISTOGRAM, "How long requests took."),
+    "ff_scanner_cycle_total": (COUNTER, "Passes of the background sweeps."),
+    "ff_scanner_cycle_duration_seconds": (HISTOGRAM, "How long a pass took."),
+    "ff_scanner_restart_total": (COUNTER, "Sweeps that had to begin anew after a fault."),
+    "ff_cancel_backlog_depth": (GAUGE, "Cancelled flows with members that are still to be cancelled."),
+    "ff_claim_from_grant_duration_seconds": (HISTOGRAM, "How long the scheduler took to find work for a worker."),
+    "ff_lease_renewal_total": (COUNTER, "Renewals of leases."),
+    "ff_attempt_outcome_total": (COUNTER, "What became of attempts."),
+    "ff_worker_at_capacity_total": (COUNTER, "How often a worker of this process had no slot free."),
+    "ff_budget_hit_total": (COUNTER, "Claims held up by a budget."),
+    "ff_quota_hit_total": (COUNTER, "Claims held up by a quota."),
+    "ff_edge_group_policy_total": (COUNTER, "Joins by policy."),
+    "ff_sibling_cancel_dispatched_total": (COUNTER, "Siblings of decided joins that were to be cancelled."),
+    "ff_sibling_cancel_disposition_total": (COUNTER, "What became of them."),
+    "ff_sibling_cancel_reconcile_total": (COUNTER, "What the sweep after them did."),
+    "ff_shutdown_timeout_total": (COUNTER, "What had to be cut off at shutdown."),
+    "ff_pending_waitpoint_legacy_token_served_total": (COUNTER, "Nothing any more; there are no such tokens."),
+    "ff_backend_unready_boot_total": (COUNTER, "Starts that found the store away."),
+    "ff_queue_depth": (GAUGE, "Executions that wait, by lane and state."),
+    "ff_active_executions": (GAUGE, "Executions that somebody works on, or has lost."),
+    "ff_suspended_executions": (GAUGE, "Executions that wait for a signal, a person or a timer."),
+    "ff_execution_e2e_duration_seconds": (HISTOGRAM, "How long executions took from their submit to their end."),
+    "ff_errors_total": (COUNTER, "Refusals and faults by kind."),
+    "ff_workers": (GAUGE, "Live workers; one that serves several lanes counts in each."),
+    "ff_completions_total": (COUNTER, "How executions ended."),
 }
+PLAIN = (  # without labels, so that there is something to tell before anything happened
+    "ff_worker_at_capacity_total",
+    "ff_shutdown_timeout_total",
+    "ff_pending_waitpoint_legacy_token_served_total",
+)
 
 
 class HttpMeters:
@@ -42,29 +66,24 @@ class HttpMeters:
 
 
 def exposition(*meters: Meters) -> bytes:
-    """Everything that was counted, as text."""
-    counts: dict[str, list[tuple[Labels, int]]] = defaultdict(list)
-    timings: dict[str, list[tuple[Labels, Timing]]] = defaultdict(list)
+    """Everything that was counted, as text; what did not happen yet is told by its name at least."""
+    counts: dict[str, dict[Labels, float]] = defaultdict(dict, {name: {(): 0} for name in PLAIN})
+    timings: dict[str, dict[Labels, Timing]] = defaultdict(dict)
     for each in meters:
         for (name, labels), value in each.counts.items():
-            counts[f"{name}_total"].append((labels, value))
+            counts[f"{name}_total"][labels] = value
+        for (name, labels), level in each.levels.items():
+            counts[name][labels] = level
         for (name, labels), timing in each.timings.items():
-            timings[f"{name}_seconds"].append((labels, timing))
+            timings[f"{name}_seconds"][labels] = timing
     lines: list[str] = []
-    for name, values in sorted(counts.items()):
-        lines += _head(name, "counter")
-        lines += [f"{name}{_braces(labels)} {value}" for labels, value in sorted(values)]
-    for name, timed in sorted(timings.items()):
-        lines += _head(name, "histogram")
-        for labels, timing in sorted(timed, key=lambda pair: pair[0]):
+    for name in sorted({*KNOWN, *counts, *timings}):
+        kind, words = KNOWN.get(name, (HISTOGRAM if name in timings else COUNTER, ""))
+        lines += [f"# HELP {name} {words}", f"# TYPE {name} {kind}"]
+        lines += [f"{name}{_braces(labels)} {value}" for labels, value in sorted(counts[name].items())]
+        for labels, timing in sorted(timings[name].items(), key=lambda pair: pair[0]):
             lines += _histogram(name, labels, timing)
     return ("\n".join(lines) + "\n").encode()
-
-
-def _head(name: str, kind: str) -> Iterable[str]:
-    if name in HELP:
-        yield f"# HELP {name} {HELP[name]}"
-    yield f"# TYPE {name} {kind}"
 
 
 def _histogram(name: str, labels: Labels, timing: Timing) -> Iterator[str]:

@@ -9,7 +9,7 @@ import msgspec
 
 from flowfabric import __version__
 from flowfabric.server.problems import Oversize, Problem
-from flowfabric.server.table import HTML, Operation, Routes, Table
+from flowfabric.server.table import FIELDS, HTML, OCTETS, Operation, Routes, Table
 from flowfabric.server.wire import Variants
 
 REF = "#/components/schemas/{name}"
@@ -24,7 +24,7 @@ REASONS = {
     408: "The body took too long",
     409: "The state does not allow it, or another moment is needed",
     413: "Too large",
-    415: "Not JSON",
+    415: "Not JSON, nor bytes where a body may be bytes",
     422: "The JSON has another shape",
     431: "Too many or too long headers",
     429: "Too much at once",
@@ -32,6 +32,7 @@ REASONS = {
     503: "Not now",
     504: "Took too long",
 }
+TEXT = {"type": "string"}
 ID_FORMS = {
     "idx": {"type": "integer", "minimum": 0},
     "waitpoint_id": {"type": "string", "format": "uuid"},
@@ -50,7 +51,10 @@ def document(table: Table) -> dict[str, Any]:
         "info": {
             "title": "FlowFabric",
             "version": __version__,
-            "description": "A durable execution engine over HTTP. Bytes are arrays of numbers, or base64 in `…_b64`.",
+            "description": (
+                "A durable execution engine over HTTP. Bytes are arrays of numbers, or base64 in `…_b64`, or the body "
+                "itself."
+            ),
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
         "tags": [{"name": page.tag} for page in table.pages],
@@ -107,17 +111,19 @@ def _operation(page: Routes, operation: Operation, schemas: _Schemas) -> dict[st
         },
     }
     names = re.findall(r"{(\w+)}", operation.path)
-    parameters = [
-        {"name": name, "in": "path", "required": True, "schema": ID_FORMS.get(name, {"type": "string"})}
-        for name in names
-    ]
+    parameters = [{"name": name, "in": "path", "required": True, "schema": ID_FORMS.get(name, TEXT)} for name in names]
     parameters += [
         {"name": one.name, "in": "query", "required": one.required, "schema": one.schema} for one in operation.query
     ]
+    if operation.octets is not None:
+        words = f"With a body of bytes, which are `{operation.octets}`: the other fields, as a JSON object."
+        parameters.append({"name": FIELDS, "in": "header", "required": False, "schema": TEXT, "description": words})
     if parameters:
         told["parameters"] = parameters
     if operation.decoder is not None:
         content = {"application/json": {"schema": schemas.of(operation.body)}}
+        if operation.octets is not None:
+            content[OCTETS] = {"schema": {"type": "string", "format": "binary"}}
         told["requestBody"] = {"required": True, "content": content}
     elif operation.body is bytes:
         form = {"application/x-www-form-urlencoded": {"schema": {"type": "object"}}}

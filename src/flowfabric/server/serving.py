@@ -93,6 +93,7 @@ class Server(uvicorn.Server):
 async def prepared(url: str, settings: ServerSettings) -> AsyncIterator[Engine]:
     """An engine with a signing key and running sweeps; all of it is wound down in the end."""
     async with await connect(url, settings=settings.engine) as engine:
+        await engine.ensure_partitions()
         await seed(engine, settings)
         if settings.run_sweeps:
             engine.start_sweeps()

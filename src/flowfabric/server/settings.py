@@ -11,6 +11,7 @@ import msgspec
 
 from flowfabric.errors import InvalidInput
 from flowfabric.ids import PartitionCounts, parse_lane_id
+from flowfabric.server.logs import logger
 from flowfabric.settings import Secret, Settings, Sweeps
 
 T = TypeVar("T")
@@ -153,6 +154,8 @@ class _Environment:
         kept = tuple(one for one in given if one == "*" or re.fullmatch(r"https?://[^\s/,]+", one))
         if not kept:
             raise ConfigError(f"invalid value for {name}: no usable origin in it")
+        for odd in (one for one in given if one not in kept):
+            logger.warning("%s: %r is no origin and is passed over", name, odd)
         return kept
 
     def lanes(self, name: str) -> tuple[str, ...]:

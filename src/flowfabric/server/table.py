@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from enum import StrEnum
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote_to_bytes
 
@@ -21,6 +22,7 @@ WORK_LIMIT = 4 * 1_048_576  # results and batches of frames
 BULK_LIMIT = 16 * 1_048_576
 
 OCTETS = "application/octet-stream"
+FIELDS = "x-ff-fields"  # the header with the other fields of a body that is sent as the bytes themselves
 EVENTS = "text/event-stream"
 HTML = "text/html; charset=utf-8"
 
@@ -85,8 +87,20 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
         return function
 
     @property
+    def octets(self) -> str | None:
+        """The field that may be the whole body, as the bytes themselves; None for a route that has no such."""
+        return _octets_of(self.body)
+
+    @property
     def summary(self) -> str:
         return (self.handle.__doc__ or "").strip().partition("\n")[0]
+
+
+@cache
+def _octets_of(body: Any) -> str | None:
+    fields: tuple[str, ...] = getattr(body, "__struct_fields__", ())
+    found = [name for name in fields if name.endswith("_b64")]
+    return found[0] if len(found) == 1 else None
 
 
 class Routes:

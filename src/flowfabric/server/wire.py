@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from flowfabric import errors, ids
+from flowfabric import errors
 from flowfabric.handles import Handle, HandleKind, decode
 from flowfabric.server.table import Param
 
@@ -92,7 +92,3 @@ class Variants(msgspec.Struct, frozen=True):
 def variants(*types: Any, **named: Any) -> Variants:
     """Variants by the names of their types, or by others."""
     return Variants((*((each.__name__, each) for each in types), *named.items()))
-
-
-def partition_of(execution_id: str) -> int:
-    return ids.partition_of(ids.ExecutionId(execution_id))

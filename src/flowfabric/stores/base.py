@@ -197,6 +197,21 @@ class Scan(msgspec.Struct, frozen=True):
         ]
 
 
+class Tally(msgspec.Struct, frozen=True):
+    """A count: rows that are set in an indexed column, by some columns of the execution that each belongs to.
+
+    `execution` names the column that says which execution that is. The rows are looked at by the index, no more than
+    `limit` of them, or of each value in `each` when there are such.
+    """
+
+    row: type[msgspec.Struct]
+    column: str
+    by: tuple[str, ...]
+    limit: int
+    execution: str = "execution_id"
+    each: tuple[Any, ...] | None = None
+
+
 class FeedPage(msgspec.Struct, frozen=True, gc=False):
     """Events in order, and how far the feed was read: the place to go on from, events or not.
 
@@ -280,6 +295,10 @@ class Store(Protocol):
 
     async def scan(self, scan: Scan) -> list[Any]:
         """The rows of a list."""
+        ...
+
+    async def tally(self, tally: Tally) -> dict[tuple[Any, ...], int]:
+        """How many rows there are, by the values of the columns asked for."""
         ...
 
     async def lines(self, lane_id: str | None = None) -> list[LineKey]:

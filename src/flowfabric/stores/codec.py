@@ -6,7 +6,7 @@ instant that it means; everything else is kept as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from operator import attrgetter
 from typing import Any
@@ -15,7 +15,7 @@ import msgspec
 from msgspec.structs import astuple
 
 from flowfabric.model.event import Event
-from flowfabric.model.execution import LineKey
+from flowfabric.model.execution import Execution, LineKey
 from flowfabric.rules.change import Delete, FromNow, Patch, Write
 from flowfabric.stores.base import Unstorable
 from flowfabric.stores.rows import TABLES, Column, Table
@@ -77,6 +77,17 @@ class RowCodec:
             if values[place] is not None:
                 values[place] = bool(values[place])
         return self._row(*values)
+
+
+def tallied(by: Sequence[str], found: Iterable[Sequence[Any]]) -> dict[tuple[Any, ...], int]:
+    """Counts by the values of an execution's columns, of which the stores keep codes; each ends with its number."""
+    kinds = [CODEC[Execution].column[name] for name in by]
+    return {
+        tuple(
+            members(column.kind)[code] if column.is_enum else code for column, code in zip(kinds, codes, strict=True)
+        ): count
+        for *codes, count in found
+    }
 
 
 def encode_column(values: Sequence[Any], line_of: LineOf, now: int) -> Sequence[Any]:

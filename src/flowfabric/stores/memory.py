@@ -6,7 +6,7 @@ import operator
 import threading
 import time
 from bisect import bisect_left, bisect_right, insort
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from heapq import merge, nsmallest
 from itertools import islice, takewhile
@@ -40,6 +40,7 @@ from flowfabric.stores.base import (
     Schema,
     Take,
     Taken,
+    Tally,
     Unstorable,
     Want,
     Where,
@@ -91,7 +92,7 @@ class Shelf:
         """Rows among which are all that a list may hold: those of an index or a key that its conditions name."""
         for one in scan.where:
             if one.op == "=" and one.value is not None and one.column in self.indexes:
-                return self._of(self.indexes[one.column], encode(one.value, self._line_of))
+                return self.of(one.column, encode(one.value, self._line_of))
         return self._among(scan)
 
     def _among(self, scan: Scan) -> Iterator[Any]:
@@ -114,8 +115,9 @@ class Shelf:
         """Whether the row meets all conditions."""
         return all(self._meets(self.value(row, one.column), one) for one in where)
 
-    def _of(self, entries: list[tuple[Any, ...]], value: Any) -> Iterator[Any]:
-        width = len(self.codec.table.key)
+    def of(self, column: str, value: Any) -> Iterator[Any]:
+        """Rows by an index: those that have this value."""
+        entries, width = self.indexes[column], len(self.codec.table.key)
         place = bisect_left(entries, (value,))
         while place < len(entries) and entries[place][0] == value:
             yield self.rows[entries[place][-width:]]
@@ -261,6 +263,19 @@ class MemoryStore:
                 found.append((place, row))
         return nsmallest(scan.limit, found, key=operator.itemgetter(0))
 
+    async def tally(self, tally: Tally) -> dict[tuple[Any, ...], int]:
+        with self._lock:
+            shelf, executions = self._shelves[tally.row], self._shelves[Execution].rows
+            if tally.each is None:
+                width = len(shelf.codec.table.key)
+                found = [shelf.rows[entry[-width:]] for entry in shelf.indexes[tally.column][: tally.limit]]
+            else:
+                codes = {encode(value, self._line_id) for value in tally.each}
+                found = [row for code in codes for row in islice(shelf.of(tally.column, code), tally.limit)]
+            names = [(getattr(row, tally.execution),) for row in found]
+            rows = [executions[name] for name in names if name in executions]
+            return Counter(tuple(getattr(row, column) for column in tally.by) for row in rows)
+
     async def lines(self, lane_id: str | None = None) -> list[LineKey]:
         with self._lock:
             return sorted(line for line in self._lines if lane_id in (None, line.lane_id))
@@ -326,6 +341,8 @@ class MemoryStore:
 
     def _holds(self, guard: Guard, now: int) -> bool:
         row = self._shelves[guard.row].rows.get(guard.key)
+        if guard.like is not None:
+            return row is not None and all(getattr(row, name) == value for name, value in guard.like.fields.items())
         if row is None or guard.revision is None:
             return row is None and guard.revision is None
         return row.revision == guard.revision and (guard.lease is None or _has_lease(row, guard.lease, now))

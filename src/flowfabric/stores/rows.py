@@ -14,6 +14,7 @@ import msgspec
 
 from flowfabric.model.api_token import ApiToken
 from flowfabric.model.budget import Budget, BudgetDimension, BudgetSpend, Reservation, UsageKey
+from flowfabric.model.deployment import Deployment
 from flowfabric.model.execution import Attempt, Execution, IdempotencyKey, LineKey, Payload, Result
 from flowfabric.model.flow import (
     CancelBacklog,
@@ -116,6 +117,7 @@ TABLES: tuple[Table, ...] = (
     _table("ff_attempt", Attempt, "execution_id", "attempt_index", root=Execution),
     _table("ff_idempotency", IdempotencyKey, "partition", "digest", indexes=(("expires_at",),)),
     _table("ff_sweep", SweepLease, "sweep"),
+    _table("ff_partition_config", Deployment, "deployment_id"),
     _table("ff_api_token", ApiToken, "token_id"),
     _table("ff_keystore", Keystore, "keystore_id"),
     _table("ff_waitpoint_hmac", SigningKey, "keystore_id", "kid", root=Keystore),
@@ -208,6 +210,12 @@ TABLES: tuple[Table, ...] = (
 )
 
 TABLE: dict[type[msgspec.Struct], Table] = {table.row: table for table in TABLES}
+
+
+def index_of(row: type[msgspec.Struct], column: str) -> tuple[str, ...]:
+    """The columns of the index that begins with this one."""
+    return next(index.columns for index in TABLE[row].indexes if index.columns[0] == column)
+
 
 # A line is kept as a small number; the store's line table says which number stands for which key.
 LINE_COLUMN = LineKey

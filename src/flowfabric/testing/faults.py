@@ -24,7 +24,7 @@ from flowfabric.errors import StoreFault, StoreUnavailable
 from flowfabric.model.event import FeedEvent, Topic
 from flowfabric.model.execution import LineKey
 from flowfabric.rules.change import Change
-from flowfabric.stores.base import Due, FeedPage, Held, Loaded, Scan, Schema, Store, Take, Taken, Want, Where
+from flowfabric.stores.base import Due, FeedPage, Held, Loaded, Scan, Schema, Store, Take, Taken, Tally, Want, Where
 
 T = TypeVar("T")
 
@@ -164,6 +164,9 @@ class FlakyStore:
 
     async def scan(self, scan: Scan) -> list[Any]:
         return await self._sent("scan", lambda: self.inner.scan(scan))
+
+    async def tally(self, tally: Tally) -> dict[tuple[Any, ...], int]:
+        return await self._sent("tally", lambda: self.inner.tally(tally))
 
     async def lines(self, lane_id: str | None = None) -> list[LineKey]:
         return await self._sent("lines", lambda: self.inner.lines(lane_id))

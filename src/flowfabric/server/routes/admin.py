@@ -7,11 +7,12 @@ import asyncio
 import msgspec
 
 from flowfabric import errors
+from flowfabric.engine.asks import Kids
 from flowfabric.model.api_token import Scope, TokenMade, TokenView
 from flowfabric.server import logs
 from flowfabric.server.ask import Ask, json, uuid_in
 from flowfabric.server.problems import Refused, bad_request
-from flowfabric.server.table import Reply, Routes
+from flowfabric.server.table import Reply, Routes, Subject
 from flowfabric.server.wire import CURSOR, LIMIT, Body, Natural
 
 routes = Routes("admin")
@@ -75,6 +76,12 @@ def _noted(ask: Ask[RotateBody], kid: str, event: str) -> None:
 # Tokens
 
 NO_STORE = ("cache-control", "no-store")
+
+
+@routes.get("/v1/signing-keys", {200: Kids}, scope=Scope.READ, subject=Subject.OWN)
+async def list_signing_keys(ask: Ask[None]) -> Reply:
+    """Which keys sign waitpoint tokens and grants, and which still verify; by name."""
+    return json(await ask.engine.list_waitpoint_hmac_kids())
 
 
 class TokenBody(Body, frozen=True):

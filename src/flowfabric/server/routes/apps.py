@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from flowfabric import errors, ids
+from flowfabric import __version__, errors, ids
 from flowfabric.model import verdicts
 from flowfabric.model.api_token import Scope
 from flowfabric.server.ask import Ask, json, tagged, uuid_in
@@ -26,11 +26,13 @@ TOGETHER_S = 0.01
 
 
 class StoreInfo(msgspec.Struct, frozen=True):
-    """The store behind the server: its kind, its partitions, and its time in milliseconds since the epoch."""
+    """The store behind the server: its kind, its schema, its partitions, its time; and the server's own release."""
 
     backend: str
     partitions: ids.PartitionCounts
-    now: int
+    now: int  # milliseconds since the epoch
+    schema_version: int = 0
+    release: str = ""
 
 
 @routes.get("/v1/store", {200: StoreInfo}, scope=None, refusals=(401,))
@@ -38,7 +40,8 @@ async def store_info(ask: Ask[None]) -> Reply:
     """What a client has to know to mint ids that the store would mint; for whoever has any good token."""
     await ask.app.guard.admit(ask.headers.get(b"authorization"))
     engine = ask.engine
-    return json(StoreInfo(engine.store.tag.title, engine.partitions, await engine.ping()))
+    now = await engine.ping()
+    return json(StoreInfo(engine.store.tag.title, engine.partitions, now, engine.schema.known, __version__))
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -124,9 +127,14 @@ def _budget(ask: Ask[Any]) -> str:
     {200: variants(verdicts.Refunded)},
     body=RefundBody,
     scope=Scope.WORK,
+    subject=Subject.OWN,
 )
 async def refund_reservation(ask: Ask[RefundBody]) -> Reply:
     """Give all of a reservation back; one that is over has nothing to give."""
+    if ask.principal.namespaces is not None:
+        holder = await ask.engine.reserved_for(_budget(ask), ask.body.reservation_id)
+        if holder is not None:
+            await ask.may_touch(holder)
     return tagged(await ask.engine.refund_budget(_budget(ask), ask.body.reservation_id))
 
 
@@ -134,7 +142,7 @@ class Woken(msgspec.Struct, frozen=True):
     still_waiting: bool
 
 
-@routes.post("/v1/budgets/{id}/wake", {200: Woken}, scope=Scope.WORK)
+@routes.post("/v1/budgets/{id}/wake", {200: Woken}, scope=Scope.WORK, subject=Subject.OWN)
 async def wake_budget(ask: Ask[bytes]) -> Reply:
     """Let whoever waits for room in a budget look again."""
     return json(Woken(await ask.engine.wake_budget(_budget(ask))))
@@ -171,25 +179,26 @@ class Ends(msgspec.Struct, frozen=True):
 async def await_ends(ask: Ask[EndsBody]) -> Reply:
     """The ends of many executions with their results, as soon as one of them has ended, or the time is over."""
     wait_ms = min(ask.body.wait_ms, MAX_WAIT_MS)
-    over = asyncio.Event()
-    async with ask.listening(over.set):
-        looks = {asyncio.create_task(_end_of(ask, one, wait_ms)): one for one in dict.fromkeys(ask.body.execution_ids)}
-        stop = asyncio.create_task(over.wait())
-        try:
-            await asyncio.wait((*looks, stop), return_when=asyncio.FIRST_COMPLETED)
-            if not stop.done():
-                await asyncio.wait(looks, timeout=TOGETHER_S)  # those that end at about the same time are told together
-        finally:
-            for task in (*looks, stop):
-                task.cancel()
-            await asyncio.wait((*looks, stop))
-    found = {one: look.result() for look, one in looks.items() if not look.cancelled()}
+    looking = _first_ends(ask, wait_ms)
+    found = (await ask.while_heard(looking) if wait_ms else await looking) or {}
     return json(
         Ends(
             [answer for answer in found.values() if isinstance(answer, Ended)],
             {one: answer for one, answer in found.items() if isinstance(answer, dict)},
         )
     )
+
+
+async def _first_ends(ask: Ask[EndsBody], wait_ms: int) -> dict[str, Ended | dict[str, Any] | None]:
+    looks = {one: asyncio.create_task(_end_of(ask, one, wait_ms)) for one in dict.fromkeys(ask.body.execution_ids)}
+    try:
+        await asyncio.wait(looks.values(), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(looks.values(), timeout=TOGETHER_S)  # those that end at about the same time: told together
+    finally:
+        for look in looks.values():
+            look.cancel()
+        await asyncio.wait(looks.values())
+    return {one: look.result() for one, look in looks.items() if not look.cancelled()}
 
 
 async def _end_of(ask: Ask[EndsBody], execution_id: str, wait_ms: int) -> Ended | dict[str, Any] | None:

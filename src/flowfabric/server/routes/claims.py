@@ -63,7 +63,13 @@ def check_grant_ttl(ttl_ms: int) -> None:
         raise bad_request(f"grant_ttl_ms must be in 1..={MAX_GRANT_MS}")
 
 
-@routes.post("/v1/workers/{worker_id}/claim", {200: Grant, 204: None}, body=ClaimBody, scope=Scope.WORK)
+@routes.post(
+    "/v1/workers/{worker_id}/claim",
+    {200: Grant, 204: None},
+    body=ClaimBody,
+    scope=Scope.WORK,
+    subject=Subject.OWN,
+)
 async def claim_for_worker(ask: Ask[ClaimBody]) -> Reply:
     """A grant for the best execution of the lane that this worker may run; 204 when there is none."""
     worker_id, body = ask.params[0], ask.body
@@ -75,6 +81,7 @@ async def claim_for_worker(ask: Ask[ClaimBody]) -> Reply:
         worker_instance_id=body.worker_instance_id,
         capabilities=body.capabilities,
         grant_ttl_ms=body.grant_ttl_ms,
+        namespaces=ask.principal.namespaces,
     )
     if grant is None:
         return Reply(204)

@@ -147,6 +147,7 @@ async def park(ask: Ask[ParkBody]) -> Reply:
     """Give the lease back until one of these gates closes; if one has, keep it."""
     answer = await ask.engine.park(ask.body.holder, tuple(ask.body.gates), reason_code=ask.body.reason_code)
     if isinstance(answer, Parked):
+        ask.attempt_over("suspended")
         return tagged(ParkedAway(answer.suspension_id, write_handle(answer.handle)), name="Parked")
     return tagged(Ready(list(answer.gates)))
 

@@ -214,7 +214,7 @@ async def get_result(ask: Ask[None]) -> Reply:
     execution_id = ask.execution_id
     if wait_ms := min(ask.number("wait_ms", 0), MAX_WAIT_MS):
         with suppress(errors.NotFound):
-            await ask.engine.await_end(execution_id, max_wait_ms=wait_ms)
+            await ask.while_heard(ask.engine.await_end(execution_id, max_wait_ms=wait_ms))
     result = await ask.engine.get_execution_result(execution_id)
     return Reply(200, found(result, f"execution result not found: {execution_id}"), OCTETS)
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import msgspec
 
 from flowfabric import errors
+from flowfabric.server import logs
 from flowfabric.server.ask import JSON, Ask, encode, json
 from flowfabric.server.metrics import CONTENT_TYPE, exposition
 from flowfabric.server.problems import Problem
 from flowfabric.server.table import Reply, Routes
 
 routes = Routes("health")
+
+LEVELS_S = 5.0  # how long the store may take to count; whoever scrapes does not wait much longer
 
 
 class Status(msgspec.Struct, frozen=True):
@@ -43,6 +47,11 @@ async def metrics(ask: Ask[None]) -> Reply:
     """What was counted, as Prometheus reads it."""
     if not ask.app.settings.serve_metrics:
         return Reply(404)
+    try:
+        async with asyncio.timeout(LEVELS_S):
+            await ask.engine.read_levels()
+    except (errors.StoreUnavailable, TimeoutError):
+        logs.logger.warning("the levels could not be read; the counters are told all the same")
     return Reply(200, exposition(ask.app.http.meters, ask.engine.meters), CONTENT_TYPE)
 
 

@@ -138,7 +138,10 @@ class Ended(msgspec.Struct, frozen=True):
 )
 async def await_end(ask: Ask[None]) -> Reply:
     """How an execution ended, waited for up to `wait_ms`, with `result=true` also its result; 204 when it has not."""
-    ended = await ask.engine.await_end(ask.execution_id, max_wait_ms=min(ask.number("wait_ms", 0), MAX_WAIT_MS))
+    wait_ms = min(ask.number("wait_ms", 0), MAX_WAIT_MS)
+    execution_id = ask.execution_id
+    ended = await ask.while_heard(ask.engine.await_end(execution_id, max_wait_ms=wait_ms)) if wait_ms else None
+    ended = ended or await ask.engine.await_end(execution_id)
     if ended is None:
         return Reply(204)
     return json(told_end(ended, with_result=ask.query("result") in ("true", "1")))

@@ -6,13 +6,13 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from flowfabric import ids
-from flowfabric.engine.asks import Accepted, Duplicate, MailArgs, SignalArgs
+from flowfabric.engine.asks import Accepted, Duplicate, MailArgs, SignalArgs, WaitpointRecord
 from flowfabric.model.api_token import Scope
 from flowfabric.model.suspension import WaitpointState
-from flowfabric.server.ask import Ask, json, same, tagged, uuid_in
+from flowfabric.server.ask import Ask, found, json, same, tagged, uuid_in
 from flowfabric.server.problems import Problem
 from flowfabric.server.table import SIGNAL_LIMIT, Param, Reply, Routes, Subject
-from flowfabric.server.wire import LIMIT, Body, Natural, Octets, Whole, checked, octets, partition_of, variants
+from flowfabric.server.wire import LIMIT, Body, Natural, Octets, Whole, checked, octets, variants
 
 routes = Routes("signals")
 
@@ -68,6 +68,13 @@ async def list_pending_waitpoints(ask: Ask[None]) -> Reply:
     return json(entries)
 
 
+@routes.get(f"{ONE}/waitpoints/{{waitpoint_id}}", {200: WaitpointRecord}, subject=Subject.EXECUTION)
+async def describe_waitpoint(ask: Ask[None]) -> Reply:
+    """A waitpoint of an execution, open or closed, and how many signals it has met; not its token."""
+    record = await ask.engine.describe_waitpoint(ask.execution_id, uuid_in("waitpoint_id", ask.params[1], ""))
+    return json(found(record, "not found: waitpoint"))
+
+
 class Token(msgspec.Struct, frozen=True):
     token: str
 
@@ -78,10 +85,7 @@ class Token(msgspec.Struct, frozen=True):
 async def read_waitpoint_token(ask: Ask[None]) -> Reply:
     """The token of an open waitpoint, for those who may have it."""
     execution_id, waitpoint_id = ask.execution_id, uuid_in("waitpoint_id", ask.params[1], "")
-    record = await ask.engine.describe_waitpoint(execution_id, waitpoint_id)
-    token = None
-    if record is not None:
-        token = await ask.engine.read_waitpoint_token(partition_of(execution_id), waitpoint_id)
+    token = await ask.engine.read_token_of(execution_id, waitpoint_id)
     if token is None:
         return json(Problem(NO_TOKEN), 404, NO_STORE)
     return json(Token(token.reveal()), 200, NO_STORE)

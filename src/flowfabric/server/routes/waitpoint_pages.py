@@ -19,7 +19,6 @@ from flowfabric.engine.asks import Duplicate, SignalArgs
 from flowfabric.server import forms
 from flowfabric.server.ask import Ask, encode
 from flowfabric.server.table import HTML, Param, Reply, Routes
-from flowfabric.server.wire import partition_of
 
 routes = Routes("waitpoint pages")
 
@@ -112,7 +111,7 @@ async def _question(ask: Ask[Any], token: str) -> Question | None:
     except errors.InvalidInput:
         return None
     record = await ask.engine.describe_waitpoint(execution_id, waitpoint_id)
-    kept = await ask.engine.read_waitpoint_token(partition_of(execution_id), waitpoint_id)
+    kept = await ask.engine.read_waitpoint_token(ids.partition_of(execution_id), waitpoint_id)
     if record is None or kept is None or not hmac.compare_digest(kept.reveal().encode(), token.encode()):
         return None
     snapshot = await ask.engine.describe_execution(execution_id)

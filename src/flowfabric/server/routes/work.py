@@ -24,6 +24,7 @@ routes = Routes("work")
 
 MAX_HANDLES = 10_000
 MAX_FRAMES = 1000
+MAX_CHILDREN = 1000
 
 
 class Results(msgspec.Struct, frozen=True):
@@ -53,9 +54,6 @@ async def renew(ask: Ask[RenewBody]) -> Reply:
     good = [one for one in read if isinstance(one, Handle)]
     renewed = iter(await ask.engine.renew_many(good, lease_ttl_ms=ask.body.lease_ttl_ms) if good else [])
     answered = [next(renewed) if isinstance(one, Handle) else one for one in read]
-    lost = sum(isinstance(one, errors.FabricError) for one in answered)
-    ask.engine.meters.count("ff_lease_renewal", len(answered) - lost, outcome="ok")
-    ask.engine.meters.count("ff_lease_renewal", lost, outcome="error")
     return json({"results": [told(one) if isinstance(one, errors.FabricError) else variant(one) for one in answered]})
 
 
@@ -90,11 +88,10 @@ class CompleteBody(Held, frozen=True):
 async def complete(ask: Ask[CompleteBody]) -> Reply:
     """End the execution successfully; repeating it after a lost answer is success."""
     body = ask.body
-    return tagged(
-        await ask.engine.complete(
-            body.holder, result=octets("result", body.result, body.result_b64), encoding=body.encoding
-        )
-    )
+    result = octets("result", body.result, body.result_b64)
+    answer = await ask.engine.complete(body.holder, result=result, encoding=body.encoding)
+    ask.attempt_over("ok")
+    return tagged(answer)
 
 
 class FailBody(Held, frozen=True):
@@ -107,9 +104,11 @@ class FailBody(Held, frozen=True):
 async def fail(ask: Ask[FailBody]) -> Reply:
     """End the attempt as failed; the retry policy decides whether another one follows."""
     body = ask.body
-    return tagged(
-        await ask.engine.fail(body.holder, reason=body.reason, category=body.category, retry_policy=body.retry_policy)
+    answer = await ask.engine.fail(
+        body.holder, reason=body.reason, category=body.category, retry_policy=body.retry_policy
     )
+    ask.attempt_over("retry" if isinstance(answer, answers.RetryScheduled) else "error")
+    return tagged(answer)
 
 
 class HolderCancelBody(Held, frozen=True):
@@ -119,7 +118,24 @@ class HolderCancelBody(Held, frozen=True):
 @holding("cancel", variants(answers.Cancelled), HolderCancelBody)
 async def cancel(ask: Ask[HolderCancelBody]) -> Reply:
     """Cancel as the holder."""
-    return tagged(await ask.engine.cancel(ask.body.holder, reason=ask.body.reason))
+    answer = await ask.engine.cancel(ask.body.holder, reason=ask.body.reason)
+    ask.attempt_over("cancelled")
+    return tagged(answer)
+
+
+class CancelChildrenBody(Held, frozen=True):
+    execution_ids: Annotated[list[str], Meta(max_length=MAX_CHILDREN)]
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        checked(ids.parse_execution_id, *self.execution_ids)
+
+
+@holding("cancel-children", variants(answers.ChildrenCancelled), CancelChildrenBody)
+async def cancel_children(ask: Ask[CancelChildrenBody]) -> Reply:
+    """Cancel children of the execution that is held; of others it is said that they do not exist."""
+    body = ask.body
+    return tagged(await ask.engine.cancel_children(body.holder, body.execution_ids, reason=body.reason))
 
 
 class DelayBody(Held, frozen=True):
@@ -135,10 +151,12 @@ async def delay(ask: Ask[DelayBody]) -> Reply:
     body = ask.body
     if (body.delay_until is None) == (body.delay_ms is None):
         raise bad_request("either delay_until or delay_ms is needed")
-    if body.delay_ms is not None:
-        return tagged(await ask.engine.delay_for(body.holder, body.delay_ms))
-    assert body.delay_until is not None
-    return tagged(await ask.engine.delay(body.holder, delay_until=body.delay_until))
+    if body.delay_until is None:
+        answer = await ask.engine.delay_for(body.holder, body.delay_ms or 0)
+    else:
+        answer = await ask.engine.delay(body.holder, delay_until=body.delay_until)
+    ask.attempt_over("delayed")
+    return tagged(answer)
 
 
 class HandleBody(Held, frozen=True):
@@ -148,7 +166,9 @@ class HandleBody(Held, frozen=True):
 @holding("wait-children", variants(answers.Moved), HandleBody)
 async def wait_children(ask: Ask[HandleBody]) -> Reply:
     """Put the work away until its dependencies are resolved."""
-    return tagged(await ask.engine.wait_children(ask.body.holder))
+    answer = await ask.engine.wait_children(ask.body.holder)
+    ask.attempt_over("waiting")
+    return tagged(answer)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -225,6 +245,7 @@ async def suspend(ask: Ask[SuspendBody]) -> Reply:
         ),
     )
     if isinstance(answer, Suspended):
+        ask.attempt_over("suspended")
         return tagged(_waiting(answer.details, write_handle(answer.handle)), name="Suspended")
     return tagged(_waiting(answer.details, UNSET), name="AlreadySatisfied")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated
@@ -10,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from flowfabric import ids
+from flowfabric.engine.engine import Engine
 from flowfabric.model import answers
 from flowfabric.model.api_token import Scope
 from flowfabric.model.worker import (
@@ -66,14 +68,24 @@ class ClaimsBody(Body, frozen=True):
     capabilities: tuple[str, ...] = ()
     lease_ttl_ms: Natural = LEASE_MS
     wait_ms: Natural = 0  # at most 30 s are waited
+    namespaces: tuple[str, ...] | None = None  # whose work is wanted; all that the token is good for unless said
 
 
-@routes.post("/v1/workers/{worker_id}/claims", {200: Works}, body=ClaimsBody, scope=Scope.WORK, long=True)
+@routes.post(
+    "/v1/workers/{worker_id}/claims",
+    {200: Works},
+    body=ClaimsBody,
+    scope=Scope.WORK,
+    subject=Subject.OWN,
+    long=True,
+)
 async def claim(ask: Ask[ClaimsBody]) -> Reply:
     """Up to `limit` executions with their leases, as soon as there is one; budgets and quotas are asked first."""
     worker_id, body = ask.params[0], ask.body
     check_names(worker_id, body.worker_instance_id, *body.lanes)
     lanes = tuple(dict.fromkeys(body.lanes))
+    for namespace in body.namespaces or ():
+        ask.within(namespace)
 
     def nudge() -> None:
         ask.engine.nudge(lanes)
@@ -89,32 +101,37 @@ async def claim(ask: Ask[ClaimsBody]) -> Reply:
                 lease_ttl_ms=body.lease_ttl_ms,
                 max_wait_ms=min(body.wait_ms, MAX_WAIT_MS),
                 go_on=lambda: is_heard() and is_wanted(),
+                namespaces=ask.principal.namespaces if body.namespaces is None else body.namespaces,
             )
-        if claimed and not is_heard() and not ask.app.closing.is_set():
-            for one in claimed:  # nobody is there to hear of it: the next worker shall not wait for the lease's end
-                await ask.engine.delay_for(one.handle, 0)
+        if claimed and ask.is_gone:
+            await _hand_back(ask.engine, claimed)
             claimed = []
     return json(Works([await _work(ask, one) for one in claimed]))
+
+
+async def _hand_back(engine: Engine, claimed: list[answers.Claimed]) -> None:
+    """Nobody is there to hear of this work: the next worker shall not have to wait for the end of its leases."""
+    await asyncio.gather(*(engine.delay_for(one.handle, 0) for one in claimed), return_exceptions=True)
 
 
 @contextmanager
 def _endable(ask: Ask[ClaimsBody], nudge: Callable[[], None]) -> Iterator[Callable[[], bool]]:
     """While a claim waits: whether its worker still wants it."""
-    wanted, instance = True, ask.body.worker_instance_id
+    wanted, claimant = True, (ask.principal.name, ask.body.worker_instance_id)
 
     def end() -> None:
         nonlocal wanted
         wanted = False
         nudge()
 
-    waiting = ask.app.waiting_claims.setdefault(instance, set())
+    waiting = ask.app.waiting_claims.setdefault(claimant, set())
     waiting.add(end)
     try:
         yield lambda: wanted
     finally:
         waiting.discard(end)
         if not waiting:
-            ask.app.waiting_claims.pop(instance, None)
+            ask.app.waiting_claims.pop(claimant, None)
 
 
 class EndBody(Body, frozen=True):
@@ -125,11 +142,13 @@ class ClaimsEnded(msgspec.Struct, frozen=True):
     ended: int
 
 
-@routes.post("/v1/workers/{worker_id}/claims/end", {200: ClaimsEnded}, body=EndBody, scope=Scope.WORK)
+@routes.post(
+    "/v1/workers/{worker_id}/claims/end", {200: ClaimsEnded}, body=EndBody, scope=Scope.WORK, subject=Subject.OWN
+)
 async def end_claims(ask: Ask[EndBody]) -> Reply:
-    """Let the claims of a worker instance that wait here answer now, with what they have; how many there were."""
+    """Let the claims of one's own worker instance that wait here answer now, with what they have; how many."""
     check_names(ask.params[0], ask.body.worker_instance_id)
-    waiting = tuple(ask.app.waiting_claims.get(ask.body.worker_instance_id, ()))
+    waiting = tuple(ask.app.waiting_claims.get((ask.principal.name, ask.body.worker_instance_id), ()))
     for end in waiting:
         end()
     return json(ClaimsEnded(len(waiting)))

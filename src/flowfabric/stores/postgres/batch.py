@@ -24,7 +24,7 @@ from msgspec.structs import astuple
 
 from flowfabric.model.event import Event
 from flowfabric.model.execution import LineKey
-from flowfabric.rules.change import Change, Delete, Form, Guard, LeaseCheck, Patch, Put, Write
+from flowfabric.rules.change import Change, Delete, Form, Guard, LeaseCheck, Like, Patch, Put, Write
 from flowfabric.stores.base import Unstorable
 from flowfabric.stores.codec import CODEC, row_of, target
 from flowfabric.stores.postgres.habits import Habits
@@ -75,7 +75,7 @@ def _needs_new_snapshot(piece: Writes) -> bool:
 
 
 def _judged(changes: Sequence[Change], habits: Habits) -> list[tuple[Guards, Values]]:
-    kinds: dict[tuple[Row, Lock], list[tuple[Any, int, Guard]]] = {}
+    kinds: dict[tuple[Row, Lock, Like | None], list[tuple[Any, int, Guard]]] = {}
     bounds: list[tuple[int, int | None, int | None]] = []
     for no, change in enumerate(changes, start=1):
         guards = change.guards
@@ -83,20 +83,20 @@ def _judged(changes: Sequence[Change], habits: Habits) -> list[tuple[Guards, Val
             bounds.append((no, change.not_before, change.not_after))
         written = _written_roots(change)
         for guard in guards:
-            lock: Lock = (
-                "none" if guard.revision is None else "update" if (guard.row, guard.key) in written else "share"
-            )
-            kinds.setdefault((guard.row, lock), []).append((guard.key, no, guard))
+            lock: Lock = "update" if (guard.row, guard.key) in written else "share"
+            if guard.revision is None and guard.like is None:
+                lock = "none"
+            kinds.setdefault((guard.row, lock, guard.like), []).append((guard.key, no, guard))
     found: list[tuple[Guards, Values]] = []
     # Tables in one order, and what will be written before what is only looked at: two batches meet in the same order.
-    for row, lock in sorted(kinds, key=lambda kind: (TABLE[kind[0]].name, kind[1] != "update", kind[1])):
-        rows = kinds[row, lock]
+    for row, lock, like in sorted(kinds, key=_in_order):
+        rows = kinds[row, lock, like]
         rows.sort(key=itemgetter(0))
         keys, numbers, guarded = zip(*rows, strict=True)
         columns = list(zip(*keys, strict=True))
         types: tuple[str, ...] = KEY_TYPES[row]
         leased = False
-        if lock != "none":
+        if lock != "none" and like is None:
             columns.append(tuple(guard.revision for guard in guarded))
             types += ("bigint",)
             leases = [guard.lease for guard in guarded]
@@ -104,13 +104,18 @@ def _judged(changes: Sequence[Change], habits: Habits) -> list[tuple[Guards, Val
             if leased:
                 columns += zip(*map(_asked, leases), strict=True)
                 types += tuple(LEASE_TYPES.values())
-        counted, habit, values = habits.learn((row, lock, leased), types, numbers, columns)
-        found.append((Judged(row, lock, leased, counted, habit), values))
+        counted, habit, values = habits.learn((row, lock, like, leased), types, numbers, columns)
+        found.append((Judged(row, lock, like, leased, counted, habit), values))
     if bounds:
         numbers, *columns = zip(*bounds, strict=True)
         counted, habit, values = habits.learn(Timed, tuple(BOUND_TYPES.values()), numbers, columns)
         found.append((Timed(counted, habit), values))
     return found
+
+
+def _in_order(kind: tuple[Row, Lock, Like | None]) -> tuple[Any, ...]:
+    row, lock, like = kind
+    return TABLE[row].name, lock != "update", lock, [] if like is None else sorted(like.fields)
 
 
 def _asked(lease: LeaseCheck | None) -> tuple[int | None, str | None, int | None]:
@@ -119,7 +124,7 @@ def _asked(lease: LeaseCheck | None) -> tuple[int | None, str | None, int | None
 
 def _written_roots(change: Change) -> set[tuple[Row, tuple[Any, ...]]]:
     """The rows that the change writes, as far as it guards any of their kind."""
-    guarded = {guard.row for guard in change.guards if guard.revision is not None}
+    guarded = {guard.row for guard in change.guards if guard.revision is not None or guard.like is not None}
     written = {target(write) for write in change.writes if row_of(write) in guarded} if guarded else set()
     if change.form is not None:
         written.add((change.form.root, change.guards[0].key))
@@ -135,14 +140,14 @@ def _rounds(changes: Sequence[Change]) -> list[list[tuple[int, int, Write]]]:
         if len(writes) == 1 or len({row_of(write) for write in writes}) == len(writes):
             first += [(no, change.id, write) for write in writes]
             continue
-        deleting = any(type(write) is Delete for write in writes)
+        emptied = {write.row for write in writes if type(write) is Delete}
         targets = [target(write) for write in writes]
-        if not deleting and len(set(targets)) == len(targets):
+        if not emptied and len(set(targets)) == len(targets):
             first += [(no, change.id, write) for write in writes]
             continue
         levels: dict[tuple[Row, tuple[Any, ...]], int] = {}
         for write, place in zip(writes, targets, strict=True):
-            meets = (other for other in levels if _meet(place, other)) if deleting else (place,)
+            meets = (other for other in levels if _meet(place, other)) if place[0] in emptied else (place,)
             level = levels[place] = max((levels.get(other, -1) + 1 for other in meets), default=0)
             while level >= len(rounds):
                 rounds.append([])

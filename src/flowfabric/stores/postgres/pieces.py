@@ -16,7 +16,7 @@ from enum import Enum
 from typing import Any, Literal, NamedTuple
 
 from flowfabric.model.event import Event
-from flowfabric.rules.change import Form, FromNow, LeaseWant, Own
+from flowfabric.rules.change import Form, FromNow, LeaseWant, Like, Own
 from flowfabric.stores.codec import encode, no_line
 from flowfabric.stores.postgres.habits import DIFFER, LISTED, NUMBERS, OFFSETS, VALUES, words_of_list
 from flowfabric.stores.postgres.sql import Parameters, Row, column_type, quoted
@@ -80,15 +80,16 @@ class Judged(NamedTuple):
 
     row: Row
     lock: Lock  # "none" is for rows that must be absent: one that is there refuses the change, locked or not
+    like: Like | None  # what they must look like, in place of a revision
     leased: bool
     counted: bool
-    habit: tuple[int, ...]  # of the key, of the revision unless absent, and if leased of what is asked of the lease
+    habit: tuple[int, ...]  # of the key, of the revision if asked for, and if leased of what is asked of the lease
 
     def words(self, name: str, before: str | None, parameters: Parameters) -> str:
         """A table expression with `no` and `holds` a guard; of a lease's end only what the clock has still to judge."""
         table = TABLE[self.row]
         kinds = {f"key {key}": kind for key, kind in zip(table.key, KEY_TYPES[self.row], strict=True)}
-        if self.lock != "none":
+        if self.lock != "none" and self.like is None:
             kinds["revision"] = "bigint"
         if self.leased:
             kinds |= LEASE_TYPES
@@ -101,7 +102,11 @@ class Judged(NamedTuple):
                 f"{name} as materialized (select {given.no} as no, t.found is null as holds from {given.rows()}"
                 f" left join lateral (select true as found {found} limit 1) t on true)"
             )
-        seen, holds, ends = ["revision"], f"{given['revision']} = t.revision", ""
+        if self.like is None:
+            seen, holds, ends = ["revision"], f"{given['revision']} = t.revision", ""
+        else:
+            seen, ends = [table.key[0], *self.like.fields], ""
+            holds = " and ".join([f't."{table.key[0]}" is not null', *map(_looks, self.like.fields.items())])
         if self.leased:
             seen += ["lease_id", "lease_epoch", "lease_expires_at"]
             same = f"{given['lease_id']} = t.lease_id and {given['lease_epoch']} = t.lease_epoch"
@@ -122,6 +127,11 @@ class Judged(NamedTuple):
             f"select g.no, g.holds and (g.want is null or coalesce((g.ends_at > c.now) = ({live}), false)) as ok"
             f" from {name} g, clock c"
         )
+
+
+def _looks(column: tuple[str, Any]) -> str:
+    name, value = column
+    return f't."{name}" is null' if value is None else f't."{name}" = {_formed(value)}'
 
 
 class Timed(NamedTuple):

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from flowfabric.model.execution import LineKey
-from flowfabric.stores.base import Due, Loaded, Scan, Want, Where
+from flowfabric.model.execution import Execution, LineKey
+from flowfabric.stores.base import Due, Loaded, Scan, Tally, Want, Where
 from flowfabric.stores.codec import CODEC, LineAt, LineOf, encode
 from flowfabric.stores.postgres.commit import CLOCK
 from flowfabric.stores.postgres.sql import Parameters, Row, column_type, columns_of, matched, quoted
-from flowfabric.stores.rows import TABLE
+from flowfabric.stores.rows import TABLE, index_of
 
 
 async def load(connection: Any, wants: Sequence[Want], clock: int | None) -> Any:
@@ -149,6 +149,30 @@ def scan_words(scan: Scan, line_of: LineOf) -> tuple[str, list[Any]]:
         f' and t."{scan.each}" = v.each {ordered} {limited}) t {ordered}'
     )
     return words, conditions.values
+
+
+def tally_words(tally: Tally, line_of: LineOf) -> tuple[str, list[Any]]:
+    """How many rows, by columns of their executions; the rows are found by the index of their column."""
+    conditions = Conditions(tally.row, line_of)
+    table = conditions.table
+    limited = (
+        f"order by {quoted(index_of(tally.row, tally.column), 't.')} limit {conditions.given(tally.limit, 'bigint')}"
+    )
+    if tally.each is None:
+        chosen = f'from {table.name} t where t."{tally.column}" is not null {limited}'
+    else:
+        values = sorted({encode(value, line_of) for value in tally.each})
+        kind = column_type(CODEC[tally.row].column[tally.column])
+        chosen = (
+            f"from unnest({conditions.given(values, kind + '[]')}) as v(each),"
+            f' lateral (select * from {table.name} t where t."{tally.column}" = v.each {limited}) t'
+        )
+    by = quoted(tally.by)
+    if tally.row is Execution:
+        source = f"(select {quoted(tally.by, 't.')} {chosen}) e"
+    else:
+        source = f'(select t."{tally.execution}" as its {chosen}) t join ff_exec_core e on e.execution_id = t.its'
+    return f"select {by}, count(*) from {source} group by {by}", conditions.values
 
 
 def lines_in(values: Sequence[Any]) -> set[LineKey]:

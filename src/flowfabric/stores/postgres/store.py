@@ -23,8 +23,8 @@ from flowfabric.handles import BackendTag
 from flowfabric.model.event import FeedEvent, Topic
 from flowfabric.model.execution import LineKey
 from flowfabric.rules.change import Change
-from flowfabric.stores.base import Due, FeedPage, Held, Loaded, Scan, Schema, Stamp, Take, Taken, Want, Where
-from flowfabric.stores.codec import CODEC, LineAt
+from flowfabric.stores.base import Due, FeedPage, Held, Loaded, Scan, Schema, Stamp, Take, Taken, Tally, Want, Where
+from flowfabric.stores.codec import CODEC, LineAt, tallied
 from flowfabric.stores.postgres import read, schema
 from flowfabric.stores.postgres import take as taking
 from flowfabric.stores.postgres.batch import Batch, lines_of
@@ -137,6 +137,11 @@ class PostgresStore:
         found = await self._links.read(lambda connection: connection.fetch(words, *values))
         decode = CODEC[scan.row].decode
         return await self._decoded(lambda line_at: [decode(row, line_at) for row in found])
+
+    async def tally(self, tally: Tally) -> dict[tuple[Any, ...], int]:
+        await self._lines.known(read.lines_in(tally.each or ()))
+        words, values = read.tally_words(tally, self._line_or_none)
+        return tallied(tally.by, await self._links.read(lambda connection: connection.fetch(words, *values)))
 
     async def lines(self, lane_id: str | None = None) -> list[LineKey]:
         return await self._lines.read(lane_id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from heapq import merge
 from operator import attrgetter
@@ -11,9 +12,9 @@ import apsw
 import msgspec
 
 from flowfabric.model.event import TOPIC_FIELDS, Event, FeedEvent, Topic
-from flowfabric.model.execution import LineKey
-from flowfabric.stores.base import Due, FeedPage, Loaded, Scan, Want, Where
-from flowfabric.stores.codec import CODEC, encode
+from flowfabric.model.execution import Execution, LineKey
+from flowfabric.stores.base import Due, FeedPage, Loaded, Scan, Tally, Want, Where
+from flowfabric.stores.codec import CODEC, encode, tallied
 from flowfabric.stores.rows import TABLE
 from flowfabric.stores.sqlite import sql
 from flowfabric.stores.sqlite.lines import Lines
@@ -102,6 +103,19 @@ def _listed(db: apsw.Connection, lines: Lines, scan: Scan) -> list[Any]:
         values += [encode(value, lambda line: lines.number(db, line)) for value in scan.after]
     statement = sql.rows(scan.row, " AND ".join(text), order, limit=True)
     return _rows(db, lines, scan.row, statement, (*values, scan.limit))
+
+
+def tally(db: apsw.Connection, lines: Lines, tally: Tally) -> dict[tuple[Any, ...], int]:
+    """Counts by columns of executions."""
+    _known(tally.row, tally.column, tally.execution)
+    _known(Execution, *tally.by)
+    counts: Counter[tuple[Any, ...]] = Counter()
+    for value in (None,) if tally.each is None else dict.fromkeys(tally.each):
+        where = Where(tally.column, "set") if value is None else Where(tally.column, "=", value)
+        (condition,), values = _conditions(db, lines, tally.row, (where,))
+        statement = sql.tally(tally.row, tally.column, tally.execution, tally.by, condition)
+        counts.update(tallied(tally.by, db.execute(statement, (*values, tally.limit)).fetchall()))
+    return counts
 
 
 def all_lines(db: apsw.Connection, lane_id: str | None) -> list[LineKey]:

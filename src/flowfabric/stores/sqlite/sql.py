@@ -11,11 +11,11 @@ from typing import Any
 
 import msgspec
 
-from flowfabric.model.execution import Payload
-from flowfabric.rules.change import Form, FromNow, Own
+from flowfabric.model.execution import Execution, Payload
+from flowfabric.rules.change import Form, FromNow, Like, Own
 from flowfabric.stores.base import Where
 from flowfabric.stores.codec import CODEC, EVENT_COLUMNS, encode, no_line
-from flowfabric.stores.rows import TABLE, Table
+from flowfabric.stores.rows import TABLE, Table, index_of
 from flowfabric.stores.taking import PAYLOAD, heard
 
 Rows = Callable[[int], str]  # the text of a statement that takes so many rows at once
@@ -59,6 +59,15 @@ def refused_guards(row: type[msgspec.Struct], *, lease: bool) -> Rows:
         return _filled("refused_guards", revision, **shared, first_key=table.key[0])
     places = {"live": str(revision + 1), "lease_id": str(revision + 2), "lease_epoch": str(revision + 3)}
     return _filled("refused_leases", revision + 3, **shared, **places)
+
+
+@lru_cache(64)
+def refused_looks(row: type[msgspec.Struct], like: Like) -> Rows:
+    """Which roots do not look like this: rows of (number, key…)."""
+    table = TABLE[row]
+    looks = " AND ".join(f"r.{name} IS {_formed(value)}" for name, value in like.fields.items())
+    shared = {"table": table.name, "same_key": _same_key(table, 2), "first_key": table.key[0]}
+    return _filled("refused_looks", len(table.key) + 1, **shared, looks=looks)
 
 
 @cache
@@ -107,13 +116,13 @@ def form(form: Form) -> tuple[Rows, ...]:
 
 
 def _formed(value: Any) -> str:
-    """A value of a form in the words of SQL; it comes from a rule, never from a caller."""
+    """A value of a form in the words of SQL that is still to be filled; it comes from a rule, never from a caller."""
     if type(value) is Own:
         return f"r.{value.column}"
     if type(value) is FromNow:
         return f"g.column2 + {value.offset}"
     if isinstance(value, str) and not isinstance(value, Enum):
-        return "'" + value.replace("'", "''") + "'"
+        return "'" + value.replace("'", "''").replace("{", "{{").replace("}", "}}") + "'"
     return "NULL" if value is None else str(encode(value, no_line))
 
 
@@ -183,6 +192,18 @@ def _rows(row: type[msgspec.Struct], where: str, order: tuple[str, ...], limit: 
 def next_instant(row: type[msgspec.Struct], column: str, where: str) -> str:
     """The smallest value of a column among the rows that meet a condition."""
     return _TEXT["next_instant"].format(table=TABLE[row].name, column=column, where=f" WHERE {where}")
+
+
+@lru_cache(64)
+def tally(row: type[msgspec.Struct], column: str, execution: str, by: tuple[str, ...], where: str) -> str:
+    """How many rows that meet a condition, by columns of their executions."""
+    return _TEXT["tally" if row is Execution else "tally_of"].format(
+        table=TABLE[row].name,
+        execution=execution,
+        where=where,
+        order=", ".join(index_of(row, column)),
+        by=", ".join(by),
+    )
 
 
 @cache

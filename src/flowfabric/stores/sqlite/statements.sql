@@ -24,6 +24,14 @@ SELECT g.column1
         OR r.lease_epoch IS NOT g.column{lease_epoch}
         OR (r.lease_expires_at > ?) IS NOT g.column{live});
 
+-- name: refused_looks
+-- The number of each row that does not look as it should, among rows of (number, key…).
+SELECT g.column1
+  FROM (VALUES {rows}) AS g
+  LEFT JOIN {table} AS r ON {same_key}
+ WHERE g.column1 IS NOT NULL
+   AND NOT (r.{first_key} IS NOT NULL AND {looks});
+
 -- name: insert
 INSERT INTO {table} ({columns}) SELECT * FROM (VALUES {rows}) WHERE column1 IS NOT NULL;
 
@@ -159,6 +167,16 @@ SELECT json_group_array(json_array(g.column1, {columns}))
 
 -- name: next_instant
 SELECT min({column}) FROM {table}{where};
+
+-- name: tally
+SELECT {by}, count(*) FROM (SELECT {by} FROM {table} WHERE {where} ORDER BY {order} LIMIT ?) GROUP BY {by};
+
+-- name: tally_of
+-- The same for rows that only name their execution.
+SELECT {by}, count(*)
+  FROM (SELECT {execution} AS its FROM {table} WHERE {where} ORDER BY {order} LIMIT ?)
+ CROSS JOIN ff_exec_core ON execution_id = its
+ GROUP BY {by};
 
 -- name: feed_end
 SELECT coalesce((SELECT seq FROM sqlite_sequence WHERE name = 'ff_event'), 0);

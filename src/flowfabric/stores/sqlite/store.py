@@ -21,7 +21,7 @@ from flowfabric.handles import BackendTag
 from flowfabric.model.event import FeedEvent, Topic
 from flowfabric.model.execution import LineKey
 from flowfabric.rules.change import Change
-from flowfabric.stores.base import Due, FeedPage, Held, Loaded, Scan, Schema, Take, Taken, Want, Where
+from flowfabric.stores.base import Due, FeedPage, Held, Loaded, Scan, Schema, Take, Taken, Tally, Want, Where
 from flowfabric.stores.sqlite import reading, schema, writing
 from flowfabric.stores.sqlite.desk import Desk, WritingDesk
 from flowfabric.stores.sqlite.files import Turn, refuse_network
@@ -99,6 +99,9 @@ class SQLiteStore:
 
     async def scan(self, scan: Scan) -> list[Any]:
         return await self._lister.do(lambda db: reading.scan(db, self._lines, scan))
+
+    async def tally(self, tally: Tally) -> dict[tuple[Any, ...], int]:
+        return await self._lister.do(lambda db: reading.tally(db, self._lines, tally))
 
     async def lines(self, lane_id: str | None = None) -> list[LineKey]:
         return await self._loader.do(lambda db: reading.all_lines(db, lane_id))

@@ -17,7 +17,7 @@ from msgspec.structs import astuple
 
 from flowfabric.model.event import Event
 from flowfabric.model.execution import LineKey
-from flowfabric.rules.change import Change, Delete, Form, LeaseWant, Patch, Put, Write
+from flowfabric.rules.change import Change, Delete, Form, LeaseWant, Like, Patch, Put, Write
 from flowfabric.stores.base import Held, Take, Taken, Unstorable
 from flowfabric.stores.codec import CODEC, encode_column, row_of, target
 from flowfabric.stores.rows import TABLE
@@ -121,6 +121,7 @@ def _refused(db: apsw.Connection, changes: Sequence[Change], now: int) -> set[in
     refused: set[int] = set()
     roots: dict[type[msgspec.Struct], list[Row]] = {}
     leases: dict[type[msgspec.Struct], list[Row]] = {}
+    looks: dict[tuple[type[msgspec.Struct], Like], list[Row]] = {}
     for number, change in enumerate(changes):
         if change.not_before is not None and now < change.not_before:
             refused.add(number)
@@ -128,7 +129,9 @@ def _refused(db: apsw.Connection, changes: Sequence[Change], now: int) -> set[in
             refused.add(number)
         for guard in change.guards:
             lease = guard.lease
-            if lease is None or guard.revision is None:
+            if guard.like is not None:
+                looks.setdefault((guard.row, guard.like), []).append((number, *guard.key))
+            elif lease is None or guard.revision is None:
                 roots.setdefault(guard.row, []).append((number, *guard.key, guard.revision))
             else:
                 live = lease.want is LeaseWant.LIVE
@@ -139,6 +142,8 @@ def _refused(db: apsw.Connection, changes: Sequence[Change], now: int) -> set[in
         refused.update(number for (number,) in many(db, sql.refused_guards(row, lease=False), asked))
     for row, asked in leases.items():
         refused.update(number for (number,) in many(db, sql.refused_guards(row, lease=True), asked, now))
+    for kind, asked in looks.items():
+        refused.update(number for (number,) in many(db, sql.refused_looks(*kind), asked))
     return refused
 
 
@@ -157,12 +162,14 @@ def _places(writes: Sequence[Write]) -> Sequence[int]:
     """The round of each write: how many writes of the same row come before it."""
     if len({row_of(write) for write in writes}) == len(writes):
         return [0] * len(writes)
-    if any(type(write) is Delete for write in writes):  # which may meet any number of rows
-        return range(len(writes))
+    emptied = {write.row for write in writes if type(write) is Delete}  # where one write may meet any number of rows
+    targets = [target(write) for write in writes]
+    if not emptied and len(set(targets)) == len(targets):
+        return [0] * len(writes)
     written: dict[object, int] = {}
     places = []
-    for write in writes:
-        row = target(write)
+    for kind, key in targets:
+        row: object = kind if kind in emptied else (kind, key)
         places.append(written.get(row, 0))
         written[row] = places[-1] + 1
     return places

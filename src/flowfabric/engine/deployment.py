@@ -1,0 +1,19 @@
+"""What is true of a whole deployment."""
+
+from __future__ import annotations
+
+from flowfabric.engine.core import Core, first
+from flowfabric.model.deployment import Deployment
+from flowfabric.rules import deployment
+from flowfabric.stores.base import Want
+
+
+class Deployments(Core):
+    """The deployment that this engine belongs to."""
+
+    async def ensure_partitions(self) -> None:
+        """See that this engine counts partitions as everybody else; `PartitionMismatch` otherwise."""
+        await self.settle(
+            (Want(Deployment, (deployment.ONLY,)),),
+            lambda rows, _: deployment.ensure_partitions(first(rows[0]), self.partitions),
+        )

@@ -1,0 +1,63 @@
+"""Ends, counted as this process writes them: what became of attempts and executions, and how long those took."""
+
+from __future__ import annotations
+
+import msgspec
+
+from flowfabric.engine.meters import Labels, Meters, Timing
+from flowfabric.model.event import Event
+from flowfabric.model.execution import Attempt, Execution
+from flowfabric.rules.change import Change, Insert
+from flowfabric.rules.outcomes import attempt_outcome
+
+ATTEMPTS, COMPLETIONS, DURATION = "ff_attempt_outcome", "ff_completions", "ff_execution_e2e_duration"
+
+
+class Ordinary(msgspec.Struct, frozen=True):
+    """Where one end of the work of one lane is counted: found once, since this happens for every piece of work."""
+
+    attempts: tuple[str, Labels] | None  # None where no attempt ends with it
+    completions: tuple[str, Labels]
+    durations: Timing
+
+
+class Outcomes:
+    """Counts ends by lane."""
+
+    def __init__(self, meters: Meters) -> None:
+        self._meters = meters
+        self._ordinary: dict[tuple[str, str], Ordinary] = {}
+
+    def formed(self, row: Execution, outcome: str, at: int) -> None:
+        """Work ended in one of the ways that are alike for all of it."""
+        ordinary = self._ordinary.get((row.lane_id, outcome)) or self._of(row.lane_id, outcome)
+        counts = self._meters.counts
+        if ordinary.attempts is not None:
+            counts[ordinary.attempts] += 1
+        counts[ordinary.completions] += 1
+        ordinary.durations.add((at - row.created_at) / 1000)
+
+    def note(self, event: Event, change: Change, row: Execution | None, at: int) -> None:
+        """A change told of the end of a life, or of an attempt; `row` is its execution as it was, if that is known."""
+        if row is None:
+            return
+        lane = self._meters.lane(row.lane_id)
+        attempts = (write.row for write in change.writes if type(write) is Insert and type(write.row) is Attempt)
+        ended = next((one for one in attempts if one.execution_id == event.execution_id), None)
+        if word := attempt_outcome(event.outcome, ended):
+            self._meters.count(ATTEMPTS, lane=lane, outcome=word.value)
+        if event.outcome is not None:
+            self._meters.count(COMPLETIONS, lane=lane, outcome=event.outcome)
+            self._meters.took(DURATION, (at - row.created_at) / 1000, lane=lane)
+
+    def _of(self, lane_id: str, outcome: str) -> Ordinary:
+        lane = ("lane", self._meters.lane(lane_id))
+        word = attempt_outcome(outcome, None)
+        ordinary = Ordinary(
+            None if word is None else (ATTEMPTS, (lane, ("outcome", word.value))),
+            (COMPLETIONS, (lane, ("outcome", outcome))),
+            self._meters.timing(DURATION, (lane,)),
+        )
+        if lane[1] == lane_id:  # not one of very many
+            self._ordinary[lane_id, outcome] = ordinary
+        return ordinary

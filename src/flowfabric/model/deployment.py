@@ -1,0 +1,15 @@
+"""What is true of a whole deployment, whoever opens its store."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Deployment(msgspec.Struct, frozen=True):
+    """The one row of its kind: how many partitions ids were and will be minted for."""
+
+    deployment_id: int
+    num_flow_partitions: int
+    num_budget_partitions: int
+    num_quota_partitions: int
+    revision: int = 0

@@ -1,0 +1,129 @@
+"""Ends: what a worker's attempts came to, told to the store.
+
+Attempts that succeed at about the same time are told together, without a task for each: while some are on their way
+the next ones gather. Nobody waits for an end here; who holds a lease hears when there is nothing more to tell.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from flowfabric.engine.engine import Engine
+from flowfabric.errors import FabricError, ValidationError
+from flowfabric.model.answers import Claimed
+from flowfabric.sdk.outcomes import Away, Done, Failed, Outcome, reason_of, tell
+
+logger = logging.getLogger("flowfabric.worker")
+
+TOGETHER = 500  # successes that are told in one go
+LANES = 2  # how many goes may be under way
+FINAL_FOR_THE_LEASE = ("stale_lease", "lease_expired", "lease_revoked", "execution_not_active", "execution_not_found")
+
+
+class Ends:
+    """The ends of one worker's attempts."""
+
+    def __init__(self, engine: Engine, over: Callable[[list[Claimed]], None]) -> None:
+        """`over` is called with attempts of which there is nothing more to tell."""
+        self._engine = engine
+        self._over = over
+        self._surroundings = contextvars.copy_context()  # those of a handler are none of the store's business
+        self._untold: dict[str, Claimed] = {}
+        self._successes: list[tuple[Claimed, Done]] = []  # that are not on their way yet
+        self._lanes = 0
+        self._is_starting = False  # a lane that will take whatever is there when its turn comes
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.succeeded = 0
+
+    def __len__(self) -> int:
+        """How many are not told yet."""
+        return len(self._untold)
+
+    def add(self, claimed: Claimed, outcome: Outcome) -> None:
+        """Tell how an attempt ended, soon."""
+        self._untold[claimed.lease_id] = claimed
+        if type(outcome) is Done:
+            self._successes.append((claimed, outcome))
+            if not self._is_starting and self._lanes < LANES:
+                self._is_starting = True
+                self._lanes += 1
+                self._start(self._tell_successes())
+        elif type(outcome) is Away:
+            self._forget([claimed])
+        else:
+            self._start(self._tell(claimed, outcome))
+
+    async def all_told(self) -> None:
+        """Wait until nothing is left to tell."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def drop(self) -> list[Claimed]:
+        """Tell nothing more; what was not told yet."""
+        for task in self._tasks:
+            task.cancel()
+        if self._is_starting:  # cancelled before its turn came, it will never count itself out
+            self._is_starting = False
+            self._lanes -= 1
+        left = list(self._untold.values())
+        self._successes.clear()
+        self._forget(left)
+        return left
+
+    def _start(self, telling: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(telling, context=self._surroundings.copy())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _tell_successes(self) -> None:
+        self._is_starting = False
+        try:
+            while some := self._successes[:TOGETHER]:
+                del self._successes[:TOGETHER]
+                await self._tell_together(some)
+        finally:
+            self._lanes -= 1
+
+    async def _tell_together(self, successes: list[tuple[Claimed, Done]]) -> None:
+        claimed = [one for one, _ in successes]
+        try:
+            answers = await self._engine.complete_many(
+                [(one.handle, done.result) for one, done in successes], encoding="json"
+            )
+            for one, answer in zip(claimed, answers, strict=True):
+                if not isinstance(answer, FabricError):
+                    self.succeeded += 1
+                elif isinstance(answer, ValidationError):  # a result that cannot be kept will be none next time either
+                    await self._tell(one, Failed(reason_of(answer), "permanent"))
+                else:
+                    _refused(one, answer)
+        except Exception:
+            logger.exception("the ends of %d attempts could not be told", len(claimed))
+        finally:
+            self._forget(claimed)
+
+    async def _tell(self, claimed: Claimed, outcome: Outcome) -> None:
+        try:
+            await tell(self._engine, claimed.handle, outcome)
+        except FabricError as refused:
+            _refused(claimed, refused)
+        except Exception:
+            logger.exception("%s: its end could not be told", claimed.execution_id)
+        finally:
+            self._forget([claimed])
+
+    def _forget(self, told: list[Claimed]) -> None:
+        for one in told:
+            self._untold.pop(one.lease_id, None)
+        self._over(told)
+
+
+def _refused(claimed: Claimed, refusal: FabricError) -> None:
+    if refusal.kind in FINAL_FOR_THE_LEASE:
+        logger.warning("%s: its end was refused: %s", claimed.execution_id, refusal)
+    else:
+        logger.error("%s: its end could not be told", claimed.execution_id, exc_info=refusal)

@@ -1,0 +1,94 @@
+"""Parameters of a handler on their way in and out of JSON; the short ways say the same as the long ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import date
+from typing import Any
+
+import pydantic
+import pytest
+
+from flowfabric import Context
+from flowfabric.errors import InvalidInput
+from flowfabric.sdk.codec import Signature
+
+
+class Model(pydantic.BaseModel):
+    n: int
+
+
+async def plain(ctx: Context, n: int, day: date, names: dict[int, str], more: list[str] | None = None) -> None: ...
+
+
+async def with_model(ctx: Context, n: int, day: date, names: dict[int, str], model: Model | None = None) -> None: ...
+
+
+async def by_place(n: int, /) -> None: ...
+
+
+async def by_name(n: int, *, m: int = 2) -> None: ...
+
+
+def signature(handler: Callable[..., Any]) -> Signature:
+    return Signature(handler, Context)
+
+
+def test_what_was_dumped_is_loaded() -> None:
+    short = signature(plain)
+    given = {"n": 1, "day": date(2026, 1, 2), "names": {3: "c"}}
+    payload = b'{"n":1,"day":"2026-01-02","names":{"3":"c"}}'
+    assert short.load(payload) == given, "what was left out is left to its default"
+    assert short.load(payload[:-1] + b',"more":["x"],"gone":1}') == {**given, "more": ["x"]}
+
+
+@pytest.mark.parametrize("handler", [plain, with_model])
+@pytest.mark.parametrize(
+    ("payload", "words"),
+    [
+        (b"{", "input: Input data was truncated"),
+        (b"[1]", "input: not a JSON object of parameters"),
+        (b"", "input: missing a required argument: 'n'"),
+        (b'{"day":"2026-01-02","names":{}}', "input: missing a required argument: 'n'"),
+        (b'{"n":"one","day":"2026-01-02","names":{}}', "n: Expected `int`, got `str`"),
+        (b'{"n":1,"day":"soon","names":{}}', "day: Invalid RFC3339 encoded date"),
+    ],
+)
+def test_what_is_wrong_is_named_whichever_way_it_was_read(
+    handler: Callable[..., Any], payload: bytes, words: str
+) -> None:
+    with pytest.raises(InvalidInput, match=words):
+        signature(handler).load(payload)
+
+
+@pytest.mark.parametrize(
+    ("handler", "args", "kwargs", "arguments"),
+    [
+        (plain, (1,), {"names": {}, "day": 2}, {"n": 1, "day": 2, "names": {}}),
+        (by_place, (1,), {}, {"n": 1}),
+        (by_name, (1,), {"m": 3}, {"n": 1, "m": 3}),
+        (by_name, (), {"n": 1}, {"n": 1}),
+    ],
+)
+def test_arguments_get_the_names_of_their_parameters_in_order(
+    handler: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], arguments: dict[str, Any]
+) -> None:
+    assert list(signature(handler).bound(args, kwargs).items()) == list(arguments.items())
+
+
+@pytest.mark.parametrize(
+    ("handler", "args", "kwargs", "words"),
+    [
+        (plain, (1,), {}, "missing a required argument: 'day'"),
+        (plain, (1, 2, 3, 4, 5), {}, "too many positional arguments"),
+        (plain, (1, 2, 3), {"n": 4}, "multiple values for argument 'n'"),
+        (plain, (1, 2, 3), {"ctx": 4}, "got an unexpected keyword argument 'ctx'"),
+        (by_place, (), {"n": 1}, "positional"),
+        (by_name, (1, 2), {}, "too many positional arguments"),
+    ],
+)
+def test_a_call_that_does_not_fit_is_refused_in_the_words_of_python(
+    handler: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(InvalidInput, match=words):
+        signature(handler).bound(args, kwargs)
