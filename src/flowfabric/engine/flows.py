@@ -227,7 +227,7 @@ class FlowVerbs(Executions):
         """Say how an execution joins its upstreams, before any edge into it is staged."""
         given = _policy(policy)
         flow = intake.flow(flow_id)
-        child = self._member_id(flow, downstream)
+        child = intake.member("downstream", downstream)
         answer = await self.settle(
             (Want(Flow, (flow,)), Want(EdgeGroup, (flow, child))),
             lambda rows, _: flows.set_policy(first(rows[0]), first(rows[1]), flow, child, given),
