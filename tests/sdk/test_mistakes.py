@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import pydantic
 import pytest
 
-from flowfabric import AnyOf, Budget, Context, Fabric, Limit, Quorum, Retry, RunFailed, errors
+from flowfabric import AnyOf, Budget, Context, Fabric, Limit, Quorum, Retry, RunFailed, RunSkipped, errors
 from flowfabric.sdk.worker import Worker
 from flowfabric.testing import World
 from tests.sdk.conftest import working
@@ -305,6 +305,44 @@ def test_a_forked_child_submits_on_a_loop_of_its_own(tmp_path: Path) -> None:
     childs = app.sync.find(os.read(reading, 1000).decode())
     assert (parents.state(), childs.state()) == ("waiting", "waiting")
     app.sync.close()
+
+
+async def test_a_handler_that_takes_too_long_is_named_with_its_time() -> None:
+    app = Fabric("memory://")
+
+    @app.task(timeout="1s", retry=ONCE)
+    async def slow() -> None:
+        await asyncio.sleep(50)
+
+    @app.task(timeout="1s", retry=ONCE)
+    async def impatient() -> None:
+        raise TimeoutError("the bank is slow")
+
+    async with World(app):
+        with pytest.raises(
+            RunFailed, match=r"(?s)slow has not returned after 1 s\n.*await asyncio.sleep\(50\)"
+        ) as late:
+            await (await slow.submit()).result()
+        assert str(late.value).count("TimeoutError") == 1
+        with pytest.raises(RunFailed, match="the bank is slow"):
+            await (await impatient.submit()).result()
+
+
+async def test_a_node_that_was_skipped_says_why_and_is_found_by_its_name() -> None:
+    app = Fabric("memory://")
+
+    @app.task(retry=ONCE)
+    async def broken() -> int:
+        raise ValueError("no")
+
+    flow = app.flow("nightly")
+    flow.add(app.task(plain), flow.add(broken))
+    async with World(app):
+        run = await flow.submit()
+        with pytest.raises(RunSkipped, match="What it depended on did not happen"):
+            await run["plain"].result()
+        with pytest.raises(errors.InvalidInput, match="'publish' is none of broken, plain"):
+            run["publish"]
 
 
 async def test_a_flow_that_takes_too_long_is_named(app: Fabric) -> None:

@@ -111,7 +111,7 @@ class Attempts:
             else:
                 entered(own)
                 call = task.handler(**task.with_context(arguments, own.get))
-                value = await (call if task.timeout_s is None else _in_time(call, task.timeout_s))
+                value = await (call if task.timeout_s is None else _in_time(call, task.name, task.timeout_s))
             if own.context is not None:
                 await own.context.flush()
         except (asyncio.CancelledError, Unwound) as ended:
@@ -219,9 +219,16 @@ def _is_cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-async def _in_time(call: Awaitable[Any], timeout_s: float) -> Any:
-    async with asyncio.timeout(timeout_s):
-        return await call
+async def _in_time(call: Awaitable[Any], name: str, timeout_s: float) -> Any:
+    limit = asyncio.timeout(timeout_s)
+    try:
+        async with limit:
+            return await call
+    except TimeoutError as late:
+        if not limit.expired():  # then it is one of the handler's own
+            raise
+        told = TimeoutError(f"{name} has not returned after {timeout_s:g} s")
+        raise told.with_traceback((late.__cause__ or late).__traceback__) from None  # where it was
 
 
 def _went_on(claimed: Claimed, task: Task[..., Any]) -> Outcome:

@@ -81,7 +81,7 @@ class RunEnded(Exception):
         self.reason = reason or ""
         self.attempt = attempt  # its last one, when that is known
         where = run_id if attempt is None else f"{run_id} attempt {attempt}"
-        super().__init__(f"{task} {where}: {self.reason or 'no reason was given'}")
+        super().__init__(f"{task} {where}: {self.reason or self.__doc__}")
         self.add_note(f"{self.hint}; `ff show {run_id}` tells what became of it")
 
 

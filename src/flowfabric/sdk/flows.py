@@ -211,9 +211,16 @@ class FlowRun:
         self.id = flow_id
         self._run_ids = run_ids
 
-    def __getitem__(self, node: Node[R]) -> Run[R]:
-        """The run of one node."""
-        return node.call.task.run(self._run_ids[node.name])
+    @overload
+    def __getitem__(self, node: Node[R]) -> Run[R]: ...
+    @overload
+    def __getitem__(self, node: str) -> Run[Any]: ...
+    def __getitem__(self, node: Node[Any] | str) -> Run[Any]:
+        """The run of one node, or of the one of this name."""
+        known = self.flow.nodes.get(node) if isinstance(node, str) else node
+        if not isinstance(known, Node) or known.name not in self._run_ids:
+            raise InvalidInput(f"flow {self.flow.name}: {node!r} is none of {', '.join(self._run_ids)}")
+        return known.call.task.run(self._run_ids[known.name])
 
     @property
     def sync(self) -> SyncFlowRun:

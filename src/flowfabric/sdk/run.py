@@ -208,10 +208,11 @@ class Run(Generic[R]):
 
     async def _value(self, engine: Engine, ended: Ended) -> R:
         if ended.outcome is not TerminalOutcome.SUCCESS:
-            attempt = None
+            attempts = 0
             with suppress(errors.FabricError):
-                attempt = await engine.read_current_attempt_index(self.id)
-            raise _ENDS.get(ended.outcome, RunFailed)(self.id, self.task, ended.reason, attempt)
+                attempts = await engine.read_total_attempt_count(self.id)
+            last = attempts - 1 if attempts else None
+            raise _ENDS.get(ended.outcome, RunFailed)(self.id, self.task, ended.reason, last)
         plain = from_json(ended.result) if ended.result else None
         value: R = self._shape.load(plain, "result")
         return value

@@ -333,8 +333,12 @@ class SyncFlowRun:
         """Its id."""
         return self._run.id
 
-    def __getitem__(self, node: Node[R]) -> SyncRun[R]:
-        """The run of one node."""
+    @overload
+    def __getitem__(self, node: Node[R]) -> SyncRun[R]: ...
+    @overload
+    def __getitem__(self, node: str) -> SyncRun[Any]: ...
+    def __getitem__(self, node: Node[Any] | str) -> SyncRun[Any]:
+        """The run of one node, or of the one of this name."""
         return SyncRun(self._run[node], self._portal)
 
     def result(self, timeout: Duration | None = None) -> dict[str, Any]:
