@@ -283,6 +283,21 @@ async def test_a_run_that_does_not_exist_is_said_so_by_everything(app: Fabric) -
             pass
 
 
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        ("redis://localhost", "'redis' is no known store; use memory://"),
+        ("sqlite://app.db", "write sqlite:///relative.db"),
+        ("sqlite:///app.db?mode=ro", "'mode' is no option of SQLite's"),
+        ("postgresql://[broken", "Invalid IPv6"),
+    ],
+)
+async def test_a_wrong_address_is_refused_by_the_first_that_needs_the_store(url: str, told: str) -> None:
+    app = Fabric(url)
+    with pytest.raises(errors.InvalidInput, match=told):
+        await app.task(plain).submit(1)
+
+
 async def test_running_a_worker_inside_a_loop_is_refused_in_words() -> None:
     app = Fabric("memory://")
     app.task(plain)
