@@ -114,7 +114,14 @@ def test_a_class_is_called_like_its_kind(kind: str) -> None:
 
 
 def test_no_kind_exists_that_the_specification_does_not_know() -> None:
-    ours = {"schema_too_new", "forked_process", "worker_at_capacity", "suspension_not_found", "not_found"}
+    ours = {
+        "schema_too_new",
+        "partition_mismatch",
+        "forked_process",
+        "worker_at_capacity",
+        "suspension_not_found",
+        "not_found",
+    }
     fallbacks = {"validation_error", "contention", "conflict", "state_conflict", "bug"}
 
     assert set(errors.by_kind) == {kind for kind, _ in FAMILIES} | ours | fallbacks
