@@ -65,6 +65,10 @@ def open_store(url: str, *, clock: Clock | None = None, pool_size: int | None = 
     if not isinstance(url, str):
         raise errors.InvalidInput("url: not a text")
     scheme, rest = _split(url)
+    try:
+        urlsplit(url)
+    except ValueError as fault:
+        raise errors.InvalidInput(f"url: {fault}") from fault
     match scheme:
         case "memory":
             from flowfabric.stores.memory import MemoryStore
@@ -102,4 +106,9 @@ def _sqlite(rest: str) -> tuple[str, dict[str, str]]:
     path = parts.path[1:] if parts.path.startswith("/") else parts.path
     if parts.netloc or not path:
         raise errors.InvalidInput("url: write sqlite:///relative.db or sqlite:////absolute/path.db")
-    return path, dict(parse_qsl(parts.query))
+    options = dict(parse_qsl(parts.query, keep_blank_values=True))
+    if unknown := sorted(options.keys() - {"synchronous"}):
+        raise errors.InvalidInput(
+            f"url: {unknown[0]!r} is no option of SQLite's; there is synchronous=NORMAL|FULL|EXTRA"
+        )
+    return path, options

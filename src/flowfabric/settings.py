@@ -64,6 +64,7 @@ class Settings(msgspec.Struct, frozen=True):
     partitions: PartitionCounts = PartitionCounts()
     poll_ms: int = 1000  # how long a waiting claim, reader or caller trusts that no hint got lost
     retention_ms: int | None = None  # how long what ended is kept when its policy does not say; unset is a day
+    ageing_ms: dict[str, int] = {}  # by lane: the ageing of executions whose policies name none
     sweeps: Sweeps = Sweeps()
     max_concurrent_stream_ops: int = 64
     feed_retention_ms: int = 7 * 24 * 60 * 60 * 1000  # how long subscribable events are kept
