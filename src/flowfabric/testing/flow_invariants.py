@@ -121,8 +121,10 @@ def _broken_child(group: EdgeGroup, child: Execution) -> Iterator[str]:
     if child.lifecycle_phase is LifecyclePhase.RUNNABLE and group.n > 0:
         if waits and group.group_state is GroupState.SATISFIED:
             yield f"{child.execution_id}: waits for dependencies that are met"
-        # One that ran before its edge was applied goes on as it is; one that never started has to wait.
-        if not waits and child.started_at is None and group.group_state is GroupState.PENDING:
+        # One that ran before its edge was applied goes on as it is, and one that an operator gave another life to runs
+        # whatever it waited for; one that never started has to wait.
+        untouched = child.started_at is None and child.replay_count == 0
+        if not waits and untouched and group.group_state is GroupState.PENDING:
             yield f"{child.execution_id}: can start before its dependencies are met"
 
 
