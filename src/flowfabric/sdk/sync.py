@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 
 from flowfabric.sdk.approvals import Approval, Link, Votes
+from flowfabric.sdk.durable import in_step
 from flowfabric.sdk.durations import Duration
 from flowfabric.sdk.joins import AllOf, Join
 from flowfabric.sdk.limits import Budget
@@ -69,7 +70,7 @@ class SyncRun(Generic[R]):
         """False when an earlier submit with the same key stands for this one."""
         return self._run.created
 
-    def result(self, timeout: float | None = None) -> R:
+    def result(self, timeout: Duration | None = None) -> R:
         """What the handler returned; raises as `Run.result` does."""
         return self._portal.call(self._run.result(timeout))
 
@@ -212,9 +213,10 @@ class SyncContext:
         step = self._portal.call(context.recall(function, args, kwargs, name, key))
         if not step.is_known:
             self._portal.call(context.at(step.point, "before_effect"))
-            value = effect_of(function, context.app.stubs)(*args, **kwargs)
-            if inspect.isawaitable(value):
-                value = self._portal.call(_awaited(value))
+            with in_step(step.name, step.occurrence):
+                value = effect_of(function, context.app.stubs)(*args, **kwargs)
+                if inspect.isawaitable(value):
+                    value = self._portal.call(_awaited(value))
             step = self._portal.call(context.keep(step, value))
         return step.value()
 
@@ -333,11 +335,15 @@ class SyncFlowRun:
         """Its id."""
         return self._run.id
 
-    def __getitem__(self, node: Node[R]) -> SyncRun[R]:
-        """The run of one node."""
+    @overload
+    def __getitem__(self, node: Node[R]) -> SyncRun[R]: ...
+    @overload
+    def __getitem__(self, node: str) -> SyncRun[Any]: ...
+    def __getitem__(self, node: Node[Any] | str) -> SyncRun[Any]:
+        """The run of one node, or of the one of this name."""
         return SyncRun(self._run[node], self._portal)
 
-    def result(self, timeout: float | None = None) -> dict[str, Any]:
+    def result(self, timeout: Duration | None = None) -> dict[str, Any]:
         """What the last nodes returned, by name."""
         return self._portal.call(self._run.result(timeout))
 
