@@ -10,6 +10,7 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 
+from flowfabric import errors
 from flowfabric.stores.base import Loaded, Store, Want
 
 LANES = 3  # trips under way at once
@@ -48,6 +49,9 @@ class Loads:
     async def _ask(self, batch: list[tuple[Sequence[Want], asyncio.Future[Loaded]]]) -> None:
         try:
             loaded = await self._store.load([want for wants, _ in batch for want in wants])
+        except errors.Corruption as unreadable:
+            await self._ask_each(batch, unreadable)
+            return
         except Exception as error:  # whatever it is, every caller of this trip must hear of it and no lane may die
             for _, answer in batch:
                 if not answer.done():
@@ -59,6 +63,14 @@ class Loads:
             if not answer.done():
                 answer.set_result(Loaded(loaded.now, loaded.rows[begin:end]))
             begin = end
+
+    async def _ask_each(self, batch: list[tuple[Sequence[Want], asyncio.Future[Loaded]]], cause: Exception) -> None:
+        """Ask for each caller alone: only those whose own rows cannot be read need to hear of it."""
+        if len(batch) > 1:
+            for one in batch:
+                await self._ask([one])
+        elif not batch[0][1].done():
+            batch[0][1].set_exception(cause)
 
     def _next_batch(self) -> list[tuple[Sequence[Want], asyncio.Future[Loaded]]]:
         batch: list[tuple[Sequence[Want], asyncio.Future[Loaded]]] = []

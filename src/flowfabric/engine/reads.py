@@ -69,9 +69,12 @@ class Reads(Core):
     """What can be asked."""
 
     async def describe_execution(self, execution_id: str) -> views.ExecutionSnapshot | None:
-        """The execution for a reader; None when there is none."""
-        row = await self._row(execution_id)
-        return None if row is None else views.snapshot(row)
+        """The execution for a reader; None when there is none, `Corruption` when what is kept of it cannot be read."""
+        try:
+            row = await self._row(execution_id)
+            return None if row is None else views.snapshot(row)
+        except errors.Corruption as fault:
+            raise errors.Corruption(f"describe_execution: {fault.detail}", execution_id=execution_id) from fault
 
     async def read_execution_info(self, execution_id: str) -> views.ExecutionInfo | None:
         """The execution for the API; None when there is none."""

@@ -111,7 +111,7 @@ class Subscription(AsyncIterator[N]):
     def _told(self, told: FeedEvent) -> N | errors.FabricError | None:
         try:
             return self._tell(told)
-        except (msgspec.DecodeError, ValueError):
+        except (errors.Corruption, msgspec.DecodeError, ValueError):
             return errors.Corruption(f"event at {told.position}", execution_id=told.event.execution_id)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from flowfabric import errors
 from flowfabric.cursors import encode_cursor
 from flowfabric.model.event import Event, FeedEvent
 from flowfabric.model.execution import Execution
@@ -90,7 +91,7 @@ class Filter(msgspec.Struct, frozen=True):
         key, value = self.instance_tag
         try:
             return notes.read_tags(event.tags).get(key) == value
-        except msgspec.DecodeError:
+        except errors.Corruption:
             return False
 
 

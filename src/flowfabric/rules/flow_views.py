@@ -101,7 +101,7 @@ def tags_of(flow: Flow) -> dict[str, str]:
     """The flow's tags; a text that is no tags is corruption."""
     try:
         return read_tags(flow.tags)
-    except msgspec.DecodeError as fault:
+    except errors.Corruption as fault:
         raise errors.Corruption(f"tags of flow {flow.flow_id}") from fault
 
 

@@ -49,8 +49,11 @@ def set_tags(row: Execution | None, tags: Mapping[str, str]) -> Decision[int]:
 
 
 def read_tags(text: str | None) -> dict[str, str]:
-    """Tags as a mapping, in key order."""
-    return {} if text is None else msgspec.json.decode(text, type=dict[str, str])
+    """Tags as a mapping, in key order; `Corruption` when what is kept are none."""
+    try:
+        return {} if text is None else msgspec.json.decode(text, type=dict[str, str])
+    except msgspec.DecodeError as fault:
+        raise errors.Corruption(f"exec_core: tags: {fault}") from fault
 
 
 def write_tags(tags: Mapping[str, str]) -> str | None:

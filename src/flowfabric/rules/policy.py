@@ -18,7 +18,7 @@ from typing import Final, TypeAlias, TypeGuard, TypeVar, assert_never
 
 import msgspec
 
-from flowfabric.errors import FabricError, InvalidInput, InvalidPolicyJson
+from flowfabric.errors import Corruption, FabricError, InvalidInput, InvalidPolicyJson
 from flowfabric.ids import parse_uuid
 from flowfabric.rules.capabilities import required_capabilities
 
@@ -158,8 +158,11 @@ def encode_terms(terms: Terms) -> str | None:
 
 @lru_cache(maxsize=4096)
 def decode_terms(text: str | None) -> Terms:
-    """The terms that `encode_terms` wrote."""
-    return DEFAULT_TERMS if text is None else _from_json(text)
+    """The terms that `encode_terms` wrote; `Corruption` when what is kept are none."""
+    try:
+        return DEFAULT_TERMS if text is None else _from_json(text)
+    except msgspec.DecodeError as fault:
+        raise Corruption(f"exec_core: terms: {fault}") from fault
 
 
 _to_json = msgspec.json.Encoder().encode

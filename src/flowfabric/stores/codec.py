@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import astuple
 
+from flowfabric.errors import Corruption
 from flowfabric.model.event import Event
 from flowfabric.model.execution import Execution, LineKey
 from flowfabric.rules.change import Delete, FromNow, Patch, Write
@@ -64,12 +65,15 @@ class RowCodec:
         return tuple(values[place] for place in self.key_places)
 
     def decode(self, stored: Sequence[Any], line_at: LineAt) -> Any:
-        """The row whose columns these are, in the order of the catalogue."""
+        """The row whose columns these are, in the order of the catalogue; `Corruption` for a code of no member."""
         values = list(stored)
-        for place, kinds in self._enums:
-            code = values[place]
-            if code is not None:
-                values[place] = kinds[code]
+        try:
+            for place, kinds in self._enums:
+                code = values[place]
+                if code is not None:
+                    values[place] = kinds[code]
+        except IndexError as fault:
+            raise self._unreadable(stored) from fault
         for place in self._lines:
             if values[place] is not None:
                 values[place] = line_at(values[place])
@@ -77,6 +81,11 @@ class RowCodec:
             if values[place] is not None:
                 values[place] = bool(values[place])
         return self._row(*values)
+
+    def _unreadable(self, stored: Sequence[Any]) -> Corruption:
+        wrong = next(place for place, kinds in self._enums if (stored[place] or 0) >= len(kinds))
+        name = self.table.name.removeprefix("ff_")
+        return Corruption(f"{name}: {self.columns[wrong]}: {stored[wrong]} stands for nothing")
 
 
 def tallied(by: Sequence[str], found: Iterable[Sequence[Any]]) -> dict[tuple[Any, ...], int]:
