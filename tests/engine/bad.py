@@ -63,8 +63,8 @@ PRESENTED: list[Any] = [
 ]
 FENCE: list[Any] = [
     *(None, 5, "fence", (UUID, 1, UUID)),
-    *(Fence(lease_id=bad) for bad in A_UUID),
-    *(Fence(attempt_id=bad) for bad in A_UUID),
+    *(Fence(lease_id=bad) for bad in A_UUID if bad != ""),  # a blank part is one that was not given
+    *(Fence(attempt_id=bad) for bad in A_UUID if bad != ""),
     *(Fence(lease_epoch=bad) for bad in (True, 1.5, NAN, "1", -1, 2**64)),  # type: ignore[arg-type]
 ]
 CURSOR: list[Any] = [None, 5, "abc", [2], b"\x07", b"\x02", b"\x02" * 10, b"\x01" + bytes(16), b"\x00" * 9]
@@ -199,6 +199,14 @@ VERBS: dict[str, Verb] = {
     "cancel": Verb(
         {"handle": Stand.HANDLE, "reason": ""},
         {"handle": Stand.NO_HANDLES, "reason": [*REQUIRED, *TEXT]},
+    ),
+    "cancel_children": Verb(
+        {"handle": Stand.HANDLE, "execution_ids": (), "reason": ""},
+        {
+            "handle": Stand.NO_HANDLES,
+            "execution_ids": [None, 5, True, "x", b"x", *([bad] for bad in EXECUTION_ID)],
+            "reason": [*REQUIRED, *TEXT],
+        },
     ),
     "cancel_execution": Verb(
         {**by_id, "reason": "", "source": "worker", "fence": Fence()},

@@ -15,7 +15,7 @@ from flowfabric.engine.engine import Engine
 from flowfabric.ids import SeededMinter
 from flowfabric.model.answers import Created
 from flowfabric.model.execution import Execution, Payload
-from flowfabric.rules.create import alike, create
+from flowfabric.rules.create import Defaults, alike, create
 from flowfabric.stores.base import Store, Want
 
 ONE, OTHER = "{fp:3}:11111111-1111-4111-8111-111111111111", "{fp:3}:22222222-2222-4222-8222-222222222222"
@@ -42,9 +42,13 @@ asks = st.builds(
 def test_a_shared_decision_is_the_one_that_the_rule_would_make(
     first: CreateExecution, payload: bytes, now: int
 ) -> None:
-    shared = alike(create(None, None, first, now, retention_ms=1000))
+    shared = alike(create(None, None, first, now, defaults=Defaults(1000)))
     by_itself = create(
-        None, None, msgspec.structs.replace(first, execution_id=OTHER, input_payload=payload), now, retention_ms=1000
+        None,
+        None,
+        msgspec.structs.replace(first, execution_id=OTHER, input_payload=payload),
+        now,
+        defaults=Defaults(1000),
     )
 
     if shared is not None:

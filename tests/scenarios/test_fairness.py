@@ -9,6 +9,7 @@ import pytest
 
 from flowfabric.engine.engine import Engine
 from flowfabric.ids import SeededMinter
+from flowfabric.settings import Settings
 from tests.scenarios.play import Play
 from tests.scenarios.test_s_quotas import Q, policy
 from tests.scenarios.test_s_scheduling import ROADS, ask, pull
@@ -104,6 +105,21 @@ async def test_with_ageing_low_priority_never_starves_under_a_flood(play: Play, 
     assert (patient in got) is ageing
     if ageing:
         assert got.index(patient) == 10, "five steps of priority: what comes within five seconds goes first, no more"
+
+
+async def test_a_lane_gives_its_ageing_to_work_whose_policy_names_none(play: Play) -> None:
+    ageing = Engine(play.engine.store, minter=SeededMinter(9), settings=Settings(ageing_ms={"default": 1000}))
+    play = Play(ageing, play.clock)
+    patient = await play.create(priority=0)
+    elsewhere = await play.create(priority=0, lane="other")
+    play.clock.pass_ms(6000)
+    urgent = await play.create(priority=5)
+    urgent_elsewhere = await play.create(priority=5, lane="other")
+
+    assert await pull(play) == [patient]
+    assert await pull(play) == [urgent]
+    taken = [await play.pull(lane="other") for _ in range(2)]
+    assert [one.execution_id for one in taken if one] == [urgent_elsewhere, elsewhere]
 
 
 async def test_very_many_lines_are_all_reached(play: Play) -> None:

@@ -235,9 +235,17 @@ async def test_a_policy_that_makes_no_sense_is_refused_before_the_flow_is_looked
         await flow.engine.set_edge_group_policy(flow.id, flow.new_id(), policy)
 
 
-async def test_a_policy_for_a_flow_that_does_not_exist_is_refused(flow: Flowing) -> None:
-    with pytest.raises(errors.NotFound):
-        await flow.engine.set_edge_group_policy(flow.id, flow.new_id(), any_of("let_run"))
+async def test_a_policy_for_a_flow_that_does_not_exist_is_refused_before_its_downstream_is_looked_at(
+    flow: Flowing,
+) -> None:
+    elsewhere = f"{{fp:{(flow.partition + 1) % 256}}}:{flow.engine.minter.uuid()}"
+    for downstream in (flow.new_id(), elsewhere):
+        with pytest.raises(errors.NotFound):
+            await flow.engine.set_edge_group_policy(flow.id, downstream, any_of("let_run"))
+
+    await flow.begin()
+    with pytest.raises(errors.InvalidInput, match="partition mismatch"):
+        await flow.engine.set_edge_group_policy(flow.id, elsewhere, any_of("let_run"))
 
 
 async def test_a_circle_is_refused_however_long_it_is(flow: Flowing) -> None:

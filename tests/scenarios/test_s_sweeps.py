@@ -8,7 +8,7 @@ import pytest
 
 from flowfabric import errors
 from flowfabric.engine.engine import Engine
-from flowfabric.ids import SeededMinter
+from flowfabric.ids import FlowId, SeededMinter, mint_for_flow
 from flowfabric.model.answers import RetryScheduled
 from flowfabric.model.budget import Budget, BudgetDimension
 from flowfabric.model.execution import Execution
@@ -16,6 +16,7 @@ from flowfabric.model.states import BlockingReason
 from flowfabric.model.verdicts import AlreadyApplied
 from flowfabric.model.worker import Worker
 from flowfabric.rules.change import Change, Guard, Patch
+from flowfabric.rules.create import CreateExecution
 from flowfabric.rules.feeds import Filter
 from flowfabric.settings import Settings
 from flowfabric.stores.base import Scan, Want
@@ -299,6 +300,20 @@ async def test_the_default_retention_can_be_set(play: Play) -> None:
     play.clock.pass_ms(1000)
     assert (await engine.sweep_once("retention_trimmer")).processed == 1
     assert await engine.describe_execution(own) is not None
+
+
+async def test_the_default_retention_holds_for_members_of_a_graph_too(play: Play) -> None:
+    engine = Engine(play.engine.store, minter=SeededMinter(9), settings=Settings(retention_ms=1000))
+    flow_id = FlowId(engine.minter.uuid())
+    member = mint_for_flow(flow_id, engine.partitions, engine.minter)
+    node = CreateExecution(
+        execution_id=member, partition=0, namespace="default", lane_id="default", execution_kind="task"
+    )
+    await engine.create_flow_graph(flow_id, [node])
+    await engine.cancel_execution(member)
+
+    play.clock.pass_ms(1000)
+    assert (await engine.sweep_once("retention_trimmer")).processed == 1
 
 
 async def test_keys_that_are_over_are_swept_and_live_ones_stay(play: Play) -> None:

@@ -178,7 +178,7 @@ async def test_an_attempt_that_takes_the_place_of_another_begins_anew(app: Fabri
         await ctx.stream("answer").write("end")
         return ctx.attempt
 
-    async with working(app, lease_ttl="300ms"):
+    async with working(app):
         run = await talk.submit()
         assert await run.result(20) == 1
         seen = [frame if isinstance(frame, Reset) else frame.text async for frame in run.stream("answer")]

@@ -262,10 +262,12 @@ def test_the_environment_is_read_as_the_reference_reads_it() -> None:
             "FF_API_TOKEN": "t",
             "FF_CORS_ORIGINS": "https://a.example, nonsense ,*",
             "FF_LANES": " a, ,b",
+            "FF_LANE_AGEING_MS": "bulk=60000, a=b=5",
             "FF_MAX_CONCURRENT_TAIL": "3",
             "FF_LEASE_EXPIRY_INTERVAL_MS": "100",
             "FF_UNBLOCK_INTERVAL_S": "2.5",
             "FF_FLOW_PARTITIONS": "8",
+            "FF_POSTGRES_POOL_SIZE": "3",
             "RUST_LOG": "ff_server=debug,audit=info",
         }
     )
@@ -276,7 +278,9 @@ def test_the_environment_is_read_as_the_reference_reads_it() -> None:
         ("a", "b"),
     )
     assert (read.engine.max_concurrent_stream_ops, read.engine.partitions.flow) == (3, 8)
+    assert (read.engine.postgres_pool_size, from_environment({}).engine.postgres_pool_size) == (3, None)
     assert (read.engine.sweeps.lease_expiry_ms, read.engine.sweeps.unblock_ms) == (100, 2500)
+    assert read.engine.ageing_ms == {"bulk": 60000, "a=b": 5}
     assert read.log == "debug"
     assert from_environment({}).host == "127.0.0.1"
 
@@ -289,9 +293,12 @@ def test_the_environment_is_read_as_the_reference_reads_it() -> None:
         ("FF_FLOW_PARTITIONS", "many"),
         ("FF_CORS_ORIGINS", ""),
         ("FF_LANES", ","),
+        ("FF_LANE_AGEING_MS", "bulk"),
+        ("FF_LANE_AGEING_MS", "bulk=soon"),
         ("FF_WAITPOINT_HMAC_SECRET", "abc"),
         ("FF_LEASE_EXPIRY_INTERVAL_MS", "1.5"),
         ("FF_MAX_CONCURRENT_STREAM_OPS", "0"),
+        ("FF_POSTGRES_POOL_SIZE", "0"),
     ],
 )
 def test_a_bad_variable_is_named(name: str, value: str) -> None:

@@ -124,7 +124,7 @@ async def test_a_spoilt_file_is_reported_and_works_again_when_it_is_mended(fragi
 
 async def test_a_file_that_cannot_be_made_is_reported(tmp_path: Path) -> None:
     store = SQLiteStore(tmp_path / "no such folder" / "ff.db")
-    with pytest.raises(StoreUnavailable) as failure:
+    with pytest.raises(StoreUnavailable, match=r"ff\.db: its folder does not exist") as failure:
         await store.open(migrate=True)
     assert failure.value.in_doubt is False
 

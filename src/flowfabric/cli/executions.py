@@ -156,8 +156,13 @@ def _show_snapshot(snapshot: Any, result: dict[str, Any] | None) -> None:
 
 def submit(
     lane: Annotated[str, typer.Option(help="The lane whose workers take it.")] = "default",
-    kind: Annotated[str, typer.Option(help="What handlers know it by.")] = "task",
-    payload: Annotated[str | None, typer.Option(help="The input, as text.", show_default=False)] = None,
+    kind: Annotated[
+        str, typer.Option(help="The name of a task, as module.function, or what other handlers know it by.")
+    ] = "task",
+    payload: Annotated[
+        str | None,
+        typer.Option(help="The input as text; for a task a JSON object of its parameters.", show_default=False),
+    ] = None,
     payload_file: Annotated[
         Path | None, typer.Option(help="The input, byte for byte from a file; - is stdin.", show_default=False)
     ] = None,

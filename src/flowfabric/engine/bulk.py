@@ -23,7 +23,7 @@ from flowfabric.model import answers
 from flowfabric.model.execution import Execution, IdempotencyKey
 from flowfabric.rules import limits
 from flowfabric.rules.change import Change, Decision, Insert, Put
-from flowfabric.rules.create import Alike, CreateExecution, alike, create
+from flowfabric.rules.create import Alike, CreateExecution, Defaults, alike, create
 from flowfabric.stores.base import Inside, Want
 
 Answer = answers.Created | answers.Duplicate
@@ -101,7 +101,7 @@ class BulkCreate:
 
     def _by_itself(self, ask: CreateExecution, now: int) -> Decision[Answer]:
         accepted = intake.creation(ask)
-        decision = create(None, None, accepted, now, retention_ms=self._core.settings.retention_ms)
+        decision = create(None, None, accepted, now, defaults=defaults_of(self._core))
         shared = alike(decision) if ask.execution_deadline_at is None else None
         self._model = None if shared is None else Model(ask, accepted.partition, shared)
         return decision
@@ -177,6 +177,11 @@ async def create_within(core: Core, inside: Inside, ask: CreateExecution) -> Ans
         rows, now = loaded.rows, loaded.now
 
 
+def defaults_of(core: Core) -> Defaults:
+    """What holds where policies do not say."""
+    return Defaults(core.settings.retention_ms, core.settings.ageing_ms)
+
+
 def _wants(ask: CreateExecution) -> tuple[Want, ...]:
     wants: tuple[Want, ...] = (Want(Execution, (ask.execution_id,)),)
     if ask.idempotency_key:
@@ -187,7 +192,7 @@ def _wants(ask: CreateExecution) -> tuple[Want, ...]:
 def _decide(core: Core, ask: CreateExecution, rows: list[list[Any]], now: int) -> Decision[Answer]:
     existing = rows[0][0] if rows[0] else None
     remembered = rows[1][0] if len(rows) > 1 and rows[1] else None
-    return create(existing, remembered, ask, now, retention_ms=core.settings.retention_ms)
+    return create(existing, remembered, ask, now, defaults=defaults_of(core))
 
 
 def _names(ask: CreateExecution) -> tuple[object, ...]:

@@ -21,6 +21,7 @@ from flowfabric.engine.folding import Folding
 from flowfabric.engine.levels import Levels
 from flowfabric.engine.pulling import Pulling
 from flowfabric.engine.reads import Reads
+from flowfabric.engine.redeeming import Redeeming
 from flowfabric.engine.retention import Retention
 from flowfabric.engine.signals import Signals
 from flowfabric.engine.sleeping import Sleeping
@@ -39,7 +40,8 @@ from flowfabric.model.outbox import Message
 from flowfabric.model.stream import Stream
 from flowfabric.rules.feeds import Filter
 from flowfabric.settings import Settings
-from flowfabric.stores.base import Schema, Store
+from flowfabric.stores.base import Schema as Schema  # part of the engine's own vocabulary
+from flowfabric.stores.base import Store
 
 
 class Capabilities(msgspec.Struct, frozen=True):
@@ -57,6 +59,7 @@ class Engine(
     Signals,
     Streams,
     Pulling,
+    Redeeming,
     Reads,
     Retention,
     Subscriptions,

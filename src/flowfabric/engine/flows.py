@@ -11,6 +11,7 @@ import msgspec
 
 from flowfabric import errors, ids
 from flowfabric.engine import intake
+from flowfabric.engine.bulk import defaults_of
 from flowfabric.engine.cancelling import Cancelling
 from flowfabric.engine.core import Rows, first
 from flowfabric.engine.dispatch import Dispatcher, edges_from
@@ -97,7 +98,7 @@ class FlowVerbs(Executions):
 
         def decide(rows: Rows, now: int) -> Any:
             existing = {each[0].execution_id: each[0] for each in rows[1:] if each}
-            return graph.create_graph(first(rows[0]), existing, ask, now)
+            return graph.create_graph(first(rows[0]), existing, ask, now, defaults=defaults_of(self))
 
         answer: flow_answers.GraphCreated | flow_answers.AlreadySatisfied
         answer = await self.settle(wants, decide, trusting=[[] for _ in wants])
@@ -227,7 +228,7 @@ class FlowVerbs(Executions):
         """Say how an execution joins its upstreams, before any edge into it is staged."""
         given = _policy(policy)
         flow = intake.flow(flow_id)
-        child = self._member_id(flow, downstream)
+        child = intake.member("downstream", downstream)
         answer = await self.settle(
             (Want(Flow, (flow,)), Want(EdgeGroup, (flow, child))),
             lambda rows, _: flows.set_policy(first(rows[0]), first(rows[1]), flow, child, given),

@@ -54,18 +54,34 @@ class CreateExecution(msgspec.Struct, frozen=True, gc=False, kw_only=True):
         return hashlib.sha256(scope.encode()).hexdigest()
 
 
+class Defaults(msgspec.Struct, frozen=True, gc=False):
+    """What holds for executions whose policies do not say: how long they are kept, and how those of a lane age."""
+
+    retention_ms: int | None = None
+    ageing_ms: dict[str, int] = {}
+
+    def fill(self, terms: Terms, lane_id: str) -> Terms | None:
+        """The terms with what they leave open; None when that is nothing."""
+        fields: dict[str, int] = {}
+        if self.retention_ms is not None and terms.retention_ttl_ms is None:
+            fields["retention_ttl_ms"] = self.retention_ms
+        if terms.ageing is None and (ageing := self.ageing_ms.get(lane_id)):
+            fields["ageing"] = ageing
+        return replace(terms, **fields) if fields else None
+
+
+NO_DEFAULTS = Defaults()
+
+
 def create(
     existing: Execution | None,
     remembered: IdempotencyKey | None,
     ask: CreateExecution,
     now: int,
     *,
-    retention_ms: int | None = None,
+    defaults: Defaults = NO_DEFAULTS,
 ) -> Decision[Created | Duplicate]:
-    """A new execution, claimable at once or after its delay; an id or key that is known changes nothing.
-
-    `retention_ms` is how long it is kept after its end when its policy does not say.
-    """
+    """A new execution, claimable at once or after its delay; an id or key that is known changes nothing."""
     if remembered is not None and remembered.expires_at > now:
         return Decision(Duplicate(remembered.execution_id))
     if existing is not None:
@@ -75,9 +91,8 @@ def create(
         return refuse(terms)
     if bad_tag := check_tags(ask.tags):
         return refuse(bad_tag)
-    if retention_ms is not None and terms.retention_ttl_ms is None:
-        terms = msgspec.structs.replace(terms, retention_ttl_ms=retention_ms)
-        terms_text = encode_terms(terms)
+    if filled := defaults.fill(terms, ask.lane_id):
+        terms, terms_text = filled, encode_terms(filled)
 
     delay_until = terms.delay_until if ask.delay_until is None else ask.delay_until
     delayed = delay_until is not None and delay_until > now

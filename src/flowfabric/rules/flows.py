@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from flowfabric import errors
+from flowfabric.ids import ExecutionId, partition_of
 from flowfabric.model.execution import Execution
 from flowfabric.model.flow import (
     DependencyKind,
@@ -247,6 +248,8 @@ def set_policy(
     """Fix how a downstream joins its upstreams, as long as no edge into it is staged; it need not be a member yet."""
     if flow is None:
         return refuse(errors.NotFound("flow"))
+    if partition_of(ExecutionId(downstream)) != flow.partition:
+        return refuse(errors.InvalidInput(f"partition mismatch: {downstream} is not on {flow.partition}, as its flow"))
     if group is not None and group.staged > 0:
         return refuse(
             errors.InvalidInput(f"edge_group_policy_already_fixed: {group.staged} edge(s) lead to {downstream}")

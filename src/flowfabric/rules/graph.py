@@ -14,7 +14,7 @@ from flowfabric.model.flow_answers import AlreadySatisfied, GraphCreated
 from flowfabric.model.states import PublicState
 from flowfabric.rules import joins
 from flowfabric.rules.change import Change, Decision, Guard, Insert, Write, absent, at, refuse
-from flowfabric.rules.create import CreateExecution, create
+from flowfabric.rules.create import NO_DEFAULTS, CreateExecution, Defaults, create
 from flowfabric.rules.flows import Policy, StageEdge, edge_row, new_group
 from flowfabric.rules.successors import Successor, listed, successor
 
@@ -82,7 +82,12 @@ def find_cycle(edges: Sequence[StageEdge]) -> errors.CycleDetected | None:
 
 
 def create_graph(
-    flow: Flow | None, existing: Mapping[str, Execution], ask: CreateGraph, now: int
+    flow: Flow | None,
+    existing: Mapping[str, Execution],
+    ask: CreateGraph,
+    now: int,
+    *,
+    defaults: Defaults = NO_DEFAULTS,
 ) -> Decision[GraphCreated | AlreadySatisfied]:
     """All of it or nothing; a flow that exists is left as it is, so that the call can be repeated."""
     if flow is not None:
@@ -104,7 +109,7 @@ def create_graph(
     not_before: list[int] = []
     born: dict[str, Execution] = {}
     for node in ask.nodes:
-        decision = create(None, None, node, now)
+        decision = create(None, None, node, now, defaults=defaults)
         if isinstance(decision.answer, errors.FabricError):
             return Decision(decision.answer)
         assert decision.change is not None

@@ -111,27 +111,26 @@ class Attempts:
             else:
                 entered(own)
                 call = task.handler(**task.with_context(arguments, own.get))
-                value = await (call if task.timeout_s is None else _in_time(call, task.timeout_s))
+                value = await (call if task.timeout_s is None else _in_time(call, task.name, task.timeout_s))
             if own.context is not None:
                 await own.context.flush()
-        except (asyncio.CancelledError, Unwound):
+        except (asyncio.CancelledError, Unwound) as ended:
             if own.context is not None:
                 own.context.give_up()
-            if not own.is_parked:
+            if own.is_parked:
+                _forgive()
+                return AWAY
+            if _is_cancelled() or isinstance(ended, Unwound):
                 raise
-            _forgive()
-            return AWAY
+            # Something that the handler waited for was cancelled, not the attempt.
+            return await _failed(claimed, task, own, ended)
         except Crash:
             logger.info("%s: crashed on purpose", claimed.execution_id)
             return AWAY
-        except Exception as failure:
-            if own.is_parked:
-                return _went_on(claimed, task)
-            if own.context is not None:
-                await own.context.keep_last_words()
-            attempt = claimed.attempt_index
-            logger.info("%s: attempt %d of %s failed", claimed.execution_id, attempt, task.name, exc_info=failure)
-            return raised(failure)
+        except (KeyboardInterrupt, GeneratorExit):
+            raise
+        except BaseException as failure:  # also `sys.exit()`: one handler must not end the others
+            return _went_on(claimed, task) if own.is_parked else await _failed(claimed, task, own, failure)
         return _went_on(claimed, task) if own.is_parked else returned(task, value)
 
     def _context(self, claimed: Claimed, root: asyncio.Task[Any] | None) -> Context:
@@ -206,9 +205,30 @@ class Attempts:
         return await self._cells.perform(order, task.timeout_s)
 
 
-async def _in_time(call: Awaitable[Any], timeout_s: float) -> Any:
-    async with asyncio.timeout(timeout_s):
-        return await call
+async def _failed(claimed: Claimed, task: Task[..., Any], own: Pending, failure: BaseException) -> Outcome:
+    if own.context is not None:
+        await own.context.keep_last_words()
+    attempt = claimed.attempt_index
+    logger.info("%s: attempt %d of %s failed", claimed.execution_id, attempt, task.name, exc_info=failure)
+    return raised(failure)
+
+
+def _is_cancelled() -> bool:
+    """Whether somebody wants the attempt to end: its worker, which stops or has lost the lease."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+async def _in_time(call: Awaitable[Any], name: str, timeout_s: float) -> Any:
+    limit = asyncio.timeout(timeout_s)
+    try:
+        async with limit:
+            return await call
+    except TimeoutError as late:
+        if not limit.expired():  # then it is one of the handler's own
+            raise
+        told = TimeoutError(f"{name} has not returned after {timeout_s:g} s")
+        raise told.with_traceback((late.__cause__ or late).__traceback__) from None  # where it was
 
 
 def _went_on(claimed: Claimed, task: Task[..., Any]) -> Outcome:

@@ -212,11 +212,9 @@ async def _await(task: Task[..., Any], arguments: dict[str, Any], context: Conte
         value = await task.handler(**arguments)
         if context is not None:
             await context.flush()
-    except asyncio.CancelledError:
-        if context is None or not context.is_parked:
-            raise
-        return AWAY
-    except Exception as failure:
+    except asyncio.CancelledError as ended:
+        return AWAY if context is not None and context.is_parked else raised(ended)
+    except (Exception, SystemExit) as failure:  # an exit would end the loop, and nobody would hear of it
         if context is not None:
             await context.keep_last_words()
         return raised(failure)

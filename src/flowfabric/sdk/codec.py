@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import inspect
+import math
+import types
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,8 +20,46 @@ HAS_PYDANTIC = importlib.util.find_spec("pydantic") is not None
 
 LONGEST_SCHEMA = 16_384
 
-json_bytes = msgspec.json.Encoder().encode
 from_json = msgspec.json.Decoder().decode
+_encode = msgspec.json.Encoder().encode
+
+
+def json_bytes(plain: Any) -> bytes:
+    """Plain data as JSON; what JSON has no words for is refused, not bent."""
+    try:
+        data = _encode(plain)
+    except (TypeError, ValueError, RecursionError) as fault:
+        raise InvalidInput(f"not JSON: {_words(fault)}") from fault
+    if b"null" in data and _has_no_number(plain):
+        raise InvalidInput("not JSON: a number in it is not a number, or infinite")
+    return data
+
+
+def to_plain(value: Any) -> Any:
+    """Plain data for a value whose type nobody named; models of pydantic's among it."""
+    try:
+        return msgspec.to_builtins(value, str_keys=True, enc_hook=_model_data)
+    except (TypeError, ValueError, RecursionError) as fault:
+        raise InvalidInput(f"not JSON: {_words(fault)}") from fault
+
+
+def _model_data(value: Any) -> Any:
+    if hasattr(value, "model_dump"):
+        return value.model_dump(mode="json")
+    raise TypeError(f"{type(value).__name__} has no JSON form")
+
+
+def _has_no_number(plain: Any) -> bool:
+    """Whether there is a float in it that JSON would write as null."""
+    match plain:
+        case float():
+            return not math.isfinite(plain)
+        case dict():
+            return any(map(_has_no_number, plain.values()))
+        case list() | tuple():
+            return any(map(_has_no_number, plain))
+        case _:
+            return False
 
 
 class Shape:
@@ -38,11 +79,11 @@ class Shape:
         try:
             if self._adapter is not None:
                 return self._adapter.dump_python(self._adapter.validate_python(value), mode="json")
-            plain = msgspec.to_builtins(value)
+            plain = msgspec.to_builtins(value, str_keys=True, enc_hook=_model_data)
             if self.annotation is not Any:
-                msgspec.convert(plain, self.annotation)
+                msgspec.convert(plain, self.annotation, str_keys=True)
             return plain
-        except (TypeError, ValueError, msgspec.ValidationError) as fault:
+        except (TypeError, ValueError, RecursionError) as fault:
             raise InvalidInput(f"{name}: {_words(fault)}") from fault
 
     def load(self, plain: Any, name: str) -> Any:
@@ -50,8 +91,8 @@ class Shape:
         try:
             if self._adapter is not None:
                 return self._adapter.validate_python(plain)
-            return plain if self.annotation is Any else msgspec.convert(plain, self.annotation)
-        except (TypeError, ValueError, msgspec.ValidationError) as fault:
+            return plain if self.annotation is Any else msgspec.convert(plain, self.annotation, str_keys=True)
+        except (TypeError, ValueError, RecursionError) as fault:
             raise InvalidInput(f"{name}: {_words(fault)}") from fault
 
     def schema(self) -> str | None:
@@ -68,21 +109,30 @@ class Signature:
     """The parameters of a handler, without its context."""
 
     def __init__(self, handler: Callable[..., Any], context: type) -> None:
-        hints = typing.get_type_hints(handler)
+        what = handler.__qualname__
+        try:
+            hints = typing.get_type_hints(handler)
+        except (NameError, TypeError) as fault:
+            raise InvalidInput(
+                f"task {what}: its annotations cannot be read ({fault}); types that it names must stand in its module"
+            ) from fault
         full = inspect.signature(handler)
         self.context_name: str | None = None
         kept = []
         self.shapes: dict[str, Shape] = {}
         for name, parameter in full.parameters.items():
             annotation = hints.get(name, inspect.Parameter.empty)
-            if isinstance(annotation, type) and issubclass(annotation, context):
+            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                raise InvalidInput(f"task {what}: *{name} cannot be kept; name each parameter")
+            if _is_a(annotation, context):
+                if self.context_name is not None:
+                    raise InvalidInput(f"task {what}: {self.context_name} and {name} are both the context")
                 self.context_name = name
                 continue
-            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-                raise TypeError(f"{handler.__qualname__}: *{name} cannot be kept; name each parameter")
             kept.append(parameter)
             self.shapes[name] = Shape(annotation)
         self._signature = full.replace(parameters=kept)
+        self._name = what
         self._is_simple = all(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in kept)
         self._needed = {parameter.name for parameter in kept if parameter.default is parameter.empty}
         self._decode = _decoder(kept, self.shapes)
@@ -99,7 +149,15 @@ class Signature:
         try:
             return dict(self._signature.bind(*args, **kwargs).arguments)
         except TypeError as fault:
-            raise InvalidInput(str(fault)) from fault
+            missing = self.context_name is None and "ctx" in self.shapes and "ctx" not in kwargs
+            hint = "; ctx is an ordinary parameter unless it is annotated: ctx: Context" if missing else ""
+            raise InvalidInput(f"{self._name}: {fault}{hint}") from fault
+
+    def all(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments in the order of the parameters, with the defaults of those that are left out."""
+        defaults = {name: one.default for name, one in self._signature.parameters.items()}
+        known = {name: arguments.get(name, default) for name, default in defaults.items()}
+        return {name: value for name, value in known.items() if value is not inspect.Parameter.empty}
 
     def plain(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments as plain JSON data; one that does not fit is refused."""
@@ -156,15 +214,38 @@ def _adapter(annotation: Any) -> Any:
         return None
     import pydantic
 
-    return pydantic.TypeAdapter(annotation)
+    try:
+        return pydantic.TypeAdapter(annotation)
+    except pydantic.errors.PydanticUserError as fault:
+        raise InvalidInput(f"{annotation}: {_words(fault)}") from fault
 
 
-def _mentions_model(annotation: Any) -> bool:
+def _is_a(annotation: Any, kind: type) -> bool:
+    """Whether a parameter is annotated as this, or as this or None."""
+    optional = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    parts = typing.get_args(annotation) if optional else (annotation,)
+    return any(isinstance(part, type) and issubclass(part, kind) for part in parts)
+
+
+def _mentions_model(annotation: Any, seen: frozenset[Any] = frozenset()) -> bool:
     import pydantic
 
     if isinstance(annotation, type) and issubclass(annotation, pydantic.BaseModel):
         return True
-    return any(_mentions_model(argument) for argument in typing.get_args(annotation))
+    parts = [*typing.get_args(annotation), *_fields_of(annotation)]
+    return any(_mentions_model(part, seen | {annotation}) for part in parts if part not in seen)
+
+
+def _fields_of(annotation: Any) -> list[Any]:
+    """The types of what a dataclass, a TypedDict or a named tuple consists of."""
+    if not isinstance(annotation, type) or not (
+        dataclasses.is_dataclass(annotation) or typing.is_typeddict(annotation) or hasattr(annotation, "_fields")
+    ):
+        return []
+    try:
+        return [*typing.get_type_hints(annotation).values()]
+    except (TypeError, NameError):
+        return []
 
 
 def _words(fault: Exception) -> str:

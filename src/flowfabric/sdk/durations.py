@@ -14,7 +14,7 @@ _UNITS = {"ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000, "w":
 _PART = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|d|w)\s*")
 
 
-def to_ms(length: Duration, name: str = "duration") -> int:
+def to_ms(length: Duration, name: str = "duration", *, least: int = 0) -> int:
     """Whole milliseconds; numbers are seconds, texts are like "1h30m"."""
     match length:
         case bool():
@@ -27,7 +27,7 @@ def to_ms(length: Duration, name: str = "duration") -> int:
             ms = _parse(length, name)
         case _:
             raise InvalidInput(f"{name}: {length!r} is no length of time")
-    if not 0 <= ms < 2**53:
+    if not least <= ms < 2**53:
         raise InvalidInput(f"{name}: {length!r} is out of range")
     return round(ms)
 
@@ -43,3 +43,10 @@ def _parse(text: str, name: str) -> float:
     if not text or place != len(text):
         raise InvalidInput(f'{name}: {text!r} is no length of time; write it like "30s", "5m", "1h30m" or "7d"')
     return total
+
+
+def to_seconds(length: Duration | None, name: str = "timeout") -> float | None:
+    """How long to wait; what is left of a time that is over may be below zero."""
+    if length is None or (isinstance(length, int | float) and length <= 0):
+        return None if length is None else 0.0
+    return to_ms(length, name) / 1000

@@ -22,6 +22,7 @@ from flowfabric.connecting import connect, is_server
 from flowfabric.engine.engine import Engine
 from flowfabric.errors import InvalidInput
 from flowfabric.ids import Minter
+from flowfabric.sdk import declared
 from flowfabric.sdk.codec import Shape
 from flowfabric.sdk.context import Context
 from flowfabric.sdk.durations import Duration, to_ms
@@ -29,7 +30,7 @@ from flowfabric.sdk.failing import Retry
 from flowfabric.sdk.flows import Flow
 from flowfabric.sdk.limits import Bound, Budget, Limit, Scope
 from flowfabric.sdk.run import Run
-from flowfabric.sdk.task import Decorator, Options, Task
+from flowfabric.sdk.task import Decorator, Options, Task, submit_ways
 from flowfabric.sdk.threads import Portal
 from flowfabric.settings import Settings
 
@@ -58,6 +59,8 @@ class Fabric:
         token: str | None = None,
     ) -> None:
         """`url` is a store's address, or a server's, which is shown `token` (else FLOWFABRIC_TOKEN or FF_API_TOKEN)."""
+        if url is not None and not isinstance(url, str):
+            raise InvalidInput(f"url: {url!r} is not a text, as in sqlite:///app.db")
         self.url = url or os.environ.get("FLOWFABRIC_URL") or DEFAULT_STORE
         self.namespace = namespace
         self.public_url = (public_url or os.environ.get("FF_PUBLIC_URL") or "http://127.0.0.1:9090").rstrip("/")
@@ -79,6 +82,8 @@ class Fabric:
         self._made: weakref.WeakKeyDictionary[Engine, set[str]] = weakref.WeakKeyDictionary()
         self._own_loop: asyncio.AbstractEventLoop | None = None
         self._starting = threading.Lock()
+        self._pid = os.getpid()
+        self._inherited: list[Any] = []
 
     # -- tasks ----------------------------------------------------------------------------------------------------
 
@@ -137,19 +142,17 @@ class Fabric:
         if on_mismatch not in ("warn", "error"):
             raise InvalidInput(f'on_mismatch: {on_mismatch!r} is neither "warn" nor "error"')
         options = Options(
-            lane=lane,
-            priority=priority,
-            retry=retry,
-            needs=frozenset(needs),
-            timeout_ms=None if timeout is None else to_ms(timeout, "timeout"),
-            tags=dict(tags or {}),
-            budgets=tuple(budgets),
-            limits=tuple(limits),
-            fair=fair,
-            weight=weight,
+            needs=declared.capabilities("needs", needs),
+            timeout_ms=None if timeout is None else to_ms(timeout, "timeout", least=1),
+            budgets=declared.each("budgets", Budget, budgets, "[Budget(…)]"),
+            limits=declared.each("limits", Limit, limits, "[Limit(…)]"),
+            **submit_ways(lane=lane, priority=priority, retry=retry, tags=tags or {}, fair=fair, weight=weight),
         )
+        if name is not None:
+            declared.name(name)
 
-        def make(function: Callable[..., Any]) -> Task[..., Any]:
+        def make(given: Callable[..., Any]) -> Task[..., Any]:
+            function = declared.handler(given)
             known_as = name or f"{_home(function)}.{function.__qualname__}"
             if known_as in self.tasks:
                 raise InvalidInput(f"task {known_as!r} exists already; give one of them another name=")
@@ -257,11 +260,12 @@ class Fabric:
 
     def portal(self) -> Portal:
         """The way from this thread to an event loop: one where this app is in use, else one of our own."""
+        self._notice_fork()
         with self._starting:
             in_use = next((loop for loop in list(self._engines) if loop.is_running()), None)
             if in_use is None:
                 in_use = self._own_loop = asyncio.new_event_loop()
-                threading.Thread(target=in_use.run_forever, name="flowfabric-sync", daemon=True).start()
+                threading.Thread(target=_run, args=(in_use,), name="flowfabric-sync", daemon=True).start()
                 atexit.register(self.stop_own_loop)
             elif in_use is not self._own_loop:
                 return Portal(in_use, self.on_wait)
@@ -269,6 +273,7 @@ class Fabric:
 
     def stop_own_loop(self) -> None:
         """End the loop that `portal` started, if it did; what it held of the store is let go."""
+        self._notice_fork()
         with self._starting:
             loop, self._own_loop = self._own_loop, None
         if loop is None:
@@ -278,6 +283,16 @@ class Fabric:
             Portal(loop).call(self.close())
         finally:
             loop.call_soon_threadsafe(loop.stop)
+
+    def _notice_fork(self) -> None:
+        """A forked child has none of its parent's threads: loops that ran there look as if they ran here."""
+        if self._pid == os.getpid():
+            return
+        self._inherited += [self._engines, self._own_loop]  # kept, so that nothing of the parent's is closed here
+        self._pid = os.getpid()
+        self._starting = threading.Lock()
+        self._engines = weakref.WeakKeyDictionary()
+        self._own_loop = None
 
     async def __aenter__(self) -> Self:
         await self.engine()
@@ -303,6 +318,10 @@ class Fabric:
         """Work until told to stop: SIGTERM or Ctrl-C drains, a second one hurries."""
         from flowfabric.sdk.worker import Worker
 
+        if _in_a_loop():
+            raise RuntimeError(
+                "app.run() takes the whole process: start the worker in one of its own, as `ff worker` does"
+            )
         worker = Worker(
             self,
             slots=slots,
@@ -318,11 +337,27 @@ class Fabric:
         return f"<Fabric of {len(self.tasks)} tasks, namespace {self.namespace!r}>"
 
 
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    """The life of a loop in a thread of its own."""
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
+
+
+def _in_a_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
 def _home(function: Callable[..., Any]) -> str:
     """The module of a function by the name under which others import it, also when it is the program that runs."""
     module: str = function.__module__
     if module not in ("__main__", "__mp_main__"):
         return module
-    known = function.__globals__
+    known = getattr(function, "__globals__", {})
     spec, file = known.get("__spec__"), known.get("__file__")
     return str(spec.name) if spec is not None else Path(file).stem if file else module

@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 
+from flowfabric.errors import InvalidInput
+from flowfabric.sdk import declared
 from flowfabric.sdk.durations import Duration, to_ms
 
 
@@ -18,6 +20,14 @@ class Retry(msgspec.Struct, frozen=True):
     cap: Duration = "60s"
     jitter: bool = True
     only: tuple[str, ...] = ()  # names of failures that are worth another attempt; empty for all
+
+    def __post_init__(self) -> None:
+        declared.whole("max", self.max, least=0)
+        if not declared.amount("factor", self.factor):
+            raise InvalidInput("factor: 0 leaves no time between two attempts")
+        declared.each("only", str, self.only, '("ConnectionError",)')
+        to_ms(self.base, "base")
+        to_ms(self.cap, "cap")
 
     def policy(self) -> dict[str, Any]:
         """The retry policy that the engine keeps."""
@@ -49,26 +59,36 @@ class Fatal(Exception):
 class BudgetExceeded(Exception):
     """What a handler wanted to spend or reserve goes beyond a hard limit; nothing was counted."""
 
-    def __init__(self, budget: str, dimension: str, *, used: int, limit: int) -> None:
+    def __init__(
+        self, budget: str, dimension: str, *, used: int | float, limit: int | float, asked: int | float
+    ) -> None:
         self.budget = budget
         self.dimension = dimension
         self.used = used
         self.limit = limit
-        super().__init__(f"budget {budget}: {dimension} is at {used} of {limit}")
+        self.asked = asked
+        super().__init__(f"budget {budget}: {dimension} is at {used} of {limit}, and {asked} more were asked for")
 
 
 class RunEnded(Exception):
     """A run ended without a result."""
 
-    def __init__(self, run_id: str, task: str, reason: str | None) -> None:
+    hint = "run.replay() lets it run again"
+
+    def __init__(self, run_id: str, task: str, reason: str | None, attempt: int | None = None) -> None:
         self.run_id = run_id
         self.task = task
         self.reason = reason or ""
-        super().__init__(f"{task} {run_id}: {self.reason or 'no reason was given'}")
+        self.attempt = attempt  # its last one, when that is known
+        where = run_id if attempt is None else f"{run_id} attempt {attempt}"
+        super().__init__(f"{task} {where}: {self.reason or self.__doc__}")
+        self.add_note(f"{self.hint}; `ff show {run_id}` tells what became of it")
 
 
 class RunFailed(RunEnded):
     """Its last attempt failed."""
+
+    hint = "run.attempts() tells of every attempt, run.replay() lets it run again"
 
 
 class RunCancelled(RunEnded):
@@ -81,3 +101,5 @@ class RunExpired(RunEnded):
 
 class RunSkipped(RunEnded):
     """What it depended on did not happen."""
+
+    hint = "once what it waits for has been replayed, run.replay() lets it wait again"

@@ -24,10 +24,12 @@ from flowfabric import ids
 from flowfabric.engine.flows import GraphEdge
 from flowfabric.errors import InvalidInput
 from flowfabric.model.states import PublicState
+from flowfabric.sdk import declared
+from flowfabric.sdk.durations import Duration, to_seconds
 from flowfabric.sdk.failing import RunEnded, RunSkipped
 from flowfabric.sdk.joins import AllOf, Join
 from flowfabric.sdk.run import Run
-from flowfabric.sdk.task import Call, Task
+from flowfabric.sdk.task import Call, Task, a_call
 
 if TYPE_CHECKING:
     from flowfabric.sdk.fabric import Fabric
@@ -90,8 +92,7 @@ class Flow:
     """A flow in the making. It can be submitted any number of times."""
 
     def __init__(self, app: Fabric, name: str) -> None:
-        if not name:
-            raise InvalidInput("flow: it needs a name")
+        declared.name(name)
         self.app = app
         self.name = name
         self.nodes: dict[str, Node[Any]] = {}
@@ -118,7 +119,11 @@ class Flow:
         **kwargs: Any,
     ) -> Node[R]:
         """A call that runs when its upstreams let it: the nodes among its arguments, those of the join, and `after`."""
-        call = task if isinstance(task, Call) else task.s(*args, **kwargs)
+        if isinstance(after, Node | Edge) or not isinstance(after, Iterable):
+            raise InvalidInput("after: not a list; write after=[node]")
+        if not isinstance(join, Join):
+            raise InvalidInput(f"join: {join!r} is no join; write join=AnyOf(first.failed, second.failed)")
+        call = a_call(task, *args, **kwargs)
         name = call.task.__name__
         while name in self.nodes:
             base, _, number = name.partition("-")
@@ -206,9 +211,16 @@ class FlowRun:
         self.id = flow_id
         self._run_ids = run_ids
 
-    def __getitem__(self, node: Node[R]) -> Run[R]:
-        """The run of one node."""
-        return node.call.task.run(self._run_ids[node.name])
+    @overload
+    def __getitem__(self, node: Node[R]) -> Run[R]: ...
+    @overload
+    def __getitem__(self, node: str) -> Run[Any]: ...
+    def __getitem__(self, node: Node[Any] | str) -> Run[Any]:
+        """The run of one node, or of the one of this name."""
+        known = self.flow.nodes.get(node) if isinstance(node, str) else node
+        if not isinstance(known, Node) or known.name not in self._run_ids:
+            raise InvalidInput(f"flow {self.flow.name}: {node!r} is none of {', '.join(self._run_ids)}")
+        return known.call.task.run(self._run_ids[known.name])
 
     @property
     def sync(self) -> SyncFlowRun:
@@ -217,15 +229,20 @@ class FlowRun:
 
         return SyncFlowRun(self, self.flow.app.portal())
 
-    async def result(self, timeout: float | None = None) -> dict[str, Any]:
+    async def result(self, timeout: Duration | None = None) -> dict[str, Any]:
         """What the last nodes returned, by name, once all have ended; what was skipped is left out.
 
         Raises what the first failed node would raise, unless some node of the flow waited for that failure or ran
         without it.
         """
         nodes = list(self.flow.nodes.values())
-        async with asyncio.timeout(timeout):
-            ends = await asyncio.gather(*(self[node].result() for node in nodes), return_exceptions=True)
+        longest_s = to_seconds(timeout)
+        try:
+            async with asyncio.timeout(longest_s):
+                ends = await asyncio.gather(*(self[node].result() for node in nodes), return_exceptions=True)
+        except TimeoutError:
+            late = f"{self.flow.name} {self.id} has not ended after {longest_s:g} s; it goes on all the same"
+            raise TimeoutError(late) from None
         awaited = {edge.node.name for node in nodes for edge in node.edges if edge.kind != "success_only"}
         awaited |= {  # a join that was met without them
             edge.node.name
@@ -264,6 +281,8 @@ class FlowRun:
 
 
 def _edge(given: Node[Any] | Edge) -> Edge:
+    if not isinstance(given, Node | Edge):
+        raise InvalidInput(f"flow: {given!r} is no node; nodes are what flow.add returns")
     return given if isinstance(given, Edge) else Edge(given)
 
 

@@ -26,7 +26,7 @@ class Referring(msgspec.Struct, frozen=True):
 
     def dumped(self) -> bytes:
         """On its way into the store."""
-        return json_bytes(self)
+        return json_bytes({"input": self.input, "results": self.results})
 
 
 def plain_input(payload: Payload | None) -> bytes:

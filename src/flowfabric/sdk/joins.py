@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from flowfabric.errors import InvalidInput
+from flowfabric.sdk import declared
 
 if TYPE_CHECKING:
     from flowfabric.sdk.flows import Edge, Node
@@ -63,9 +64,7 @@ class Quorum(Join):
 
     def __init__(self, k: int, *of: Edge | Node[Any], cancel_rest: bool = False) -> None:
         super().__init__(*of, cancel_rest=cancel_rest)
-        if k < 1:
-            raise InvalidInput(f"quorum: {k} is not enough of anything")
-        self.k = k
+        self.k = declared.whole("quorum", k, least=1)
 
     def needed(self, count: int) -> int:
         if self.k > count:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import uuid
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
@@ -10,6 +11,7 @@ import msgspec
 
 from flowfabric.errors import InvalidInput
 from flowfabric.model.verdicts import BudgetExists
+from flowfabric.sdk import declared
 from flowfabric.sdk.durations import Duration, to_ms
 
 if TYPE_CHECKING:
@@ -39,8 +41,8 @@ class Budget:
         reset: Duration | None = None,
         on_hard: Literal["fail", "suspend"] = "fail",
     ) -> None:
-        if not name or not limits:
-            raise InvalidInput("budget: it needs a name and at least one limit")
+        if not name or not limits or not isinstance(limits, Mapping):
+            raise InvalidInput('budget: it needs a name and at least one limit, as in Budget("llm", {"usd": 5})')
         if soft is not None and not 0 < soft <= 1:
             raise InvalidInput(f"budget {name}: soft is a part of the limits, between 0 and 1")
         if on_hard not in ("fail", "suspend"):
@@ -52,6 +54,8 @@ class Budget:
         self._soft = soft
         self._reset_ms = 0 if reset is None else to_ms(reset, "reset")
         self._fractional = MONEY | {one for one, limit in limits.items() if isinstance(limit, float)}
+        if not all(self.amounts(limits).values()):  # wrong numbers are refused here
+            raise InvalidInput(f"budget {name}: a limit of 0 would be none; leave that dimension out")
 
     def amounts(self, given: Mapping[str, int | float]) -> dict[str, int]:
         """What is spent, as it is counted in the store."""
@@ -61,9 +65,14 @@ class Budget:
         """The name of a dimension in the store."""
         return f"{dimension}{MILLIONTHS}" if dimension in self._fractional else dimension
 
+    def shown(self, dimension: str, *amounts: int) -> tuple[str, list[int | float]]:
+        """A dimension of the store and its numbers, as people wrote them."""
+        if not dimension.endswith(MILLIONTHS):
+            return dimension, list(amounts)
+        return dimension.removesuffix(MILLIONTHS), [amount / 1_000_000 for amount in amounts]
+
     def _counted(self, dimension: str, amount: int | float) -> int:
-        if isinstance(amount, bool) or amount < 0:
-            raise InvalidInput(f"budget {self.name}: {dimension}={amount!r} is no amount")
+        declared.amount(f"budget {self.name}: {dimension}", amount)
         if dimension in self._fractional:
             return round(amount * 1_000_000)
         if int(amount) != amount:
@@ -118,7 +127,8 @@ class Limit:
         spread: Duration = 0,
     ) -> None:
         """`spread` is by how much the starts that had to wait for the rate are spread."""
-        if concurrency < 0 or (not concurrency and rate is None):
+        declared.whole("concurrency", concurrency, least=0)
+        if not concurrency and rate is None:
             raise InvalidInput('limit: say how many at once (concurrency=10) or how fast (rate="100/1m")')
         self.concurrency = concurrency
         self.rate = rate
@@ -162,14 +172,32 @@ class Bound(msgspec.Struct, frozen=True):
                 known.add(limit_id)
 
 
-def scope_of(per: Scope | None, what: str, arguments: Mapping[str, Any], tags: Mapping[str, str]) -> str:
-    """Whose budget or limit it is for a call with these arguments; empty when it is everybody's."""
+def scope_of(
+    per: Scope | None, what: str, arguments: Mapping[str, Any], tags: Mapping[str, str], *, whole: bool = True
+) -> str:
+    """Whose budget or limit it is for a call with these arguments; empty when it is everybody's.
+
+    They are not the `whole` of the arguments when some are the results of other runs.
+    """
     if per is None:
         return ""
-    value = per(*arguments.values()) if callable(per) else _found(per, arguments, tags)
+    value = _called(per, what, arguments, whole=whole) if callable(per) else _found(per, arguments, tags)
     if value is None:
         raise InvalidInput(f"{what}: the call does not say which {per if isinstance(per, str) else 'one'} it is for")
     return str(value)
+
+
+def _called(per: Callable[..., Any], what: str, arguments: Mapping[str, Any], *, whole: bool) -> Any:
+    """What a function makes of a call: of the parameters that it names, else of all in their order."""
+    asked = inspect.signature(per)
+    if all(name in arguments for name in asked.parameters):
+        return per(**{name: arguments[name] for name in asked.parameters})
+    try:
+        given = asked.bind(*(arguments.values() if whole else ()))
+    except TypeError as fault:
+        known = ", ".join(arguments) or "nothing"
+        raise InvalidInput(f"{what}: its function wants {asked}, the call has {known}") from fault
+    return per(*given.args)
 
 
 def _found(name: str, arguments: Mapping[str, Any], tags: Mapping[str, str]) -> Any:
@@ -182,7 +210,9 @@ def _found(name: str, arguments: Mapping[str, Any], tags: Mapping[str, str]) -> 
     return tags.get(name, tags.get(f"app.{name}"))
 
 
-def _rate(text: str) -> tuple[int, int]:
+def _rate(text: object) -> tuple[int, int]:
+    if not isinstance(text, str):
+        raise InvalidInput(f'rate: {text!r} is no rate; write it like "100/1m"')
     count, found, window = text.partition("/")
     if not found or not count.strip().isdecimal() or not int(count):
         raise InvalidInput(f'rate: {text!r} is no rate; write it like "100/1m"')

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import traceback
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from flowfabric.engine.engine import Engine
-from flowfabric.errors import InvalidInput
+from flowfabric.errors import InvalidInput, ValidationError
 from flowfabric.handles import Handle
 from flowfabric.sdk.codec import json_bytes
 from flowfabric.sdk.failing import BudgetExceeded, Fatal, RetryAfter
 from flowfabric.sdk.task import Task
 
 LONGEST_REASON = 8000
+LONGEST_CATEGORY = 200
+OUR_FILES = f"{Path(__file__).parents[1]}{os.sep}"
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
@@ -64,11 +68,18 @@ def raised(failure: BaseException) -> Outcome:
         case BudgetExceeded():
             return Failed(reason_of(failure), "budget_exceeded")
         case _:
-            return Failed(reason_of(failure), type(failure).__name__)
+            return Failed(reason_of(failure), type(failure).__name__[:LONGEST_CATEGORY])
 
 
 async def tell(engine: Engine, handle: Handle, outcome: Outcome) -> None:
-    """End the attempt with this word."""
+    """End the attempt with this word; a result that cannot be kept, being too large, is a failure."""
+    try:
+        await _told(engine, handle, outcome)
+    except ValidationError as refused:
+        await _told(engine, handle, Failed(reason_of(refused), "permanent"))
+
+
+async def _told(engine: Engine, handle: Handle, outcome: Outcome) -> None:
     match outcome:
         case Done(result=result):
             await engine.complete(handle, result=result, encoding="json")
@@ -81,8 +92,17 @@ async def tell(engine: Engine, handle: Handle, outcome: Outcome) -> None:
 
 
 def reason_of(failure: BaseException) -> str:
-    """The failure in a line, and where it happened."""
-    line = f"{type(failure).__name__}: {failure}"
-    where = "".join(traceback.format_tb(failure.__traceback__)[-3:])
+    """The failure in a line, and where it happened: in the application, unless it never got there."""
+    frames = [*traceback.extract_tb(failure.__traceback__)]
+    theirs = [frame for frame in frames if not frame.filename.startswith(OUR_FILES)]
+    where = "".join(traceback.format_list((theirs or frames)[-3:]))
+    line = f"{type(failure).__name__}: {_text(failure)}"
     text = f"{line}\n{where}" if where else line
     return text.replace("\x00", "\\0").encode("utf-8", "backslashreplace")[:LONGEST_REASON].decode("utf-8", "ignore")
+
+
+def _text(failure: BaseException) -> str:
+    try:
+        return str(failure)
+    except Exception as fault:
+        return f"(its text cannot be made: {type(fault).__name__})"

@@ -13,7 +13,7 @@ import msgspec
 
 from flowfabric.errors import FabricError
 from flowfabric.handles import HandleKind
-from flowfabric.sdk.codec import from_json, json_bytes
+from flowfabric.sdk.codec import from_json, json_bytes, to_plain
 from flowfabric.sdk.durable import here
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class Saying(ABC):
         await self.engine.progress(
             self.handle,
             pct=share if isinstance(share, int) else None,
-            message=msgspec.json.encode(self._said).decode(),
+            message=json_bytes(to_plain(self._said)).decode(),
         )
 
     def stream(self, name: str) -> Output:
@@ -117,7 +117,7 @@ class Output:
         elif isinstance(piece, str):
             payload = piece.encode()
         else:
-            payload = json_bytes(piece)
+            payload = json_bytes(to_plain(piece))
         self._written.append(payload.decode("utf-8", "replace"))
         place = here()
         number = self._counts[place]

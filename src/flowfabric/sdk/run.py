@@ -15,7 +15,8 @@ from flowfabric import errors
 from flowfabric.engine.asks import MailArgs, SignalArgs, WaitpointToken
 from flowfabric.model.states import PublicState, TerminalOutcome
 from flowfabric.sdk.approvals import Link
-from flowfabric.sdk.codec import Shape, from_json, json_bytes
+from flowfabric.sdk.codec import Shape, from_json, json_bytes, to_plain
+from flowfabric.sdk.durations import Duration, to_seconds
 from flowfabric.sdk.failing import RunCancelled, RunExpired, RunFailed, RunSkipped
 from flowfabric.sdk.output import START, progress_of
 
@@ -73,20 +74,23 @@ class Run(Generic[R]):
 
         return SyncRun(self, self._app.portal())
 
-    async def result(self, timeout: float | None = None) -> R:
+    async def result(self, timeout: Duration | None = None) -> R:
         """What the handler returned; raises RunFailed, RunCancelled, RunExpired, RunSkipped or TimeoutError."""
+        longest_s = to_seconds(timeout)
         engine = await self._engine()
         clock = asyncio.get_running_loop().time
-        until = None if timeout is None else clock() + timeout
+        until = None if longest_s is None else clock() + longest_s
         longest_ms = max(LONGEST_LOOK_MS, engine.settings.poll_ms)
         await asyncio.sleep(0)  # workers hear of what was just submitted before this looks at it
         while True:
             left_ms = longest_ms if until is None else max(0, int((until - clock()) * 1000))
             ended = await engine.await_end(self.id, max_wait_ms=min(left_ms, longest_ms))
             if ended is not None:
-                return self._value(ended)
+                return await self._value(engine, ended)
             if until is not None and clock() >= until:
-                raise TimeoutError(f"{self.task} {self.id} has not ended after {timeout} s; it goes on all the same")
+                raise TimeoutError(
+                    f"{self.task} {self.id} has not ended after {longest_s:g} s; it goes on all the same"
+                )
 
     async def state(self) -> PublicState:
         """The one public word for what it is doing."""
@@ -104,7 +108,10 @@ class Run(Generic[R]):
 
     async def attempts(self) -> list[AttemptView]:
         """Every attempt so far."""
-        return await (await self._engine()).attempt_history(self.id)
+        history = await (await self._engine()).attempt_history(self.id)
+        if not history:
+            await self.state()  # raises when there is no such run
+        return history
 
     async def cancel(self, reason: str = "") -> None:
         """End it, whatever it is doing; again is fine."""
@@ -135,7 +142,7 @@ class Run(Generic[R]):
                 execution_id=self.id,
                 mailbox=name,
                 message_id=engine.minter.uuid(),
-                payload=json_bytes(msgspec.to_builtins(value)),
+                payload=json_bytes(to_plain(value)),
                 payload_encoding="json",
                 idempotency_key=key,
             )
@@ -168,7 +175,7 @@ class Run(Generic[R]):
                 signal_category="approval",
                 source_type="person",
                 source_identity=by,
-                payload=json_bytes(msgspec.to_builtins(value)),
+                payload=json_bytes(to_plain(value)),
             )
         )
 
@@ -179,6 +186,7 @@ class Run(Generic[R]):
         """
         engine = await self._engine()
         attempt, place = (0, START) if after is None else _cursor(after)
+        await self.state()  # raises when there is no such run
         while True:
             page = await engine.tail_stream(self.id, attempt, place, block_ms=TAIL_MS, count_limit=1000)
             for frame in page.frames:
@@ -198,9 +206,13 @@ class Run(Generic[R]):
         """What its handler last said, as one document; `pct` is the percentage."""
         return progress_of(*await (await self._engine()).read_progress(self.id))
 
-    def _value(self, ended: Ended) -> R:
+    async def _value(self, engine: Engine, ended: Ended) -> R:
         if ended.outcome is not TerminalOutcome.SUCCESS:
-            raise _ENDS.get(ended.outcome, RunFailed)(self.id, self.task, ended.reason)
+            attempts = 0
+            with suppress(errors.FabricError):
+                attempts = await engine.read_total_attempt_count(self.id)
+            last = attempts - 1 if attempts else None
+            raise _ENDS.get(ended.outcome, RunFailed)(self.id, self.task, ended.reason, last)
         plain = from_json(ended.result) if ended.result else None
         value: R = self._shape.load(plain, "result")
         return value

@@ -107,12 +107,12 @@ class Spending(ABC):
         self, budget: Budget, budget_id: str, breach: verdicts.HardBreach, amounts: Mapping[str, int]
     ) -> None:
         """Fail, or sleep until there is room."""
+        numbers = (breach.current_usage + breach.reserved, breach.hard_limit, amounts[breach.dimension])
+        dimension, (used, limit, asked) = budget.shown(breach.dimension, *numbers)
         if budget.on_hard != "suspend":
-            used = breach.current_usage + breach.reserved
-            raise BudgetExceeded(budget.name, breach.dimension, used=used, limit=breach.hard_limit)
-        if amounts[breach.dimension] > breach.hard_limit:
-            asked = f"{breach.dimension}={amounts[breach.dimension]}"
-            raise InvalidInput(f"budget {budget.name}: {asked} is more than it ever has room for")
+            raise BudgetExceeded(budget.name, dimension, used=used, limit=limit, asked=asked)
+        if asked > limit:
+            raise InvalidInput(f"budget {budget.name}: {dimension}={asked} is more than it ever has room for")
         need = Need(budget_id, breach.dimension, amounts[breach.dimension])
         await self.durable.wait(
             GateArgs(name=self.durable.gate_name("budget"), kind=GateKind.MAILBOX, mailbox=need.key),
@@ -120,6 +120,8 @@ class Spending(ABC):
         )
 
     async def _id_of(self, budget: Budget) -> str:
+        if not isinstance(budget, Budget):
+            raise InvalidInput(f"budget: {budget!r} is no Budget; hand over the one that was declared")
         if (found := self._budgets.get(budget.name)) is not None:
             return found
         if budget.per is not None:

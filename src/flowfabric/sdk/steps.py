@@ -16,6 +16,7 @@ from flowfabric.errors import InvalidInput
 from flowfabric.model.gate import StepMemo
 from flowfabric.sdk.approvals import Link
 from flowfabric.sdk.codec import Shape, from_json, json_bytes
+from flowfabric.sdk.threads import without_stops
 
 if TYPE_CHECKING:
     from flowfabric.sdk.durable import Durable
@@ -59,6 +60,8 @@ def step_of(
     durable: Durable, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str | None, key: str | None
 ) -> Step:
     """The step that this call is, at the place where it stands."""
+    if not callable(function):
+        raise InvalidInput(f"step: {function!r} is no function; write ctx.step(function, argument), without a call")
     label = str(key or name or getattr(function, "__name__", "step"))
     known, occurrence = (f"key:{key}", 0) if key else durable.place(label)
     return Step(label, known, occurrence, _digest(args, kwargs), _shape_of(getattr(function, "handler", function)))
@@ -75,14 +78,14 @@ async def run_step(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     """Call it; a plain function runs in a thread, so that it cannot block the loop."""
     if inspect.iscoroutinefunction(function):
         return await function(*args, **kwargs)
-    value = await asyncio.to_thread(function, *args, **kwargs)
+    value = await asyncio.to_thread(without_stops, function, *args, **kwargs)
     return await value if inspect.isawaitable(value) else value
 
 
 def _digest(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     try:
-        plain = json_bytes(msgspec.to_builtins(_placed([args, kwargs]), str_keys=True, enc_hook=_plain))
-    except TypeError as fault:
+        plain = msgspec.json.encode(msgspec.to_builtins(_placed([args, kwargs]), str_keys=True, enc_hook=_plain))
+    except (TypeError, ValueError, RecursionError) as fault:
         raise InvalidInput(f"step: its input cannot be told apart from others: {fault}") from fault
     return hashlib.sha256(plain).hexdigest()[:32]
 

@@ -70,7 +70,7 @@ class SyncRun(Generic[R]):
         """False when an earlier submit with the same key stands for this one."""
         return self._run.created
 
-    def result(self, timeout: float | None = None) -> R:
+    def result(self, timeout: Duration | None = None) -> R:
         """What the handler returned; raises as `Run.result` does."""
         return self._portal.call(self._run.result(timeout))
 
@@ -335,11 +335,15 @@ class SyncFlowRun:
         """Its id."""
         return self._run.id
 
-    def __getitem__(self, node: Node[R]) -> SyncRun[R]:
-        """The run of one node."""
+    @overload
+    def __getitem__(self, node: Node[R]) -> SyncRun[R]: ...
+    @overload
+    def __getitem__(self, node: str) -> SyncRun[Any]: ...
+    def __getitem__(self, node: Node[Any] | str) -> SyncRun[Any]:
+        """The run of one node, or of the one of this name."""
         return SyncRun(self._run[node], self._portal)
 
-    def result(self, timeout: float | None = None) -> dict[str, Any]:
+    def result(self, timeout: Duration | None = None) -> dict[str, Any]:
         """What the last nodes returned, by name."""
         return self._portal.call(self._run.result(timeout))
 

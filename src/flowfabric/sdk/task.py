@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextvars
 import inspect
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 import msgspec
 
+from flowfabric.engine import intake
 from flowfabric.engine.pulling import CreateExecution
 from flowfabric.errors import FabricError, InvalidInput
 from flowfabric.model.answers import Duplicate
+from flowfabric.sdk import declared
 from flowfabric.sdk.codec import Signature, json_bytes
 from flowfabric.sdk.context import Context, entered, within
 from flowfabric.sdk.durations import Duration, to_ms
@@ -69,6 +71,40 @@ class Options(msgspec.Struct, frozen=True):
         return msgspec.json.encode(policy).decode() if policy else None
 
 
+def submit_ways(**given: Any) -> dict[str, Any]:
+    """Those of the options that a submit may change, checked; what is not named stays as it is."""
+    checks: dict[str, Callable[[Any], Any]] = {
+        "lane": intake.lane,
+        "priority": lambda value: declared.whole("priority", value),
+        "weight": lambda value: declared.whole("weight", value, least=1),
+        "tags": declared.tags,
+        "retry": _a_retry,
+        "fair": _a_scope,
+        "deadline": _a_moment,
+    }
+    return {name: checks[name](value) for name, value in given.items()}
+
+
+def _a_retry(value: object) -> Retry | None:
+    if value is not None and not isinstance(value, Retry):
+        raise InvalidInput(f"retry: {value!r} is no Retry; write retry=Retry(max=3)")
+    return value
+
+
+def _a_scope(value: object) -> Scope | None:
+    if value is not None and not isinstance(value, str) and not callable(value):
+        raise InvalidInput(f"fair: {value!r} is neither the name of a parameter nor a function of the arguments")
+    return value
+
+
+def _a_moment(value: object) -> datetime:
+    if not isinstance(value, datetime):
+        raise InvalidInput(f"deadline: {value!r} is no datetime; write datetime.now(timezone.utc) + timedelta(hours=1)")
+    if value.tzinfo is None:
+        raise InvalidInput("deadline: say in which time zone (datetime.now(timezone.utc) + …)")
+    return value
+
+
 UNBOUND = Bound()
 
 
@@ -79,6 +115,17 @@ class Call(msgspec.Struct, Generic[R], frozen=True):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     options: Options
+
+
+def a_call(given: Any, /, *args: Any, **kwargs: Any) -> Call[Any]:
+    """A call that was made with `s`, or one of a task with these arguments."""
+    if isinstance(given, Task | Submitter):
+        return given.s(*args, **kwargs)
+    if not isinstance(given, Call):
+        raise InvalidInput(f"{given!r} is neither a task nor a call; write task.s(argument)")
+    if args or kwargs:
+        raise InvalidInput(f"a call of {given.task.name} has its arguments already")
+    return given
 
 
 class Task(Generic[P, R]):
@@ -103,6 +150,7 @@ class Task(Generic[P, R]):
         self.isolation = isolation
         self.on_mismatch = on_mismatch
         self.own = options
+        declared.called_by_name(handler)
         self.signature = Signature(handler, Context)
         self.is_async = inspect.iscoroutinefunction(handler)
         self.timeout_s = None if options.timeout_ms is None else options.timeout_ms / 1000
@@ -149,9 +197,9 @@ class Task(Generic[P, R]):
         `using` is a connection to the store's own Postgres database: the run then exists when its transaction commits.
         """
         changed: dict[str, Any] = {"delay_ms": None if delay is None else to_ms(delay, "delay"), "key": key}
-        given: dict[str, Any] = {"tags": None if tags is None else dict(tags), "priority": priority, "lane": lane}
-        given |= {"deadline": deadline, "retry": retry, "fair": fair, "weight": weight}
-        changed |= {name: value for name, value in given.items() if value is not None}
+        given: dict[str, Any] = {"tags": tags, "priority": priority, "lane": lane, "deadline": deadline}
+        given |= {"retry": retry, "fair": fair, "weight": weight}
+        changed |= submit_ways(**{name: value for name, value in given.items() if value is not None})
         return Submitter(self, msgspec.structs.replace(self.own, **changed), using)
 
     @property
@@ -195,7 +243,7 @@ class Task(Generic[P, R]):
         plain = self.signature.plain(arguments)
         bound = UNBOUND
         if options.is_bound:
-            bound = self.bound(options, arguments)
+            bound = self.bound(options, arguments, unknown=(results or {}).keys())
             await self.app.declare_bound(engine, bound)
         return CreateExecution(
             execution_id=execution_id or engine.new_execution_id(options.lane),
@@ -214,18 +262,22 @@ class Task(Generic[P, R]):
             execution_deadline_at=_epoch_ms(options.deadline),
         )
 
-    def bound(self, options: Options, arguments: Mapping[str, Any]) -> Bound:
-        """The budgets and limits that hold for a call with these arguments."""
+    def bound(self, options: Options, arguments: Mapping[str, Any], unknown: Collection[str] = ()) -> Bound:
+        """The budgets and limits that hold for a call with these arguments, some of which may not be known yet."""
         tags, namespace = options.tags, self.app.namespace
+        known = {name: value for name, value in self.signature.all(arguments).items() if name not in unknown}
+
+        def scope(per: Scope | None, what: str) -> str:
+            return scope_of(per, what, known, tags, whole=not unknown)
+
         budgets: dict[str, tuple[Budget, str, str]] = {}
         for budget in options.budgets:
-            scope = scope_of(budget.per, f"budget {budget.name}", arguments, tags)
-            budgets[budget.name] = (budget, budget.id(namespace, scope), scope)
+            whose = scope(budget.per, f"budget {budget.name}")
+            budgets[budget.name] = (budget, budget.id(namespace, whose), whose)
         limits = {
-            limit.id(namespace, self.name, scope_of(limit.per, f"limit of {self.name}", arguments, tags)): limit
-            for limit in options.limits
+            limit.id(namespace, self.name, scope(limit.per, f"limit of {self.name}")): limit for limit in options.limits
         }
-        fair = scope_of(options.fair, f"fairness of {self.name}", arguments, tags) if options.fair else None
+        fair = scope(options.fair, f"fairness of {self.name}") if options.fair else None
         return Bound(budgets, limits, fair)
 
     def __repr__(self) -> str:
@@ -265,7 +317,15 @@ class Submitter(Generic[P, R]):
 
     async def submit_many(self, inputs: Iterable[Any]) -> list[Run[R]]:
         """Hand many calls over in one round trip."""
+        if isinstance(inputs, str | bytes | Mapping) or not isinstance(inputs, Iterable):
+            raise InvalidInput(f"inputs: {inputs!r} is not a list of inputs")
         calls = [given if isinstance(given, Call) else Call(self.task, (given,), {}, self._options) for given in inputs]
+        for call in calls:
+            if call.task is not self.task:
+                raise InvalidInput(f"inputs: a call of {call.task.name} is not one of {self.task.name}")
+        keys = [call.options.key for call in calls if call.options.key]
+        if len(set(keys)) < len(keys):
+            raise InvalidInput("key: one key is one run; give each call its own with task.options(key=…).s(…)")
         return await self._submit(calls, self._using)
 
     async def _submit(self, calls: list[Call[Any]], using: object | None) -> list[Run[R]]:
@@ -289,11 +349,7 @@ class Submitter(Generic[P, R]):
 
 
 def _epoch_ms(moment: datetime | None) -> int | None:
-    if moment is None:
-        return None
-    if moment.tzinfo is None:
-        raise InvalidInput("deadline: say in which time zone (datetime.now(timezone.utc) + …)")
-    return int(moment.timestamp() * 1000)
+    return None if moment is None else int(moment.timestamp() * 1000)
 
 
 class Decorator:

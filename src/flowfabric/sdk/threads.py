@@ -31,7 +31,7 @@ class DaemonThreads(Executor):
             else:
                 self._count += 1
                 threading.Thread(target=self._run, name=f"{self._name}-{self._count}", daemon=True).start()
-        self._work.put((future, lambda: function(*args, **kwargs)))
+        self._work.put((future, lambda: without_stops(function, *args, **kwargs)))
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
@@ -56,6 +56,15 @@ class DaemonThreads(Executor):
             elif wanted:
                 future.set_exception(error)
             del given, future, call, value, error
+
+
+def without_stops(function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
+    """Call it; a `StopIteration` cannot travel through a future, and whoever waits for it would wait for ever."""
+    try:
+        return function(*args, **kwargs)
+    except StopIteration as stop:
+        told = RuntimeError("StopIteration was raised: a next() found nothing")
+        raise told.with_traceback(stop.__traceback__) from stop
 
 
 class Portal:

@@ -146,11 +146,15 @@ class Waiting(ABC):
 
         Its id is derived from where it stands, so that no crash can make two of it.
         """
-        [run] = await self._spawn([call.s(*args, **kwargs) if hasattr(call, "s") else call])
+        from flowfabric.sdk.task import a_call
+
+        [run] = await self._spawn([a_call(call, *args, **kwargs)])
         return run
 
-    async def _spawn(self, calls: Sequence[Call[Any]]) -> list[Run[Any]]:
-        asks = []
+    async def _spawn(self, given: Sequence[Call[Any]]) -> list[Run[Any]]:
+        from flowfabric.sdk.task import a_call
+
+        asks, calls = [], [a_call(one) for one in given]
         for call in calls:
             place = self.durable.gate_name(f"child:{call.task.name}")
             arguments = call.task.signature.bound(call.args, call.kwargs)
@@ -184,6 +188,8 @@ class Waiting(ABC):
 
     async def race(self, *calls: Call[T]) -> T:
         """The first child that succeeds; the others are cancelled."""
+        if not calls:
+            raise InvalidInput("race: nobody runs; write ctx.race(first.s(), second.s())")
         ended = await self._children(calls, Quorum(1, cancel_rest=True))
         winner: Run[T] = next(run for run, won in ended if won)
         return await winner.result()

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from flowfabric.engine.engine import Engine
 from flowfabric.errors import FabricError, InvalidInput, StoreUnavailable
 from flowfabric.model.answers import Claimed
+from flowfabric.sdk import declared
 from flowfabric.sdk.attempts import Attempts
 from flowfabric.sdk.durations import Duration, to_ms
 from flowfabric.sdk.ends import Ends
@@ -44,13 +45,11 @@ class Worker:
     ) -> None:
         """`stall_limit` is how long the loop may be blocked before its work is left to others, `presence_ttl` how long
         a worker that is not heard of stays in the registry."""
-        if slots < 1:
-            raise InvalidInput("slots: at least 1")
         self._app = app
-        self._slots = slots
-        self._lanes = tuple(lanes) if lanes is not None else _lanes_of(app)
-        self._capabilities = tuple(capabilities)
-        self._ttl_ms = to_ms(lease_ttl, "lease_ttl")
+        self._slots = declared.whole("slots", slots, least=1)
+        self._lanes = declared.lanes(lanes) if lanes is not None else _lanes_of(app)
+        self._capabilities = tuple(sorted(declared.capabilities("capabilities", capabilities)))
+        self._ttl_ms = to_ms(lease_ttl, "lease_ttl", least=1)
         self._grace_s = to_ms(grace, "grace") / 1000
         self._stall_limit_s = to_ms(stall_limit, "stall_limit") / 1000
         self.worker_id = worker_id or socket.gethostname()

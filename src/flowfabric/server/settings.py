@@ -95,7 +95,9 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> ServerSettings:
             max_concurrent_stream_ops=read.number(
                 "FF_MAX_CONCURRENT_STREAM_OPS", read.number("FF_MAX_CONCURRENT_TAIL", 64, least=1), least=1
             ),
+            ageing_ms=read.by_lane("FF_LANE_AGEING_MS"),
             sweeps=read.sweeps(),
+            postgres_pool_size=read.number("FF_POSTGRES_POOL_SIZE", 0, least=1) or None,
         ),
     )
 
@@ -169,6 +171,20 @@ class _Environment:
                 raise ValueError(fault.detail) from None
 
         return self.value(name, ("default",), parse)
+
+    def by_lane(self, name: str) -> dict[str, int]:
+        """A number for each of some lanes, as in `bulk=60000,mail=1000`."""
+
+        def parse(text: str) -> dict[str, int]:
+            numbers: dict[str, int] = {}
+            for one in (part.strip() for part in text.split(",") if part.strip()):
+                lane, _, number = one.rpartition("=")
+                if not lane or not number.isdecimal():
+                    raise ValueError(f"{one!r} is not lane=milliseconds")
+                numbers[lane] = int(number)
+            return numbers
+
+        return self.value(name, {}, parse)
 
     def sweeps(self) -> Sweeps:
         """FF_LEASE_EXPIRY_INTERVAL_MS and its like; each also by seconds, and seconds may have decimals."""

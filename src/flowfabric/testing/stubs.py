@@ -43,6 +43,8 @@ class Ballots:
 
     async def answer_as(self, person: str, value: Any = True) -> None:
         """One vote of this value, with the next link."""
+        if not self._links:
+            raise AssertionError(f"{person} has no link: each of them has been used; ask for more with approvers=")
         await self._run.vote(self._links.pop(0), value, by=person)
 
 

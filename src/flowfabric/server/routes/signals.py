@@ -18,6 +18,7 @@ routes = Routes("signals")
 
 ONE = "/v1/executions/{id}"
 NO_STORE = ("cache-control", "no-store")
+DEDUP_TTL_MS, SIGNAL_CAP, LOG_LENGTH = 86_400_000, 10_000, 1000
 NO_TOKEN = "waitpoint token not found (consumed, expired, or unknown id)"
 
 
@@ -110,10 +111,10 @@ class SignalBody(Body, frozen=True):
     correlation_id: str | None = None
     idempotency_key: str | None = None
     created_at: Natural | None = None
-    dedup_ttl_ms: Natural = 86_400_000
+    dedup_ttl_ms: Natural | None = DEDUP_TTL_MS
     resume_delay_ms: Natural | None = None
-    max_signals_per_execution: Natural = 10_000
-    signal_maxlen: Natural = 1000
+    max_signals_per_execution: Natural | None = SIGNAL_CAP
+    signal_maxlen: Natural | None = LOG_LENGTH
 
     def __post_init__(self) -> None:
         checked(ids.parse_execution_id, self.execution_id)
@@ -135,27 +136,27 @@ async def deliver_signal(ask: Ask[SignalBody]) -> Reply:
     same("execution_id", execution_id, body.execution_id)
     answer = await ask.engine.deliver_signal(
         SignalArgs(
-            execution_id=execution_id,
-            waitpoint_id=body.waitpoint_id,
             signal_id=body.signal_id or ask.engine.minter.uuid(),
-            signal_name=body.signal_name,
-            signal_category=body.signal_category,
-            source_type=body.source_type,
-            source_identity=body.source_identity,
-            target_scope=body.target_scope,
-            waitpoint_token=body.waitpoint_token,
             payload=octets("payload", body.payload, body.payload_b64),
-            payload_encoding=body.payload_encoding,
-            correlation_id=body.correlation_id,
-            idempotency_key=body.idempotency_key,
-            created_at=body.created_at,
-            dedup_ttl_ms=body.dedup_ttl_ms,
-            resume_delay_ms=body.resume_delay_ms,
-            max_signals_per_execution=body.max_signals_per_execution,
-            signal_maxlen=body.signal_maxlen,
+            dedup_ttl_ms=_or(body.dedup_ttl_ms, DEDUP_TTL_MS),
+            max_signals_per_execution=_or(body.max_signals_per_execution, SIGNAL_CAP),
+            signal_maxlen=_or(body.signal_maxlen, LOG_LENGTH),
+            **body.told(
+                "signal_id",
+                "payload",
+                "payload_b64",
+                "dedup_ttl_ms",
+                "max_signals_per_execution",
+                "signal_maxlen",
+            ),
         )
     )
     return tagged(answer)
+
+
+def _or(given: int | None, default: int) -> int:
+    """A number that may be sent as null, which says no more than leaving it out."""
+    return default if given is None else given
 
 
 class MessageBody(Body, frozen=True):
@@ -189,13 +190,9 @@ async def send_message(ask: Ask[MessageBody]) -> Reply:
     answer = await ask.engine.send_message(
         MailArgs(
             execution_id=ask.execution_id,
-            mailbox=body.mailbox,
             message_id=body.message_id or ask.engine.minter.uuid(),
             payload=octets("payload", body.payload, body.payload_b64),
-            payload_encoding=body.payload_encoding,
-            sender=body.sender,
-            idempotency_key=body.idempotency_key,
-            dedup_ttl_ms=body.dedup_ttl_ms,
+            **body.told("message_id", "payload", "payload_b64"),
         )
     )
     return tagged(answer)

@@ -16,7 +16,7 @@ import apsw
 import msgspec
 
 from flowfabric.clock import wall_ms
-from flowfabric.errors import InvalidInput
+from flowfabric.errors import InvalidInput, StoreFault
 from flowfabric.handles import BackendTag
 from flowfabric.model.event import FeedEvent, Topic
 from flowfabric.model.execution import LineKey
@@ -24,6 +24,7 @@ from flowfabric.rules.change import Change
 from flowfabric.stores.base import Due, FeedPage, Held, Loaded, Scan, Schema, Take, Taken, Tally, Want, Where
 from flowfabric.stores.sqlite import reading, schema, writing
 from flowfabric.stores.sqlite.desk import Desk, WritingDesk
+from flowfabric.stores.sqlite.faults import unavailable
 from flowfabric.stores.sqlite.files import Turn, refuse_network
 from flowfabric.stores.sqlite.lines import Lines, LinesOfWriter
 from flowfabric.stores.sqlite.wake import Wake
@@ -140,7 +141,11 @@ class SQLiteStore:
                 callback(frozenset())
 
     def _connect(self) -> apsw.Connection:
-        db = apsw.Connection(str(self._path), statementcachesize=STATEMENTS)
+        try:
+            db = apsw.Connection(str(self._path), statementcachesize=STATEMENTS)
+        except apsw.CantOpenError as shut:
+            hint = "" if self._path.parent.is_dir() else ": its folder does not exist"
+            raise unavailable(f"{shut} {self._path}{hint}", StoreFault.TRANSPORT) from shut
         db.set_busy_timeout(BUSY_MS)
         with self._turn:  # only one may turn a new file into one with a log
             db.pragma("journal_mode", "wal")

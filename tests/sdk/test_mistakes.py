@@ -1,0 +1,368 @@
+"""Mistakes that people make, and what they are told: typed, where they made it, with what to write instead."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import math
+import os
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pydantic
+import pytest
+
+from flowfabric import AnyOf, Budget, Context, Fabric, Limit, Quorum, Retry, RunFailed, RunSkipped, errors
+from flowfabric.sdk.worker import Worker
+from flowfabric.testing import World
+from tests.sdk.conftest import working
+
+ONCE = Retry(max=0)
+
+
+class Steer(pydantic.BaseModel):
+    degrees: int
+
+
+@dataclass
+class Order:
+    steer: Steer
+
+
+def plain(n: int) -> int:
+    return n
+
+
+def yields() -> Iterator[int]:
+    yield 1
+
+
+async def yields_later() -> AsyncIterator[int]:
+    yield 1
+
+
+def gathers(*rest: int) -> None: ...
+
+
+def by_place(n: int, /) -> None: ...
+
+
+def two_contexts(one: Context, other: Context) -> None: ...
+
+
+def unknown_type(n: Nowhere) -> None: ...  # type: ignore[name-defined]  # noqa: F821
+
+
+@pytest.mark.parametrize(
+    ("declare", "told"),
+    [
+        (lambda app: app.task("send"), "@app.task\\(name='send'\\)"),
+        (lambda app: app.task(functools.partial(plain, 1)), "write a def"),
+        (lambda app: app.task(Steer), "write a def"),
+        (lambda app: app.task(yields), "it yields"),
+        (lambda app: app.task(yields_later), "it yields"),
+        (lambda app: app.task(gathers), r"\*rest cannot be kept"),
+        (lambda app: app.task(by_place), "drop the /"),
+        (lambda app: app.task(two_contexts), "both the context"),
+        (lambda app: app.task(unknown_type), "'Nowhere' is not defined"),
+        (lambda app: app.task(name=5)(plain), "name: 5"),
+        (lambda app: app.task(needs="smtp")(plain), 'write needs={"smtp"}'),
+        (lambda app: app.task(needs={"a b"})(plain), "whitespace"),
+        (lambda app: app.task(priority="high")(plain), "priority: 'high'"),
+        (lambda app: app.task(lane="")(plain), "lane_id: empty"),
+        (lambda app: app.task(retry=3)(plain), "write retry=Retry"),
+        (lambda app: app.task(timeout=0)(plain), "timeout: 0"),
+        (lambda app: app.task(tags=["a"])(plain), "tags: "),
+        (lambda app: app.task(budgets=Budget("b", {"n": 1}))(plain), "budgets: .* is not a list"),
+        (lambda app: app.task(budgets=["llm"])(plain), "'llm' is no Budget"),
+        (lambda app: app.task(limits=Limit(concurrency=1))(plain), "limits: .* is not a list"),
+        (lambda app: app.task(fair="n", weight=0)(plain), "weight: at least 1"),
+        (lambda app: app.task(plain).options(deadline=timedelta(hours=1)), "no datetime"),
+        (lambda app: app.flow(5), "name: 5"),
+        (lambda _: Fabric(5), "url: 5"),  # type: ignore[arg-type]
+        (lambda _: Retry(max=-1), "max: at least 0"),
+        (lambda _: Retry(base="soon"), "base: 'soon'"),
+        (lambda _: Retry(only="KeyError"), "only: 'KeyError' is not a list"),  # type: ignore[arg-type]
+        (lambda _: Budget("b", {"usd": math.nan}), "usd=nan is no amount"),
+        (lambda _: Budget("b", {"usd": 0}), "a limit of 0 would be none"),
+        (lambda _: Limit(rate=5), "rate: 5"),  # type: ignore[arg-type]
+        (lambda _: Quorum("2"), "quorum: '2'"),  # type: ignore[arg-type]
+        (lambda app: Worker(app, lanes="mail"), r'write lanes=\["mail"\]'),
+        (lambda app: Worker(app, lanes=["mail"], capabilities="smtp"), 'write capabilities={"smtp"}'),
+        (lambda app: Worker(app, lanes=["mail"], slots=0), "slots: at least 1"),
+    ],
+)
+def test_a_wrong_declaration_is_refused_where_it_stands(declare: Callable[[Fabric], Any], told: str) -> None:
+    app = Fabric("memory://")
+    with pytest.raises(errors.InvalidInput, match=told):
+        declare(app)
+    assert list(app.tasks) in ([], [f"{__name__}.plain"])
+
+
+async def test_a_node_that_cannot_be_added_is_refused_with_what_to_write() -> None:
+    app = Fabric("memory://")
+    task = app.task(plain)
+    flow = app.flow("nightly")
+    node = flow.add(task, 1)
+    add: Any = flow.add
+    for given, ways, told in (
+        ((plain, 1), {}, "neither a task nor a call"),
+        ((task.s(1), 2), {}, "has its arguments already"),
+        ((task, 1), {"after": node}, r"write after=\[node\]"),
+        ((task, 1), {"after": ["plain"]}, "'plain' is no node"),
+        ((task, 1), {"join": AnyOf}, "no join"),
+    ):
+        with pytest.raises(errors.InvalidInput, match=told):
+            add(*given, **ways)
+    assert list(flow.nodes) == ["plain"]
+
+
+async def test_many_inputs_are_a_list_of_one_task_with_a_key_for_each(app: Fabric) -> None:
+    task = app.task(plain)
+    other = app.task(name="other")(plain)
+    for inputs, told in (
+        ("abc", "not a list of inputs"),
+        ([other.s(1)], "a call of other"),
+        ([task.options(key="k").s(1), task.options(key="k").s(2)], "one key is one run"),
+        ([1, "two"], "n: Expected `int`"),
+    ):
+        with pytest.raises(errors.InvalidInput, match=told):
+            await task.submit_many(inputs)
+    engine = await app.engine()
+    assert (await engine.search_executions()).executions == []
+
+
+async def test_what_json_has_no_words_for_is_refused_at_submit(app: Fabric) -> None:
+    @app.task
+    async def keep(value: Any) -> None: ...
+
+    @app.task
+    async def measure(length: float) -> None: ...
+
+    deep: list[Any] = []
+    for _ in range(5000):
+        deep = [deep]
+    for value in (math.nan, {"a": [1, math.inf]}, "\ud800", deep, object(), 1j):
+        with pytest.raises(errors.InvalidInput):
+            await keep.submit(value)
+    with pytest.raises(errors.InvalidInput, match="not a number, or infinite"):
+        await measure.submit(math.inf)
+    engine = await app.engine()
+    assert (await engine.search_executions()).executions == []
+
+
+async def test_keys_that_are_numbers_and_models_within_dataclasses_come_back_as_they_went(app: Fabric) -> None:
+    @app.task
+    async def turn(names: dict[int, str], order: Order, at: Context | None = None) -> tuple[dict[int, str], Order]:
+        assert at is not None
+        return names, order
+
+    @app.task
+    def untyped(value):  # type: ignore[no-untyped-def]
+        return Steer(degrees=value)
+
+    async with working(app):
+        run = await turn.submit({7: "seven"}, Order(Steer(degrees=5)))
+        assert await run.result("10s") == ({7: "seven"}, Order(Steer(degrees=5)))
+        assert await (await untyped.submit(3)).result(10) == {"degrees": 3}
+
+
+async def test_a_message_may_be_a_model() -> None:
+    app = Fabric("memory://")
+
+    @app.task
+    async def steered(ctx: Context) -> int:
+        heard = await ctx.receive("steer", Steer)
+        return heard.degrees if heard else 0
+
+    async with World(app):
+        run = await steered.submit()
+        await run.signal("steer", Steer(degrees=40))
+        assert await run.result() == 40
+        with pytest.raises(errors.InvalidInput, match="object has no JSON form"):
+            await run.signal("steer", object())
+
+
+class Mute(Exception):
+    def __str__(self) -> NoReturn:
+        raise ValueError("no words")
+
+
+Huge = type("H" * 3000, (Exception,), {})
+
+
+@pytest.mark.parametrize("kind", ["async", "plain"])
+async def test_however_a_handler_fails_its_run_ends_at_once_and_its_worker_goes_on(app: Fabric, kind: str) -> None:
+    """Otherwise the lease lapses, the next worker takes the run over and meets the same end, and so on."""
+    raising: dict[str, Callable[[], BaseException]] = {
+        "Mute: (its text cannot be made: ValueError)": Mute,
+        "StopIteration": StopIteration,
+        "SystemExit: 3": lambda: SystemExit(3),
+        "CancelledError: not me": lambda: asyncio.CancelledError("not me"),
+        "HHHHH": Huge,
+        r"ValueError: a\0b\ud800": lambda: ValueError("a\0b\ud800"),
+    }
+
+    def named(number: int, make: Callable[[], BaseException]) -> Any:
+        def plain_one() -> None:
+            raise make()
+
+        async def async_one() -> None:
+            raise make()
+
+        return app.task(name=f"bad{number}", retry=ONCE)(async_one if kind == "async" else plain_one)
+
+    tasks = [named(number, make) for number, make in enumerate(raising.values())]
+
+    @app.task(retry=ONCE)
+    def too_large() -> str:
+        return "x" * (64 * 1024 * 1024)
+
+    async with working(app, lease_ttl="60s"):
+        for task, words in zip(tasks, raising, strict=True):
+            run = await task.submit()
+            with pytest.raises(RunFailed) as failed:
+                await run.result(10)
+            assert words in str(failed.value)
+            assert str(failed.value).startswith(f"{task.name} {run.id} attempt 0: ")
+            assert "run.replay()" in failed.value.__notes__[0]
+            assert len(await run.attempts()) == 1
+        if kind == "plain":
+            with pytest.raises(RunFailed, match="payload_too_large"):
+                await (await too_large.submit()).result(30)
+
+
+async def test_a_step_whose_next_finds_nothing_fails_its_run(app: Fabric) -> None:
+    def first(rows: list[int]) -> int:
+        return next(row for row in rows if row > 5)
+
+    @app.task(retry=ONCE)
+    async def search(ctx: Context) -> int:
+        return await ctx.step(first, [1, 2])
+
+    @app.task(retry=ONCE)
+    async def called(ctx: Context) -> Any:
+        return await ctx.step(first([7]))  # type: ignore[call-overload]
+
+    async with working(app):
+        with pytest.raises(RunFailed, match="a next\\(\\) found nothing"):
+            await (await search.submit()).result(10)
+        with pytest.raises(RunFailed, match="7 is no function; write ctx.step\\(function, argument\\)"):
+            await (await called.submit()).result(10)
+
+
+async def test_a_limit_by_a_function_sees_defaults_and_only_the_parameters_it_names(app: Fabric) -> None:
+    @app.task(limits=[Limit(concurrency=1, key=lambda who: who)])
+    async def greet(text: str, who: str = "all") -> str:
+        return who
+
+    @app.task(limits=[Limit(concurrency=1, key=lambda one, two: one)])
+    async def lone(text: str) -> None: ...
+
+    async with working(app):
+        assert await (await greet.submit("hello")).result(10) == "all"
+    with pytest.raises(errors.InvalidInput, match=r"wants \(one, two\), the call has text"):
+        await lone.submit("hello")
+
+    flow = app.flow("greetings")
+    flow.add(greet, "hello", flow.add(greet, "hi", "bo"))
+    with pytest.raises(errors.InvalidInput, match=r"wants \(who\), the call has text"):
+        await flow.submit()
+
+
+async def test_a_run_that_does_not_exist_is_said_so_by_everything(app: Fabric) -> None:
+    run = app.find("{fp:1}:00000000-0000-4000-8000-000000000000")
+    for ask in (run.result(1), run.state(), run.describe(), run.attempts(), run.cancel(), run.replay(), run.explain()):
+        with pytest.raises(errors.NotFound):
+            await ask
+    with pytest.raises(errors.NotFound):
+        async for _ in run.stream("answer"):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        ("redis://localhost", "'redis' is no known store; use memory://"),
+        ("sqlite://app.db", "write sqlite:///relative.db"),
+        ("sqlite:///app.db?mode=ro", "'mode' is no option of SQLite's"),
+        ("postgresql://[broken", "Invalid IPv6"),
+    ],
+)
+async def test_a_wrong_address_is_refused_by_the_first_that_needs_the_store(url: str, told: str) -> None:
+    app = Fabric(url)
+    with pytest.raises(errors.InvalidInput, match=told):
+        await app.task(plain).submit(1)
+
+
+async def test_running_a_worker_inside_a_loop_is_refused_in_words() -> None:
+    app = Fabric("memory://")
+    app.task(plain)
+    with pytest.raises(RuntimeError, match="ff worker"):
+        app.run()
+
+
+def test_a_forked_child_submits_on_a_loop_of_its_own(tmp_path: Path) -> None:
+    app = Fabric(f"sqlite:///{tmp_path / 'app.db'}")
+    task = app.task(plain)
+    parents = task.sync.submit(1)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(writing, task.sync.submit(2).id.encode())
+        finally:
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    childs = app.sync.find(os.read(reading, 1000).decode())
+    assert (parents.state(), childs.state()) == ("waiting", "waiting")
+    app.sync.close()
+
+
+async def test_a_handler_that_takes_too_long_is_named_with_its_time() -> None:
+    app = Fabric("memory://")
+
+    @app.task(timeout="1s", retry=ONCE)
+    async def slow() -> None:
+        await asyncio.sleep(50)
+
+    @app.task(timeout="1s", retry=ONCE)
+    async def impatient() -> None:
+        raise TimeoutError("the bank is slow")
+
+    async with World(app):
+        with pytest.raises(
+            RunFailed, match=r"(?s)slow has not returned after 1 s\n.*await asyncio.sleep\(50\)"
+        ) as late:
+            await (await slow.submit()).result()
+        assert str(late.value).count("TimeoutError") == 1
+        with pytest.raises(RunFailed, match="the bank is slow"):
+            await (await impatient.submit()).result()
+
+
+async def test_a_node_that_was_skipped_says_why_and_is_found_by_its_name() -> None:
+    app = Fabric("memory://")
+
+    @app.task(retry=ONCE)
+    async def broken() -> int:
+        raise ValueError("no")
+
+    flow = app.flow("nightly")
+    flow.add(app.task(plain), flow.add(broken))
+    async with World(app):
+        run = await flow.submit()
+        with pytest.raises(RunSkipped, match="What it depended on did not happen"):
+            await run["plain"].result()
+        with pytest.raises(errors.InvalidInput, match="'publish' is none of broken, plain"):
+            run["publish"]
+
+
+async def test_a_flow_that_takes_too_long_is_named(app: Fabric) -> None:
+    flow = app.flow("nightly")
+    flow.add(app.task(plain), 1)
+    run = await flow.submit()
+    with pytest.raises(TimeoutError, match=f"nightly {run.id} has not ended after 0.01 s"):
+        await run.result("10ms")
