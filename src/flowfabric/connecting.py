@@ -37,7 +37,7 @@ async def connect(
         return await _remote(url, token, settings, minter)
     if settings.secret_key is None and (secret := os.environ.get("FF_SECRET_KEY")):
         settings = msgspec.structs.replace(settings, secret_key=Secret(secret))
-    store = open_store(url, clock=clock)
+    store = open_store(url, clock=clock, pool_size=settings.postgres_pool_size)
     schema = await store.open(migrate=migrate)
     return Engine(store, settings=settings, minter=minter, schema=schema)
 
@@ -60,8 +60,8 @@ async def _remote(url: str, token: str | None, settings: Settings, minter: Minte
     return cast("Engine", engine)
 
 
-def open_store(url: str, *, clock: Clock | None = None) -> Store:
-    """The store that a URL names, not yet connected."""
+def open_store(url: str, *, clock: Clock | None = None, pool_size: int | None = None) -> Store:
+    """The store that a URL names, not yet connected; `pool_size` is for Postgres."""
     if not isinstance(url, str):
         raise errors.InvalidInput("url: not a text")
     scheme, rest = _split(url)
@@ -86,6 +86,8 @@ def open_store(url: str, *, clock: Clock | None = None) -> Store:
                 raise errors.InvalidInput(
                     "url: Postgres needs its driver: pip install 'flowfabric[postgres]'"
                 ) from missing
+            if pool_size is not None:
+                return PostgresStore(url, clock=clock, pool_size=pool_size)
             return PostgresStore(url, clock=clock)
         case _:
             raise errors.InvalidInput(

@@ -1,7 +1,7 @@
 """The event loop of programs that are FlowFabric's own: uvloop where it is to be had, else the one of asyncio.
 
-A store call is a wake-up and a few small reads and writes, so the loop is a good part of its price: workers do a third
-more on uvloop. Whoever brings a loop of their own keeps it.
+A worker that drains Postgres spends about a tenth less on a job there; on SQLite, and where little is to be done, both
+loops are alike. Whoever brings a loop of their own keeps it.
 """
 
 from __future__ import annotations

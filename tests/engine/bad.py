@@ -200,6 +200,14 @@ VERBS: dict[str, Verb] = {
         {"handle": Stand.HANDLE, "reason": ""},
         {"handle": Stand.NO_HANDLES, "reason": [*REQUIRED, *TEXT]},
     ),
+    "cancel_children": Verb(
+        {"handle": Stand.HANDLE, "execution_ids": (), "reason": ""},
+        {
+            "handle": Stand.NO_HANDLES,
+            "execution_ids": [None, 5, True, "x", b"x", *([bad] for bad in EXECUTION_ID)],
+            "reason": [*REQUIRED, *TEXT],
+        },
+    ),
     "cancel_execution": Verb(
         {**by_id, "reason": "", "source": "worker", "fence": Fence()},
         {**bad_id, "reason": [*REQUIRED, *TEXT], "source": [*REQUIRED, *NAME], "fence": FENCE},

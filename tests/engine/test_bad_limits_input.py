@@ -81,6 +81,7 @@ VERBS: Table = {
         {"budget_id": B, "execution_id": "HELD", "reservation_id": R, "amounts": {"a": 1}},
         {"budget_id": IDS, "execution_id": EXECUTIONS, "reservation_id": IDS, "amounts": MAPPINGS},
     ),
+    "reserved_for": ({"budget_id": B, "reservation_id": R}, {"budget_id": IDS, "reservation_id": IDS}),
     "refund_budget": ({"budget_id": B, "reservation_id": R}, {"budget_id": IDS, "reservation_id": IDS}),
     "reset_budget": ({"budget_id": B}, {"budget_id": IDS}),
     "get_budget_status": ({"budget_id": B}, {"budget_id": IDS}),
@@ -146,6 +147,7 @@ VERBS: Table = {
             "capabilities": TOKENS,
             "lease_ttl_ms": [*LENGTHS, 0],
             "max_wait_ms": LENGTHS,
+            "namespaces": [7, "ns", [7], [None], ["\x00"]],
         },
     ),
     "claim_for_worker": (
@@ -156,6 +158,7 @@ VERBS: Table = {
             "worker_instance_id": NAMES,
             "capabilities": TOKENS,
             "grant_ttl_ms": [*LENGTHS, 0],
+            "namespaces": [7, "ns", [7], [None], ["\x00"]],
         },
     ),
     "explain": ({"execution_id": "HELD"}, {"execution_id": EXECUTIONS}),

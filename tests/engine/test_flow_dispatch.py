@@ -104,22 +104,54 @@ async def test_a_chain_runs_through_without_any_sweep(crew: Crew) -> None:
     assert await crew.owed() == 0
 
 
-async def test_a_step_of_a_chain_is_one_commit(crew: Crew) -> None:
+@pytest.fixture
+def asked(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """The trips of the store from now on: which, and with how much."""
+    trips: list[tuple[str, int]] = []
+
+    def counted(verb: str) -> Any:
+        ask = getattr(crew.store, verb)
+
+        async def told(given: Any) -> Any:
+            trips.append((verb, len(given)))
+            return await ask(given)
+
+        return told
+
+    for verb in ("load", "commit"):
+        monkeypatch.setattr(crew.store, verb, counted(verb))
+    return trips
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["one by one", "together"])
+async def test_a_step_of_a_chain_is_one_commit_and_no_look(
+    crew: Crew, asked: list[tuple[str, int]], together: bool
+) -> None:
+    await crew.graph([*"abcd"], [("a", "b"), ("c", "d")])
+    held = await crew.claim()
+    asked.clear()
+
+    if together:
+        await crew.engine.complete_many([(one.handle, b"r") for one in held])
+    else:
+        await asyncio.gather(*(crew.engine.complete(one.handle, result=b"r") for one in held))
+    await crew.engine.dispatched()
+
+    assert asked == [("commit", 2)]
+    assert await crew.states(*"abcd") == "completed waiting completed waiting"
+
+
+async def test_a_step_that_hands_its_result_on_looks_at_the_input_only(
+    crew: Crew, asked: list[tuple[str, int]]
+) -> None:
     await crew.graph([*"ab"], [("a", "b")], data_passing_ref="r")
     [held] = await crew.claim()
-    commits = 0
-    commit = crew.store.commit
+    asked.clear()
 
-    async def counted(changes: Any) -> Any:
-        nonlocal commits
-        commits += 1
-        return await commit(changes)
-
-    crew.store.commit = counted  # type: ignore[method-assign]
     await crew.engine.complete(held.handle, result=b"r")
     await crew.engine.dispatched()
 
-    assert commits == 1
+    assert asked == [("load", 1), ("commit", 1)]
     assert await crew.states("a", "b") == "completed waiting"
     [after] = await crew.claim()
     assert after.payload is not None

@@ -6,6 +6,7 @@ public.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
@@ -288,10 +289,18 @@ class Play:
 
     @asynccontextmanager
     async def untouched(self) -> AsyncIterator[None]:
-        """What is done here leaves no trace in the store."""
+        """What is done here leaves no trace in the store, nor does what follows from it."""
+        await self.at_rest()
         before = await self.everything()
         yield
+        await self.at_rest()
         assert await self.everything() == before
+
+    async def at_rest(self) -> None:
+        """Wait until the engine has done what follows from what was asked of it."""
+        while self.engine.folds:
+            await asyncio.wait(self.engine.folds)
+        await self.engine.delivered()
 
     @asynccontextmanager
     async def refused(

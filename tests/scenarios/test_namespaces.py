@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flowfabric import errors
-from flowfabric.engine import taking
+from flowfabric.engine import within
 from flowfabric.engine.lines import CANDIDATES
 from flowfabric.model.answers import Claimed
 from tests.scenarios.play import LEASE_MS, Play
@@ -127,7 +127,7 @@ async def test_grants_are_given_within_namespaces(play: Play) -> None:
 async def test_a_look_that_took_long_and_found_nothing_is_not_repeated_at_once(
     play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(taking, "CHEAP_S", 0.0)
+    monkeypatch.setattr(within, "CHEAP_S", 0.0)
     looks: list[float] = []
     clock, heads = asyncio.get_running_loop().time, play.engine.heads
 
@@ -142,9 +142,27 @@ async def test_a_look_that_took_long_and_found_nothing_is_not_repeated_at_once(
     for _ in range(2):
         assert await claims(play, "mine") == []
 
-    assert looks[1] - looks[0] > 0.02 * taking.REST
+    assert looks[1] - looks[0] > 0.02 * within.REST
     mine = await play.create(namespace="other")
     assert names(await claims(play, "other")) == [mine], "others need not wait for that"
+
+
+async def test_what_is_claimed_is_not_lost_because_the_store_is_away_for_the_next(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, heads, looks = await play.create(namespace="mine"), play.engine.heads, list[int]()
+
+    async def failing(*given: Any, **named: Any) -> Any:
+        looks.append(len(looks))
+        if len(looks) > 1:
+            raise errors.StoreUnavailable("gone", source="transport")
+        return await heads(*given, **named)
+
+    monkeypatch.setattr(play.engine, "heads", failing)
+    assert names(await claims(play, "mine")) == [mine]
+    assert len(looks) == 2
+    with pytest.raises(errors.StoreUnavailable):
+        await claims(play, "mine")
 
 
 @pytest.mark.parametrize("names", ["mine", [7], [None], 3])

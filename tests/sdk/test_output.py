@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from flowfabric import Context, Fabric, Reset, RetryAfter, Run
+from flowfabric import Context, Fabric, Reset, RetryAfter, Run, current
 from flowfabric.model.states import PublicState
 from flowfabric.sdk import output
 from flowfabric.sdk.run import Frame
@@ -92,6 +92,62 @@ async def test_each_branch_and_each_output_is_counted_on_its_own(app: Fabric, mo
         assert len([frame async for frame in run.stream("log")]) == 4
 
 
+@pytest.mark.parametrize("style", ["async", "plain"])
+async def test_what_a_step_writes_is_counted_on_its_own(app: Fabric, style: str) -> None:
+    async def note(line: str) -> None:
+        await current().stream("answer").write(line)
+
+    def note_plainly(line: str) -> None:
+        current().sync.stream("answer").write(line)
+
+    if style == "async":
+
+        @app.task
+        async def talk(ctx: Context) -> None:
+            await ctx.step(note, "step ")
+            await ctx.stream("answer").write("function ")
+            await ctx.receive("word")
+            await ctx.step(note_plainly, "another step ")
+            await ctx.stream("answer").write("end")
+    else:
+
+        @app.task
+        def talk(ctx: Context) -> None:
+            ctx.sync.step(note_plainly, "step ")
+            ctx.sync.stream("answer").write("function ")
+            ctx.sync.receive("word")
+            ctx.sync.step(note, "another step ")
+            ctx.sync.stream("answer").write("end")
+
+    async with working(app):
+        run = await talk.submit()
+        await until_it_waits(run)
+        await run.signal("word", "go on")
+        await run.result(20)
+        assert await texts(run) == ["step ", "function ", "another step ", "end"]
+
+
+async def test_a_step_that_is_done_again_does_not_write_again(app: Fabric) -> None:
+    passes: list[int] = []
+
+    async def note() -> None:
+        await current().stream("answer").write("begun ")
+        passes.append(1)
+        if len(passes) == 1:
+            raise RetryAfter(0)
+        await current().stream("answer").write("done")
+
+    @app.task
+    async def talk(ctx: Context) -> None:
+        await ctx.step(note)
+
+    async with working(app):
+        run = await talk.submit()
+        await run.result(20)
+        assert await texts(run) == ["begun ", "done"]
+    assert len(passes) == 2
+
+
 async def test_an_attempt_that_was_put_off_goes_on_with_its_output(app: Fabric) -> None:
     passes: list[int] = []
 
@@ -122,7 +178,7 @@ async def test_an_attempt_that_takes_the_place_of_another_begins_anew(app: Fabri
         await ctx.stream("answer").write("end")
         return ctx.attempt
 
-    async with working(app, lease_ttl="300ms"):
+    async with working(app):
         run = await talk.submit()
         assert await run.result(20) == 1
         seen = [frame if isinstance(frame, Reset) else frame.text async for frame in run.stream("answer")]

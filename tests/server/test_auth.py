@@ -267,6 +267,7 @@ def test_the_environment_is_read_as_the_reference_reads_it() -> None:
             "FF_LEASE_EXPIRY_INTERVAL_MS": "100",
             "FF_UNBLOCK_INTERVAL_S": "2.5",
             "FF_FLOW_PARTITIONS": "8",
+            "FF_POSTGRES_POOL_SIZE": "3",
             "RUST_LOG": "ff_server=debug,audit=info",
         }
     )
@@ -277,6 +278,7 @@ def test_the_environment_is_read_as_the_reference_reads_it() -> None:
         ("a", "b"),
     )
     assert (read.engine.max_concurrent_stream_ops, read.engine.partitions.flow) == (3, 8)
+    assert (read.engine.postgres_pool_size, from_environment({}).engine.postgres_pool_size) == (3, None)
     assert (read.engine.sweeps.lease_expiry_ms, read.engine.sweeps.unblock_ms) == (100, 2500)
     assert read.engine.ageing_ms == {"bulk": 60000, "a=b": 5}
     assert read.log == "debug"
@@ -296,6 +298,7 @@ def test_the_environment_is_read_as_the_reference_reads_it() -> None:
         ("FF_WAITPOINT_HMAC_SECRET", "abc"),
         ("FF_LEASE_EXPIRY_INTERVAL_MS", "1.5"),
         ("FF_MAX_CONCURRENT_STREAM_OPS", "0"),
+        ("FF_POSTGRES_POOL_SIZE", "0"),
     ],
 )
 def test_a_bad_variable_is_named(name: str, value: str) -> None:

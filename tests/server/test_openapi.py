@@ -22,7 +22,7 @@ from flowfabric.server.routes import PAGES
 from flowfabric.server.serving import Server, seed
 
 KEPT = Path(__file__).parents[2] / "docs" / "openapi.json"
-FEW = 6
+FEW = 4
 EXAMPLES = int(os.environ.get("FF_API_EXAMPLES", FEW))  # more of them are drawn at random
 EXECUTION = "{fp:7}:550e8400-e29b-41d4-a716-446655440000"
 FLOW = "550e8400-e29b-41d4-a716-446655440000"
@@ -100,6 +100,23 @@ def map_path_parameters(context: Any, path_parameters: dict[str, Any] | None) ->
         if "id" in given and context.operation.path.startswith(prefix) and len(str(given["id"])) % 2:
             given["id"] = name
     return given if path_parameters is not None else None
+
+
+def impatient(given: Any) -> Any:
+    """Nobody has time to wait for what does not come."""
+    if isinstance(given, dict) and isinstance(given.get("wait_ms"), int):
+        return given | {"wait_ms": given["wait_ms"] % 20}
+    return given
+
+
+@schema.hook
+def map_query(context: Any, query: Any) -> Any:
+    return impatient(query)
+
+
+@schema.hook
+def map_body(context: Any, body: Any) -> Any:
+    return impatient(body)
 
 
 @schema.exclude(path_regex="/v1/events/|/stream/events|/stream/tail").parametrize()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import typer
 
-from flowfabric.cli import bench, demo, executions, resources, serve, upkeep, waits, watching, worker
+from flowfabric.cli import admin, bench, demo, executions, resources, serve, upkeep, waits, watching, worker
 
 app = typer.Typer(
     name="ff",
@@ -19,7 +19,7 @@ app = typer.Typer(
     rich_markup_mode=None,  # its help pages alone take 0.3 s to import
     pretty_exceptions_enable=False,
 )
-for page in (upkeep, executions, watching, waits, resources, worker, serve, demo, bench):
+for page in (upkeep, executions, watching, waits, resources, worker, serve, admin, demo, bench):
     page.add_to(app)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from flowfabric import errors, ids
 from flowfabric.engine import intake
 from flowfabric.engine.keys import Keys
-from flowfabric.engine.taking import Taking
+from flowfabric.engine.within import Within
 from flowfabric.handles import Handle, HandleKind
 from flowfabric.model import answers
 from flowfabric.model.execution import Execution
@@ -20,7 +20,7 @@ from flowfabric.stores.base import Scan, Where
 OPERATOR = "operator"
 
 
-class Claims(Taking, Keys):
+class Claims(Within, Keys):
     """Grants, and the claims that redeem them."""
 
     # -- grants ---------------------------------------------------------------------------------------------------

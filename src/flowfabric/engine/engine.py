@@ -39,7 +39,8 @@ from flowfabric.model.outbox import Message
 from flowfabric.model.stream import Stream
 from flowfabric.rules.feeds import Filter
 from flowfabric.settings import Settings
-from flowfabric.stores.base import Schema, Store
+from flowfabric.stores.base import Schema as Schema  # part of the engine's own vocabulary
+from flowfabric.stores.base import Store
 
 
 class Capabilities(msgspec.Struct, frozen=True):

@@ -11,6 +11,7 @@ from flowfabric import errors
 from flowfabric.engine import intake
 from flowfabric.engine.bulk import BulkCreate, create_within, settle_create
 from flowfabric.engine.core import Core, Rows, first
+from flowfabric.engine.creating import Creating
 from flowfabric.handles import Handle, HandleFields
 from flowfabric.model import answers
 from flowfabric.model.execution import Execution
@@ -39,56 +40,13 @@ WAITPOINTS_PAGE = 1000
 PORTION = 100  # children that are cancelled in one change
 
 
-class Executions(Core):
+class Executions(Core, Creating):
     """What can be done to an execution, by the names of the specification."""
 
     # -- create -------------------------------------------------------------------------------------------------
 
-    async def create_execution(
-        self,
-        *,
-        execution_id: str,
-        namespace: str = "default",
-        lane_id: str = "default",
-        execution_kind: str = "task",
-        input_payload: bytes = b"",
-        payload_encoding: str | None = None,
-        priority: int = 0,
-        creator_identity: str = "",
-        idempotency_key: str | None = None,
-        tags: Mapping[str, str] | None = None,
-        policy: str | Mapping[str, Any] | None = None,
-        delay_until: int | None = None,
-        execution_deadline_at: int | None = None,
-        parent_id: str | None = None,
-    ) -> answers.Created | answers.Duplicate:
-        """Create an execution, or learn which earlier one stands for the same id or idempotency key.
-
-        The end of a child is told to its parent, which lives on the same partition.
-        """
-        ask = intake.creation(
-            CreateExecution(
-                execution_id=execution_id,
-                partition=0,
-                namespace=namespace,
-                lane_id=lane_id,
-                execution_kind=execution_kind,
-                input_payload=input_payload,
-                payload_encoding=payload_encoding,
-                priority=priority,
-                creator_identity=creator_identity,
-                idempotency_key=idempotency_key,
-                tags=tags or {},  # type: ignore[arg-type]
-                policy=intake.policy_text(policy),
-                delay_until=delay_until,
-                execution_deadline_at=execution_deadline_at,
-                parent_id=parent_id,
-            )
-        )
-        return await settle_create(self, ask, trusting=True)
-
     async def create(self, ask: CreateExecution) -> answers.Created | answers.Duplicate:
-        """The same for a request that stands ready."""
+        """Create an execution as a request says that stands ready."""
         return await settle_create(self, intake.creation(ask), trusting=True)
 
     async def create_executions(

@@ -32,8 +32,6 @@ from flowfabric.rules.claim import Acquired
 from flowfabric.rules.lease import Holder
 from flowfabric.stores.base import Scan, Stamp, Take, Want, Where
 
-CHEAP_S = 0.01  # what a look for the work of some namespaces may take to be repeated at will
-REST, LONGEST_REST_S = 10, 1.0  # how much longer than that the next one is waited for
 MOST_KEYS = 8  # whose work one claim takes: each key costs a trip of its own
 
 
@@ -42,10 +40,6 @@ class Taking(Lines):
 
     _rotation: int = 0
     _spare: tuple[Stamp, ...] = ()
-
-    @cached_property
-    def _resting(self) -> dict[tuple[str, frozenset[str]], float]:
-        return {}
 
     @cached_property
     def _fair_turns(self) -> dict[str, dict[str, int]]:
@@ -107,8 +101,6 @@ class Taking(Lines):
 
     async def _claim_now(self, order: ClaimOrder, limit: int) -> list[answers.Claimed]:
         """Claim what is there, after a look around when the last one is old, and with one before finding nothing."""
-        if order.namespaces is not None:
-            return await self._claim_within(order, limit)
         looked = not self.has_looked(order.lane_id) or order.lane_id in self._takeovers
         if looked:
             await self.look_around(order.lane_id)
@@ -121,47 +113,6 @@ class Taking(Lines):
             await self.look_around(order.lane_id)
             lines = await self.covered(order.lane_id, order.capabilities)
             claimed = await self._claim_by_plan(order, lines, limit)
-        return claimed
-
-    # -- of some namespaces ---------------------------------------------------------------------------------------
-
-    async def _claim_within(self, order: ClaimOrder, limit: int) -> list[answers.Claimed]:
-        """Claim work of some namespaces only, by decision.
-
-        Lines know no namespace, so its work is looked for among that of others, and what stands before it has to be
-        passed by. A look that took long and found nothing is therefore not repeated at once.
-        """
-        clock, asked = asyncio.get_running_loop().time, (order.lane_id, order.namespaces or frozenset())
-        await asyncio.sleep(max(0.0, self._resting.pop(asked, 0.0) - clock()))
-        began = clock()
-        await self.look_around(order.lane_id)
-        claimed: list[answers.Claimed] = []
-        for portion in windows(await self.covered(order.lane_id, order.capabilities), self._rotation):
-            claimed += await self._claim_own(portion, order, limit - len(claimed))
-            if len(claimed) >= limit:
-                break
-        if not claimed and (took := clock() - began) > CHEAP_S:
-            self._resting[asked] = clock() + min(took * REST, LONGEST_REST_S)
-        return claimed
-
-    async def _claim_own(self, lines: Sequence[LineKey], order: ClaimOrder, limit: int) -> list[answers.Claimed]:
-        own = (Where("namespace", "in", tuple(sorted(order.namespaces or ()))),)
-        claimed: list[answers.Claimed] = []
-        tried: set[str] = set()
-        while len(claimed) < limit:
-            rows = await self.heads(lines, limit - len(claimed), without=tried, where=own)
-            if not rows:
-                break
-            now, turns = self.estimate.now(), self.turns_of(order.lane_id)
-            picks, turns = fairness.plan(rows, turns, now, limit - len(claimed))
-            self.keep_turns(order.lane_id, turns)
-            tried.update(row.execution_id for row in picks)
-            try:
-                claimed += await self._claim_decided(picks, order)
-            except errors.StoreUnavailable:
-                if not claimed:  # those are held already: the next call may meet the error
-                    raise
-                break
         return claimed
 
     # -- by plan --------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import httpx2
 
 from flowfabric import errors
 from flowfabric.clock import Estimate
-from flowfabric.engine.engine import Capabilities, Engine
+from flowfabric.engine.engine import Capabilities, Engine, Schema
 from flowfabric.engine.meters import Meters
 from flowfabric.ids import ExecutionId, LaneId, Minter, RandomMinter, mint_solo, parse_lane_id
 from flowfabric.remote.ending import Ending
@@ -27,7 +27,6 @@ from flowfabric.remote.waiting import Waiting
 from flowfabric.remote.wire import PATIENCE_S, Wire
 from flowfabric.server.routes.apps import StoreInfo
 from flowfabric.settings import Secret, Settings
-from flowfabric.stores.base import Schema
 
 FIRST_PATIENCE_S = 2.0  # an address that is wrong is told soon
 

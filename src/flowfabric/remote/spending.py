@@ -49,16 +49,18 @@ class Spending(Asking):
             "on_soft_limit": on_soft_limit,
             "reset_interval_ms": reset_interval_ms,
         }
+        created = await self._define("budgets", budget_id, body)
+        return verdicts.BudgetCreated(budget_id) if created else verdicts.BudgetExists(budget_id)
+
+    async def _define(self, kind: str, name: str, body: dict[str, Any]) -> bool:
+        """Define something, or find that it is defined; True when it is new."""
         try:
-            told = await self.wire.ask("POST", "/v1/budgets", body)
+            told = await self.wire.ask("POST", f"/v1/{kind}", body)
         except errors.Unauthorized:
-            if (await self.wire.ask("GET", _budget(budget_id), misses=True)).status == 404:
+            if (await self.wire.ask("GET", f"/v1/{kind}/{segment(name)}", misses=True)).status == 404:
                 raise
-            return verdicts.BudgetExists(budget_id)
-        made: verdicts.BudgetCreated | verdicts.BudgetExists = variant(
-            told.body, Created=verdicts.BudgetCreated, AlreadySatisfied=verdicts.BudgetExists
-        )
-        return made
+            return False
+        return "Created" in read(told.body, dict[str, Any])
 
     async def change_budget_limits(
         self,
@@ -113,16 +115,9 @@ class Spending(Asking):
             "max_concurrent": max_concurrent,
             "jitter_ms": jitter_ms,
         }
-        try:
-            told = await self.wire.ask("POST", "/v1/quotas", body)
-        except errors.Unauthorized:
-            if (await self.wire.ask("GET", f"/v1/quotas/{segment(quota_policy_id)}", misses=True)).status == 404:
-                raise
-            return verdicts.QuotaPolicyExists(quota_policy_id)
-        made: verdicts.QuotaPolicyCreated | verdicts.QuotaPolicyExists = variant(
-            told.body, Created=verdicts.QuotaPolicyCreated, AlreadySatisfied=verdicts.QuotaPolicyExists
-        )
-        return made
+        if await self._define("quotas", quota_policy_id, body):
+            return verdicts.QuotaPolicyCreated(quota_policy_id)
+        return verdicts.QuotaPolicyExists(quota_policy_id)
 
     # -- runs -----------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ import msgspec
 
 from flowfabric import errors, ids
 from flowfabric.engine.asks import CreateExecution, Fence
+from flowfabric.engine.creating import Creating
 from flowfabric.engine.flow_cancels import NO_WAIT, FlowCancel, NoWait, Wait
 from flowfabric.engine.flows import GraphEdge
 from flowfabric.model import answers, flow_answers
@@ -24,7 +25,7 @@ NO_FENCE = Fence()
 _ENVELOPE = 1024  # what JSON adds to a body beside its parts
 
 
-class Submitting(Asking):
+class Submitting(Asking, Creating):
     """What callers do."""
 
     async def create(self, ask: CreateExecution) -> answers.Created | answers.Duplicate:
@@ -38,46 +39,6 @@ class Submitting(Asking):
         told = await self.wire.ask("POST", "/v1/executions", body)
         created: answers.Created | answers.Duplicate = variant(told.body, answers.Created, answers.Duplicate)
         return created
-
-    async def create_execution(
-        self,
-        *,
-        execution_id: str,
-        namespace: str = "default",
-        lane_id: str = "default",
-        execution_kind: str = "task",
-        input_payload: bytes = b"",
-        payload_encoding: str | None = None,
-        priority: int = 0,
-        creator_identity: str = "",
-        idempotency_key: str | None = None,
-        tags: Mapping[str, str] | None = None,
-        policy: str | Mapping[str, Any] | None = None,
-        delay_until: int | None = None,
-        execution_deadline_at: int | None = None,
-        parent_id: str | None = None,
-    ) -> answers.Created | answers.Duplicate:
-        """The same, told in words."""
-        text = policy if policy is None or isinstance(policy, str) else msgspec.json.encode(policy).decode()
-        return await self.create(
-            CreateExecution(
-                execution_id=execution_id,
-                partition=0,
-                namespace=namespace,
-                lane_id=lane_id,
-                execution_kind=execution_kind,
-                input_payload=input_payload,
-                payload_encoding=payload_encoding,
-                priority=priority,
-                creator_identity=creator_identity,
-                idempotency_key=idempotency_key,
-                tags=dict(tags or {}),
-                policy=text,
-                delay_until=delay_until,
-                execution_deadline_at=execution_deadline_at,
-                parent_id=parent_id,
-            )
-        )
 
     async def create_executions(
         self, asks: Iterable[CreateExecution]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from flowfabric.handles import Handle
 from flowfabric.sdk.codec import from_json, json_bytes
-from flowfabric.sdk.durable import Durable
+from flowfabric.sdk.durable import Durable, in_step
 from flowfabric.sdk.output import Saying
 from flowfabric.sdk.spending import Spending
 from flowfabric.sdk.steps import Step, effect_of, run_step, step_of
@@ -155,7 +155,9 @@ class Context(Waiting, Saying, Spending):
         step = await self.recall(function, args, kwargs, name, key)
         if not step.is_known:
             await self.at(step.point, "before_effect")
-            step = await self.keep(step, await run_step(effect_of(function, self.app.stubs), args, kwargs))
+            with in_step(step.name, step.occurrence):
+                value = await run_step(effect_of(function, self.app.stubs), args, kwargs)
+            step = await self.keep(step, value)
         return step.value()
 
     async def recall(

@@ -15,7 +15,8 @@ import contextvars
 import logging
 import re
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from flowfabric.engine.gates import OpenedGate, Parked
@@ -31,6 +32,7 @@ logger = logging.getLogger("flowfabric.durable")
 
 _BRANCH = re.compile(r"(?:gather#\d+\.\d+/)*")
 _branch: contextvars.ContextVar[str] = contextvars.ContextVar("flowfabric_branch", default="")
+_step: contextvars.ContextVar[str] = contextvars.ContextVar("flowfabric_step", default="")
 
 
 class NonDeterministic(Fatal):
@@ -219,6 +221,21 @@ class Durable:
             return
         for waiting in self._blocked.values():
             waiting.set_exception(Unwound("parked"))
+
+
+@contextmanager
+def in_step(name: str, occurrence: int) -> Iterator[None]:
+    """Be in a step while its function runs."""
+    token = _step.set(f"{name}#{occurrence}/")
+    try:
+        yield
+    finally:
+        _step.reset(token)
+
+
+def here() -> str:
+    """The step that is running, else the branch: things that occur here are counted apart from those elsewhere."""
+    return _step.get() or _branch.get()
 
 
 def _branch_of(name: str) -> str:

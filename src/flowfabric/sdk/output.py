@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -13,18 +14,18 @@ import msgspec
 from flowfabric.errors import FabricError
 from flowfabric.handles import HandleKind
 from flowfabric.sdk.codec import from_json, json_bytes, to_plain
+from flowfabric.sdk.durable import here
 
 if TYPE_CHECKING:
     from flowfabric.engine.engine import Engine
     from flowfabric.handles import Handle
-    from flowfabric.sdk.durable import Durable
 
 MOST_UNDER_WAY = 64  # pieces of one output that may be on their way; then `write` waits
 PAGE = 1000
 START = "0-0"
-NUMBERED = "#"  # stands between a piece's branch and how many came before it
+NUMBERED = "#"  # stands between a piece's place and how many came before it there
 
-Passed = Mapping[tuple[str, str], int]  # by output and branch: how many pieces were written before
+Passed = Mapping[tuple[str, str], int]  # by output, and branch or step: how many pieces were written before
 
 
 class Saying(ABC):
@@ -44,11 +45,6 @@ class Saying(ABC):
     def handle(self) -> Handle:
         """The lease under which this attempt runs."""
 
-    @property
-    @abstractmethod
-    def durable(self) -> Durable:
-        """Where the function is, and what it has done before."""
-
     async def progress(self, patch: dict[str, Any] | str | None = None, *, pct: int | None = None) -> None:
         """Say how far the work is: a JSON merge patch on what was said before, a message, or a percentage."""
         if self._said is None:
@@ -67,7 +63,7 @@ class Saying(ABC):
     def stream(self, name: str) -> Output:
         """The attempt's output of this name; readers see it while it is written."""
         if name not in self._outputs:
-            self._outputs[name] = Output(self.engine, self.handle, name, self.durable.place, self._passed_by)
+            self._outputs[name] = Output(self.engine, self.handle, name, self._passed_by)
         return self._outputs[name]
 
     async def _passed_by(self) -> Passed:
@@ -93,7 +89,8 @@ class Output:
     """What a handler writes while it works. Frames belong to the attempt: a retry begins anew.
 
     A function that goes on after a wait runs from the top, and comes to the pieces again that it wrote before. Like a
-    step, a piece is known by its output and how many came before it in its branch; it is not written a second time.
+    step, a piece is known by how many came before it in its branch, or in the step that writes it; it is not written a
+    second time.
     """
 
     def __init__(
@@ -101,14 +98,12 @@ class Output:
         engine: Engine,
         handle: Handle,
         name: str,
-        place: Callable[[str], tuple[str, int]],
         passed: Callable[[], Awaitable[Passed]],
     ) -> None:
         self._engine = engine
         self._handle = handle
         self._name = name
-        self._label = f"stream:{name}"
-        self._place = place
+        self._counts: Counter[str] = Counter()
         self._passed = passed
         self._known: Passed | None = None
         self._written: list[str] = []
@@ -124,15 +119,16 @@ class Output:
         else:
             payload = json_bytes(to_plain(piece))
         self._written.append(payload.decode("utf-8", "replace"))
-        place, number = self._place(self._label)
-        branch = place.removesuffix(self._label)
+        place = here()
+        number = self._counts[place]
+        self._counts[place] += 1
         if self._known is None:
             self._known = await self._passed()
-        if number < self._known.get((self._name, branch), 0):
+        if number < self._known.get((self._name, place), 0):
             return
         adding = asyncio.create_task(
             self._engine.append_frame(
-                self._handle, payload, frame_type=self._name, correlation_id=f"{branch}{NUMBERED}{number}"
+                self._handle, payload, frame_type=self._name, correlation_id=f"{place}{NUMBERED}{number}"
             )
         )
         adding.add_done_callback(_heard)
@@ -161,15 +157,15 @@ class Output:
 
 
 async def frames_of(engine: Engine, handle: Handle) -> Passed:
-    """How many pieces of each output and branch an attempt has; they were written in order."""
+    """How many pieces an attempt has, by output and place; they were written in order."""
     fields, after = handle.fields, START
     passed: dict[tuple[str, str], int] = {}
     while True:
         page = await engine.tail_stream(fields.execution_id, fields.attempt_index, after, count_limit=PAGE)
         for frame in page.frames:
-            branch, numbered, number = frame.fields.get("correlation_id", "").rpartition(NUMBERED)
+            place, numbered, number = frame.fields.get("correlation_id", "").rpartition(NUMBERED)
             if numbered and number.isdecimal():
-                output = (frame.fields["frame_type"], branch)
+                output = (frame.fields["frame_type"], place)
                 passed[output] = max(passed.get(output, 0), int(number) + 1)
         if len(page.frames) < PAGE:
             return passed

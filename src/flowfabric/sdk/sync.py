@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 
 from flowfabric.sdk.approvals import Approval, Link, Votes
+from flowfabric.sdk.durable import in_step
 from flowfabric.sdk.durations import Duration
 from flowfabric.sdk.joins import AllOf, Join
 from flowfabric.sdk.limits import Budget
@@ -212,9 +213,10 @@ class SyncContext:
         step = self._portal.call(context.recall(function, args, kwargs, name, key))
         if not step.is_known:
             self._portal.call(context.at(step.point, "before_effect"))
-            value = effect_of(function, context.app.stubs)(*args, **kwargs)
-            if inspect.isawaitable(value):
-                value = self._portal.call(_awaited(value))
+            with in_step(step.name, step.occurrence):
+                value = effect_of(function, context.app.stubs)(*args, **kwargs)
+                if inspect.isawaitable(value):
+                    value = self._portal.call(_awaited(value))
             step = self._portal.call(context.keep(step, value))
         return step.value()
 

@@ -97,6 +97,7 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> ServerSettings:
             ),
             ageing_ms=read.by_lane("FF_LANE_AGEING_MS"),
             sweeps=read.sweeps(),
+            postgres_pool_size=read.number("FF_POSTGRES_POOL_SIZE", 0, least=1) or None,
         ),
     )
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 import os
 import struct
 import time
+from functools import cache
 
 RECORD_VARIABLE = "FF_BENCH_STARTS"
 _STAMP = struct.Struct("<q")
-_files: dict[str, int] = {}
 
 
 def note() -> None:
     """Note that a job has started."""
-    path = os.environ[RECORD_VARIABLE]
-    if path not in _files:
-        _files[path] = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    os.write(_files[path], _STAMP.pack(time.monotonic_ns()))
+    os.write(_file(), _STAMP.pack(time.monotonic_ns()))
+
+
+@cache
+def _file() -> int:
+    return os.open(os.environ[RECORD_VARIABLE], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
 
 def count(path: str) -> int:

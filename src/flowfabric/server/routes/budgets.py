@@ -54,19 +54,7 @@ class BudgetBody(Body, frozen=True):
 )
 async def create_budget(ask: Ask[BudgetBody]) -> Reply:
     """Define a budget; a second definition changes nothing."""
-    body = ask.body
-    answer = await ask.engine.create_budget(
-        body.budget_id,
-        scope_type=body.scope_type,
-        scope_id=body.scope_id,
-        enforcement_mode=body.enforcement_mode,
-        on_hard_limit=body.on_hard_limit,
-        on_soft_limit=body.on_soft_limit,
-        reset_interval_ms=body.reset_interval_ms,
-        dimensions=body.dimensions,
-        hard_limits=body.hard_limits,
-        soft_limits=body.soft_limits,
-    )
+    answer = await ask.engine.create_budget(**ask.body.told())
     if isinstance(answer, verdicts.BudgetCreated):
         return tagged(answer, 201, "Created")
     return tagged(answer, 200, "AlreadySatisfied")
@@ -185,14 +173,7 @@ class QuotaBody(Body, frozen=True):
 )
 async def create_quota_policy(ask: Ask[QuotaBody]) -> Reply:
     """Define a quota policy; 0 is no limit, and a second definition changes nothing."""
-    body = ask.body
-    answer = await ask.engine.create_quota_policy(
-        body.quota_policy_id,
-        window_seconds=body.window_seconds,
-        max_requests_per_window=body.max_requests_per_window,
-        max_concurrent=body.max_concurrent,
-        jitter_ms=body.jitter_ms,
-    )
+    answer = await ask.engine.create_quota_policy(**ask.body.told())
     if isinstance(answer, verdicts.QuotaPolicyCreated):
         return tagged(answer, 201, "Created")
     return tagged(answer, 200, "AlreadySatisfied")

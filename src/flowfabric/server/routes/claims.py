@@ -75,14 +75,8 @@ async def claim_for_worker(ask: Ask[ClaimBody]) -> Reply:
     worker_id, body = ask.params[0], ask.body
     check_names(worker_id, body.worker_instance_id, body.lane_id)
     check_grant_ttl(body.grant_ttl_ms)
-    grant = await ask.engine.claim_for_worker(
-        body.lane_id,
-        worker_id=worker_id,
-        worker_instance_id=body.worker_instance_id,
-        capabilities=body.capabilities,
-        grant_ttl_ms=body.grant_ttl_ms,
-        namespaces=ask.principal.namespaces,
-    )
+    within = ask.principal.namespaces
+    grant = await ask.engine.claim_for_worker(worker_id=worker_id, namespaces=within, **body.told())
     if grant is None:
         return Reply(204)
     kind = "reclaim" if isinstance(grant, answers.ReclaimGrant) else "resume" if grant.resumes else "claim"
@@ -125,17 +119,7 @@ async def issue_reclaim_grant(ask: Ask[ReclaimBody]) -> Reply:
     execution_id, body = ask.execution_id, ask.body
     check_names(body.worker_id, body.worker_instance_id, body.lane_id)
     check_grant_ttl(body.grant_ttl_ms)
-    answer = await ask.engine.issue_reclaim_grant(
-        execution_id,
-        lane_id=body.lane_id,
-        worker_id=body.worker_id,
-        worker_instance_id=body.worker_instance_id,
-        worker_capabilities=body.worker_capabilities,
-        grant_ttl_ms=body.grant_ttl_ms,
-        capability_hash=body.capability_hash,
-        route_snapshot_json=body.route_snapshot_json,
-        admission_summary=body.admission_summary,
-    )
+    answer = await ask.engine.issue_reclaim_grant(execution_id, **body.told())
     return json(reclaim_answer(execution_id, answer))
 
 

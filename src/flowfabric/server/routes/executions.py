@@ -90,19 +90,10 @@ async def creation(ask: Ask[Any], body: CreateBody) -> CreateExecution:
     return CreateExecution(
         execution_id=body.execution_id or ask.engine.new_execution_id(body.lane_id),
         partition=0,
-        namespace=body.namespace,
-        lane_id=body.lane_id,
-        execution_kind=body.execution_kind,
         input_payload=octets("input_payload", body.input_payload, body.input_payload_b64) or b"",
-        payload_encoding=body.payload_encoding,
-        priority=body.priority,
-        creator_identity=body.creator_identity,
-        idempotency_key=body.idempotency_key,
         tags=body.tags if place is None else {traces.TAG: place} | body.tags,
         policy=None if body.policy is None else encode(body.policy).decode(),
-        delay_until=body.delay_until,
-        execution_deadline_at=body.execution_deadline_at,
-        parent_id=body.parent_id,
+        **body.told("execution_id", "input_payload", "input_payload_b64", "tags", "policy", "partition_id"),
     )
 
 

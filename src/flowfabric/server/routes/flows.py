@@ -134,19 +134,28 @@ async def add_execution_to_flow(ask: Ask[MemberBody]) -> Reply:
     return tagged(answer, 201 if isinstance(answer, flow_answers.Added) else 200)
 
 
-class StageBody(Body, frozen=True):
+class EdgeBody(Body, frozen=True):
     flow_id: str
     edge_id: str
     upstream_execution_id: str
     downstream_execution_id: str
-    dependency_kind: str = "success_only"
     data_passing_ref: str | None = None
-    expected_graph_revision: Natural | None = None
     now: Whole | None = None
 
     def __post_init__(self) -> None:
         checked(ids.parse_uuid, self.flow_id, self.edge_id)
         checked(ids.parse_execution_id, self.upstream_execution_id, self.downstream_execution_id)
+
+    def edge(self, path_flow_id: str) -> dict[str, Any]:
+        """What the engine wants to know of an edge, which is one of the path's flow."""
+        same("flow_id", path_flow_id, ids.parse_uuid(self.flow_id))
+        ends = {"upstream": self.upstream_execution_id, "downstream": self.downstream_execution_id}
+        return ends | self.told("upstream_execution_id", "downstream_execution_id")
+
+
+class StageBody(EdgeBody, frozen=True):
+    dependency_kind: str = "success_only"
+    expected_graph_revision: Natural | None = None
 
 
 @routes.post(
@@ -158,33 +167,12 @@ class StageBody(Body, frozen=True):
 )
 async def stage_dependency_edge(ask: Ask[StageBody]) -> Reply:
     """Add an edge to the graph; without an expected revision none is asked for."""
-    flow_id, body = ask.flow_id, ask.body
-    same("flow_id", flow_id, ids.parse_uuid(body.flow_id))
-    answer = await ask.engine.stage_dependency_edge(
-        flow_id,
-        body.edge_id,
-        body.upstream_execution_id,
-        body.downstream_execution_id,
-        dependency_kind=body.dependency_kind,
-        data_passing_ref=body.data_passing_ref,
-        expected_graph_revision=body.expected_graph_revision,
-    )
-    return tagged(answer, 201)
+    return tagged(await ask.engine.stage_dependency_edge(**ask.body.edge(ask.flow_id)), 201)
 
 
-class ApplyBody(Body, frozen=True):
-    flow_id: str
-    edge_id: str
-    upstream_execution_id: str
-    downstream_execution_id: str
+class ApplyBody(EdgeBody, frozen=True):
     graph_revision: Natural | None = None
     dependency_kind: str | None = None
-    data_passing_ref: str | None = None
-    now: Whole | None = None
-
-    def __post_init__(self) -> None:
-        checked(ids.parse_uuid, self.flow_id, self.edge_id)
-        checked(ids.parse_execution_id, self.upstream_execution_id, self.downstream_execution_id)
 
 
 @routes.post(
@@ -196,18 +184,7 @@ class ApplyBody(Body, frozen=True):
 )
 async def apply_dependency_to_child(ask: Ask[ApplyBody]) -> Reply:
     """Let the downstream of a staged edge wait for its upstream."""
-    flow_id, body = ask.flow_id, ask.body
-    same("flow_id", flow_id, ids.parse_uuid(body.flow_id))
-    answer = await ask.engine.apply_dependency_to_child(
-        flow_id,
-        body.edge_id,
-        body.downstream_execution_id,
-        body.upstream_execution_id,
-        graph_revision=body.graph_revision,
-        dependency_kind=body.dependency_kind,
-        data_passing_ref=body.data_passing_ref,
-    )
-    return tagged(answer)
+    return tagged(await ask.engine.apply_dependency_to_child(**ask.body.edge(ask.flow_id)))
 
 
 class FlowCancelBody(Body, frozen=True):

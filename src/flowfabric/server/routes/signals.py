@@ -135,24 +135,9 @@ async def deliver_signal(ask: Ask[SignalBody]) -> Reply:
     same("execution_id", execution_id, body.execution_id)
     answer = await ask.engine.deliver_signal(
         SignalArgs(
-            execution_id=execution_id,
-            waitpoint_id=body.waitpoint_id,
             signal_id=body.signal_id or ask.engine.minter.uuid(),
-            signal_name=body.signal_name,
-            signal_category=body.signal_category,
-            source_type=body.source_type,
-            source_identity=body.source_identity,
-            target_scope=body.target_scope,
-            waitpoint_token=body.waitpoint_token,
             payload=octets("payload", body.payload, body.payload_b64),
-            payload_encoding=body.payload_encoding,
-            correlation_id=body.correlation_id,
-            idempotency_key=body.idempotency_key,
-            created_at=body.created_at,
-            dedup_ttl_ms=body.dedup_ttl_ms,
-            resume_delay_ms=body.resume_delay_ms,
-            max_signals_per_execution=body.max_signals_per_execution,
-            signal_maxlen=body.signal_maxlen,
+            **body.told("signal_id", "payload", "payload_b64"),
         )
     )
     return tagged(answer)
@@ -189,13 +174,9 @@ async def send_message(ask: Ask[MessageBody]) -> Reply:
     answer = await ask.engine.send_message(
         MailArgs(
             execution_id=ask.execution_id,
-            mailbox=body.mailbox,
             message_id=body.message_id or ask.engine.minter.uuid(),
             payload=octets("payload", body.payload, body.payload_b64),
-            payload_encoding=body.payload_encoding,
-            sender=body.sender,
-            idempotency_key=body.idempotency_key,
-            dedup_ttl_ms=body.dedup_ttl_ms,
+            **body.told("message_id", "payload", "payload_b64"),
         )
     )
     return tagged(answer)

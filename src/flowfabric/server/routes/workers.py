@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -26,7 +26,7 @@ from flowfabric.server import traces
 from flowfabric.server.ask import Ask, json, tagged
 from flowfabric.server.problems import bad_request
 from flowfabric.server.routes.claims import check_names
-from flowfabric.server.table import Param, Reply, Routes, Subject
+from flowfabric.server.table import H, Param, Reply, Routes, Subject
 from flowfabric.server.wire import CURSOR, LIMIT, MAX_WAIT_MS, Body, Natural, checked, variants, write_handle
 
 routes = Routes("workers")
@@ -94,14 +94,11 @@ async def claim(ask: Ask[ClaimsBody]) -> Reply:
         with _endable(ask, nudge) as is_wanted:
             claimed = await ask.engine.claim_from_lanes(
                 lanes,
-                body.limit,
                 worker_id=worker_id,
-                worker_instance_id=body.worker_instance_id,
-                capabilities=body.capabilities,
-                lease_ttl_ms=body.lease_ttl_ms,
                 max_wait_ms=min(body.wait_ms, MAX_WAIT_MS),
                 go_on=lambda: is_heard() and is_wanted(),
                 namespaces=ask.principal.namespaces if body.namespaces is None else body.namespaces,
+                **body.told("lanes", "wait_ms", "namespaces"),
             )
         if claimed and ask.is_gone:
             await _hand_back(ask.engine, claimed)
@@ -214,38 +211,19 @@ async def redeem(ask: Ask[RedeemBody]) -> Reply:
     execution_id, body = ask.execution_id, ask.body
     check_names(body.worker_id, body.worker_instance_id, *filter(None, [body.lane_id]))
     answer: answers.Claimed | answers.NotReclaimable | answers.ReclaimCapExceeded | answers.GrantNotFound
+    holder = body.told("grant_kind", "attempt_id", "attempt_timeout_ms", "max_reclaim_count")
     match body.grant_kind:
         case "claim":
             answer = await ask.engine.claim_execution(
-                execution_id,
-                worker_id=body.worker_id,
-                worker_instance_id=body.worker_instance_id,
-                lane_id=body.lane_id,
-                lease_id=body.lease_id,
-                attempt_id=body.attempt_id,
-                lease_ttl_ms=body.lease_ttl_ms,
-                attempt_timeout_ms=body.attempt_timeout_ms,
+                execution_id, attempt_id=body.attempt_id, attempt_timeout_ms=body.attempt_timeout_ms, **holder
             )
         case "resume":
             answer = await ask.engine.claim_resumed_execution(
-                execution_id,
-                worker_id=body.worker_id,
-                worker_instance_id=body.worker_instance_id,
-                lane_id=body.lane_id,
-                lease_id=body.lease_id,
-                lease_ttl_ms=body.lease_ttl_ms,
-                remaining_attempt_timeout_ms=body.attempt_timeout_ms,
+                execution_id, remaining_attempt_timeout_ms=body.attempt_timeout_ms, **holder
             )
         case "reclaim":
             answer = await ask.engine.reclaim_execution(
-                execution_id,
-                worker_id=body.worker_id,
-                worker_instance_id=body.worker_instance_id,
-                lane_id=body.lane_id,
-                lease_id=body.lease_id,
-                attempt_id=body.attempt_id,
-                lease_ttl_ms=body.lease_ttl_ms,
-                max_reclaim_count=body.max_reclaim_count,
+                execution_id, attempt_id=body.attempt_id, max_reclaim_count=body.max_reclaim_count, **holder
             )
         case _:
             raise bad_request("grant_kind: none of claim, resume, reclaim")
@@ -258,103 +236,57 @@ async def redeem(ask: Ask[RedeemBody]) -> Reply:
 # The registry
 
 
-class RegisterBody(Body, frozen=True):
-    worker_instance_id: str
-    lanes: list[str]
-    liveness_ttl_ms: Natural
-    capabilities: tuple[str, ...] = ()
-    namespace: str = "default"
-
-
-@routes.post(
-    "/v1/workers/{worker_id}/register",
-    {200: variants(WorkerRegistered, WorkerRefreshed)},
-    body=RegisterBody,
-    scope=Scope.WORK,
-    subject=Subject.OWN,
-)
-async def register_worker(ask: Ask[RegisterBody]) -> Reply:
-    """Enter the registry; work that waited for these capabilities is claimable before this answers."""
-    worker_id, body = ask.params[0], ask.body
-    ask.within(body.namespace)
-    check_names(worker_id, body.worker_instance_id, *body.lanes)
-    return tagged(
-        await ask.engine.register_worker(
-            namespace=body.namespace,
-            worker_instance_id=body.worker_instance_id,
-            worker_id=worker_id,
-            lanes=body.lanes,
-            capabilities=body.capabilities,
-            liveness_ttl_ms=body.liveness_ttl_ms,
-        )
-    )
-
-
 class InstanceBody(Body, frozen=True):
     worker_instance_id: str
     namespace: str = "default"
 
 
-@routes.post(
-    "/v1/workers/{worker_id}/heartbeat",
-    {200: variants(WorkerRefreshed, NotRegistered)},
-    body=InstanceBody,
-    scope=Scope.WORK,
-    subject=Subject.OWN,
-)
-async def heartbeat_worker(ask: Ask[InstanceBody]) -> Reply:
-    """Stay in the registry for another while."""
-    body = ask.body
-    ask.within(body.namespace)
-    check_names(ask.params[0], body.worker_instance_id)
-    return tagged(
-        await ask.engine.heartbeat_worker(namespace=body.namespace, worker_instance_id=body.worker_instance_id)
-    )
+class RegisterBody(InstanceBody, frozen=True, kw_only=True):
+    lanes: list[str]
+    liveness_ttl_ms: Natural
+    capabilities: tuple[str, ...] = ()
 
 
-class DeadBody(Body, frozen=True):
-    worker_instance_id: str
-    namespace: str = "default"
+class DeadBody(InstanceBody, frozen=True):
     reason: str = ""
 
 
-@routes.post(
-    "/v1/workers/{worker_id}/dead",
-    {200: variants(MarkedDead, NotRegistered)},
-    body=DeadBody,
-    scope=Scope.OPERATE,
-    subject=Subject.OWN,
-    audit=True,
-)
+def entry(verb: str, answered: Any, body: Any = InstanceBody, **given: Any) -> Callable[[H], H]:
+    """A route about one entry of the registry."""
+    path, ways = f"/v1/workers/{{worker_id}}/{verb}", {"scope": Scope.WORK} | given
+    return routes.post(path, {200: answered}, body=body, subject=Subject.OWN, **ways)
+
+
+def _told(ask: Ask[Any]) -> dict[str, Any]:
+    """What the body says of a worker; refused beyond the token's namespaces, and with names that are none."""
+    ask.within(ask.body.namespace)
+    check_names(ask.params[0], ask.body.worker_instance_id, *getattr(ask.body, "lanes", ()))
+    told: dict[str, Any] = ask.body.told()
+    return told
+
+
+@entry("register", variants(WorkerRegistered, WorkerRefreshed), RegisterBody)
+async def register_worker(ask: Ask[RegisterBody]) -> Reply:
+    """Enter the registry; work that waited for these capabilities is claimable before this answers."""
+    return tagged(await ask.engine.register_worker(worker_id=ask.params[0], **_told(ask)))
+
+
+@entry("heartbeat", variants(WorkerRefreshed, NotRegistered))
+async def heartbeat_worker(ask: Ask[InstanceBody]) -> Reply:
+    """Stay in the registry for another while."""
+    return tagged(await ask.engine.heartbeat_worker(**_told(ask)))
+
+
+@entry("dead", variants(MarkedDead, NotRegistered), DeadBody, scope=Scope.OPERATE, audit=True)
 async def mark_worker_dead(ask: Ask[DeadBody]) -> Reply:
     """Take a worker out of the registry; its leases end by their own time."""
-    body = ask.body
-    ask.within(body.namespace)
-    check_names(ask.params[0], body.worker_instance_id)
-    return tagged(
-        await ask.engine.mark_worker_dead(
-            namespace=body.namespace, worker_instance_id=body.worker_instance_id, reason=body.reason
-        )
-    )
+    return tagged(await ask.engine.mark_worker_dead(**_told(ask)))
 
 
-@routes.post(
-    "/v1/workers/{worker_id}/leave",
-    {200: variants(MarkedDead, NotRegistered)},
-    body=InstanceBody,
-    scope=Scope.WORK,
-    subject=Subject.OWN,
-)
+@entry("leave", variants(MarkedDead, NotRegistered))
 async def leave(ask: Ask[InstanceBody]) -> Reply:
     """Leave the registry, as a worker that stops."""
-    body = ask.body
-    ask.within(body.namespace)
-    check_names(ask.params[0], body.worker_instance_id)
-    return tagged(
-        await ask.engine.mark_worker_dead(
-            namespace=body.namespace, worker_instance_id=body.worker_instance_id, reason=STOPPED
-        )
-    )
+    return tagged(await ask.engine.mark_worker_dead(reason=STOPPED, **_told(ask)))
 
 
 @routes.get(

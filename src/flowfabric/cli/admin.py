@@ -1,0 +1,68 @@
+"""`ff admin`: what whoever plans a deployment wants to know."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import typer
+
+from flowfabric.cli.telling import JsonOption, document, table
+
+
+def add_to(app: typer.Typer) -> None:
+    """Hang the commands up."""
+    admin = typer.Typer(help="For whoever plans a deployment.", no_args_is_help=True)
+    admin.command("partition-collisions")(partition_collisions)
+    app.add_typer(admin, name="admin")
+
+
+def partition_collisions(json: JsonOption = False) -> None:
+    """Tell which lanes of FF_LANES share a partition, of FF_FLOW_PARTITIONS; exit code 2 when a name is none."""
+    lanes, count = _configured()
+    found = _shared(lanes, count)
+    colliding = sum(len(names) for names in found.values())
+    verdict = _verdict(colliding / len(lanes))
+    if json:
+        shared = [{"partition": number, "lanes": names} for number, names in found.items()]
+        document({"lanes": len(lanes), "partitions": count, "collisions": shared, "verdict": verdict})
+        return
+    if found:
+        table("", ("partition", "lanes"), [(number, ", ".join(names)) for number, names in found.items()])
+    typer.echo(f"{verdict}: {colliding} of {len(lanes)} lanes share one of {count} partitions with another")
+
+
+def _configured() -> tuple[list[str], int]:
+    from flowfabric.errors import InvalidInput
+    from flowfabric.ids import parse_lane_id
+
+    lanes = [one.strip() for one in os.environ.get("FF_LANES", "default").split(",") if one.strip()]
+    try:
+        count = int(os.environ.get("FF_FLOW_PARTITIONS", "256"))
+        if not 0 < count <= 65_535:
+            raise InvalidInput(f"FF_FLOW_PARTITIONS: {count} is not within 1..65535")
+        if not lanes:
+            raise InvalidInput("FF_LANES: at least one lane is needed")
+        if twice := sorted({lane for lane in lanes if lanes.count(lane) > 1}):
+            raise InvalidInput(f"FF_LANES: named twice: {', '.join(twice)}")
+        return [str(parse_lane_id(lane)) for lane in lanes], count
+    except (InvalidInput, ValueError) as fault:
+        typer.echo(f"ff: {fault}", err=True)
+        raise typer.Exit(2) from None
+
+
+def _shared(lanes: list[str], count: int) -> dict[int, list[str]]:
+    """The partitions of more than one lane, with these."""
+    from flowfabric.ids import LaneId, PartitionCounts, solo_partition
+
+    found: dict[int, list[Any]] = {}
+    for lane in lanes:
+        found.setdefault(solo_partition(LaneId(lane), PartitionCounts(flow=count)), []).append(lane)
+    return {number: names for number, names in sorted(found.items()) if len(names) > 1}
+
+
+def _verdict(share: float) -> str:
+    """What a share of lanes that collide is called."""
+    if not share:
+        return "Clean"
+    return "Watch" if share < 0.05 else "Elevated" if share <= 0.15 else "Remediate"

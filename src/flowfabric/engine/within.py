@@ -1,0 +1,68 @@
+"""Claims of some namespaces.
+
+Lines know no namespace, so such work is looked for among that of others: what stands before it is passed by in the
+store, and it is claimed by decision. A look that took long and found nothing is not repeated at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from functools import cached_property
+
+from flowfabric import errors
+from flowfabric.engine.intake import ClaimOrder
+from flowfabric.engine.lines import windows
+from flowfabric.engine.taking import Taking
+from flowfabric.model import answers
+from flowfabric.model.execution import LineKey
+from flowfabric.rules import fairness
+from flowfabric.stores.base import Where
+
+CHEAP_S = 0.01  # what a look may take to be repeated at will
+REST, LONGEST_REST_S = 10, 1.0  # how much longer than that the next one is waited for
+
+
+class Within(Taking):
+    """What a worker of some namespaces does to get work."""
+
+    @cached_property
+    def _resting(self) -> dict[tuple[str, frozenset[str]], float]:
+        return {}
+
+    async def _claim_now(self, order: ClaimOrder, limit: int) -> list[answers.Claimed]:
+        if order.namespaces is None:
+            return await super()._claim_now(order, limit)
+        return await self._claim_within(order, limit)
+
+    async def _claim_within(self, order: ClaimOrder, limit: int) -> list[answers.Claimed]:
+        """Claim work of some namespaces only, wherever it stands in the lines that the worker covers."""
+        clock, asked = asyncio.get_running_loop().time, (order.lane_id, order.namespaces or frozenset())
+        await asyncio.sleep(max(0.0, self._resting.pop(asked, 0.0) - clock()))
+        began = clock()
+        await self.look_around(order.lane_id)
+        claimed: list[answers.Claimed] = []
+        try:
+            for portion in windows(await self.covered(order.lane_id, order.capabilities), self._rotation):
+                await self._claim_own(portion, order, limit, claimed)
+        except errors.StoreUnavailable:
+            if not claimed:  # those are held already: the next call may meet the error
+                raise
+        if not claimed and (took := clock() - began) > CHEAP_S:
+            self._resting[asked] = clock() + min(took * REST, LONGEST_REST_S)
+        return claimed
+
+    async def _claim_own(
+        self, lines: Sequence[LineKey], order: ClaimOrder, limit: int, claimed: list[answers.Claimed]
+    ) -> None:
+        """Claim from these lines as long as something is there, and less was claimed than is wanted."""
+        own = (Where("namespace", "in", tuple(sorted(order.namespaces or ()))),)
+        tried: set[str] = set()
+        while (wanted := limit - len(claimed)) > 0:
+            rows = await self.heads(lines, wanted, without=tried, where=own)
+            if not rows:
+                return
+            picks, turns = fairness.plan(rows, self.turns_of(order.lane_id), self.estimate.now(), wanted)
+            self.keep_turns(order.lane_id, turns)
+            tried.update(row.execution_id for row in picks)
+            claimed += await self._claim_decided(picks, order)

@@ -1,0 +1,66 @@
+"""`ff admin`: told before anything is deployed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from flowfabric.cli import app
+from flowfabric.ids import LaneId, PartitionCounts, solo_partition
+
+
+def run(lanes: str, partitions: int | str = 256, *arguments: str) -> Result:
+    environ = {"FF_LANES": lanes, "FF_FLOW_PARTITIONS": str(partitions)}
+    return CliRunner().invoke(app, ["admin", "partition-collisions", *arguments], env=environ)
+
+
+def test_lanes_that_share_a_partition_are_told_with_a_verdict() -> None:
+    answer = run("a, b,c", 1)
+
+    assert answer.exit_code == 0
+    assert "a, b, c" in answer.stdout
+    assert "Remediate: 3 of 3 lanes share one of 1 partitions with another" in answer.stdout
+    assert json.loads(run("a,b,c", 1, "--json").stdout) == {
+        "lanes": 3,
+        "partitions": 1,
+        "collisions": [{"partition": 0, "lanes": ["a", "b", "c"]}],
+        "verdict": "Remediate",
+    }
+
+
+@pytest.mark.parametrize(
+    ("count", "pairs", "verdict"), [(10, 0, "Clean"), (50, 1, "Watch"), (40, 1, "Elevated"), (20, 2, "Remediate")]
+)
+def test_the_verdict_goes_by_the_share_of_lanes_that_collide(count: int, pairs: int, verdict: str) -> None:
+    by_partition: dict[int, list[str]] = {}
+    for number in range(2000):
+        lane = f"lane-{number}"
+        by_partition.setdefault(solo_partition(LaneId(lane), PartitionCounts()), []).append(lane)
+    groups = [*by_partition.values()]
+    alone = [group[0] for group in groups[pairs : pairs + count - 2 * pairs]]
+    lanes = alone + [lane for group in groups[:pairs] for lane in group[:2]]
+    answer = json.loads(run(",".join(lanes), 256, "--json").stdout)
+    assert (answer["lanes"], sum(len(one["lanes"]) for one in answer["collisions"])) == (count, 2 * pairs)
+    assert answer["verdict"] == verdict
+
+
+@pytest.mark.parametrize(
+    ("lanes", "partitions", "words"),
+    [
+        ("a,b,a", 256, "named twice: a"),
+        ("é", 256, "lane_id"),
+        ("a", 0, "is not within"),
+        ("a", "x", "x"),
+        (",", 1, "at least one"),
+    ],
+)
+def test_names_that_are_none_end_with_2(lanes: str, partitions: int | str, words: str) -> None:
+    answer = run(lanes, partitions)
+    assert (answer.exit_code, answer.stdout) == (2, "")
+    assert words in answer.stderr
+
+
+def test_an_unknown_command_ends_with_2() -> None:
+    assert CliRunner().invoke(app, ["admin", "nonsense"]).exit_code == 2
