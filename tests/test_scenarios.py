@@ -16,7 +16,6 @@ PAGES = {"ex": 85, "ss": 72, "s": 97}
 # What is seen only through a door that the engine does not have, and where its test belongs once that place is there.
 BEHIND_A_DOOR = {
     "ex_016": "server",  # status codes and the size of a body
-    "ex_031": "sdk/test_grants.py",  # a worker that redeems grants itself
     "s_096": "server",  # errors as status codes
     "s_097": "server",  # creation as status codes
 }

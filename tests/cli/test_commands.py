@@ -180,16 +180,19 @@ def test_the_store_is_the_named_one_else_the_environments(
     assert chosen_store(named, environ) == chosen
 
 
-@pytest.mark.parametrize(
-    ("environ", "text"),
-    [
-        ({"FF_BACKEND": "postgres"}, "FF_POSTGRES_URL: must be set when FF_BACKEND is postgres"),
-        ({"FF_BACKEND": "oracle"}, "FF_BACKEND: 'oracle' is no known store"),
-    ],
-)
-def test_an_environment_that_names_no_store_is_refused(environ: dict[str, str], text: str) -> None:
-    with pytest.raises(InvalidInput, match=text):
-        chosen_store(None, environ)
+def test_an_environment_that_names_no_store_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="FF_POSTGRES_URL: must be set when FF_BACKEND is postgres"):
+        chosen_store(None, {"FF_BACKEND": "postgres"})
+
+
+def test_a_backend_that_nobody_knows_ends_with_code_2(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FF_BACKEND", "oracle")
+    monkeypatch.delenv("FLOWFABRIC_URL", raising=False)
+
+    answer = CliRunner().invoke(app, ["serve"])
+
+    assert answer.exit_code == 2
+    assert "FF_BACKEND: 'oracle' is no known store" in " ".join(answer.stderr.replace("│", " ").split())
 
 
 def test_passwords_are_not_shown() -> None:

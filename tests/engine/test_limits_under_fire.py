@@ -85,12 +85,20 @@ class Floor:
         self.clock = clock
         self.chance = random.Random(seed)
         self.minters = iter(range(seed * 1000, seed * 1000 + 1000))
+        self.engines: list[Engine] = []
         self.office = self.worker()
         self.most = 0
 
     def worker(self) -> Engine:
         settings = Settings(poll_ms=10)
-        return Engine(self.store, minter=SeededMinter(next(self.minters)), settings=settings)
+        self.engines.append(Engine(self.store, minter=SeededMinter(next(self.minters)), settings=settings))
+        return self.engines[-1]
+
+    async def at_rest(self) -> None:
+        """What the dead had sent has arrived, too."""
+        for engine in self.engines:
+            await engine.commits.drained()
+            await engine.delivered()
 
     async def look(self) -> None:
         """Nothing more runs than the quota allows."""
@@ -158,6 +166,7 @@ async def test_nothing_admitted_leaks_when_workers_are_killed(store: Store, cloc
 
     assert len(ended) == len(executions), "all work was done"
     assert floor.most == CAP, "and never beyond"
+    await floor.at_rest()
     clock.pass_ms(60_001)
     for sweep in ("outbox_relay", "quota_reconciler"):
         await office.sweep_once(sweep)

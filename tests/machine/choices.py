@@ -81,7 +81,7 @@ mostly = (True, True, True, True, False)
 parts = (0, 1, 2, 3, 3, 3, 3)  # of a fence
 around = (-1, 0, 0, 1)
 sources = (None, None, "operator_override", "worker")
-cancel_sources = ("operator_override", "flow_cascade", "worker", "me", "")
+cancel_sources = ("operator_override", "flow_cascade", "system_timeout", "worker", "me", "")
 expiries = ("attempt_timeout", "execution_deadline")
 blockings = (
     "waiting_for_budget",

@@ -45,6 +45,7 @@ class Life:
         self.pending: dict[str, Any] = {}
         self.grant: dict[str, Any] | None = None
         self.timeout_at: int | None = None  # armed for the running attempt
+        self.armed_for: int | None = None  # with so much time
         self.time_left: int | None = None  # kept while an attempt is interrupted
         self.facts: dict[str, Any] = {}  # started_at, completed_at, failure_reason, progress and the like, once set
         timeouts = self.policy.get("timeout_policy", {})
@@ -228,7 +229,15 @@ class Life:
             worker_instance_id=self.lease["instance"],
         )
         self.timeout_at = now + timeout if timeout else None
+        self.armed_for = timeout or None
         self.time_left = None
+
+    def whole_timeout(self) -> int | None:
+        """What the attempt began with; of one that was resumed, what its policy says, or else what it had left."""
+        was_resumed = "resumed_at" in self.attempts[-1]
+        if self.armed_for is None or (was_resumed and self.own_timeout() is not None):
+            return self.own_timeout()
+        return self.armed_for
 
     def own_timeout(self) -> int | None:
         own: int | None = self.policy.get("timeout_policy", {}).get("attempt_timeout_ms")

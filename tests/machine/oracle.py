@@ -221,7 +221,9 @@ class Oracle(Claiming):
             assert life.lease is not None
             if triple[:2] != (life.lease["id"], life.epoch) or triple[2] not in (None, life.attempt_id):
                 raise Refused("stale_lease")
-        by = "operator" if source in SYSTEM else "backend"
+        by = {"operator_override": "operator", "flow_cascade": "operator", "system_timeout": "reconciler"}.get(
+            source, "backend"
+        )
         self._end(life, "cancelled", "ended_cancelled", why="cancelled", by=by, reason=f"cancelled: {reason}")
         life.facts |= {"cancellation_reason": reason, "cancelled_by": source or life.execution_id}
         return said

@@ -406,8 +406,9 @@ class Claiming:
         last = len(life.attempts) - 1
         life.end_attempt(self.now, "interrupted_reclaimed", why)
         life.reclaims += 1
+        timeout = life.whole_timeout()
         life.acquire(self.now, holder, ids, "reclaimed", None)
-        life.begin(self.now, holder, ids, "reclaim", life.own_timeout())
+        life.begin(self.now, holder, ids, "reclaim", timeout)
         life.attempts[-1]["lineage"] |= {"previous_attempt_index": last, "reclaim_reason": why}
         return self._claimed(life, "Reclaimed")
 

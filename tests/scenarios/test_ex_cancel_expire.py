@@ -115,6 +115,16 @@ async def test_ex_054_whoever_is_not_the_system_needs_the_fence(play: Play) -> N
     assert [(news.variant, news.revoked_by) for news in await play.lease_feed(e)][-1] == ("Revoked", "backend")
 
 
+async def test_a_lease_that_a_timeout_of_the_system_cancels_is_the_reconciler_s_doing(play: Play) -> None:
+    held = await play.claimed()
+
+    await play.engine.cancel_execution(held.execution_id, reason="too late", source="system_timeout")
+
+    told = [(news.variant, news.revoked_by) for news in await play.lease_feed(held.execution_id)]
+    assert told[1:] == [("Revoked", "reconciler")]
+    assert (await play.core(held.execution_id))["cancelled_by"] == "system_timeout"
+
+
 async def test_ex_055_cancel_after_terminal(play: Play) -> None:
     engine = play.engine
     e = await play.create()
@@ -353,8 +363,9 @@ async def test_ex_060_a_block_does_not_forget_the_time_that_was_left(play: Play)
     await times_out_at(play, e, t + 400 + 600)
 
 
-async def test_ex_060_a_takeover_has_the_whole_time_again(play: Play) -> None:
-    held = await timed(play, "policy", timeout=40_000)
+@pytest.mark.parametrize("where", ["policy", "claim"])
+async def test_ex_060_a_takeover_has_the_whole_time_again(play: Play, where: str) -> None:
+    held = await timed(play, where, timeout=40_000)
     await play.expired(held)
 
     again = await play.reclaimed(held.execution_id)

@@ -140,6 +140,20 @@ async def test_ex_042_operator_override_completion(play: Play) -> None:
     assert await play.told(lapsed.execution_id) == ["acquired", "expired"]
 
 
+async def test_blank_parts_of_a_fence_are_parts_that_were_not_given(play: Play) -> None:
+    engine, blank = play.engine, Fence("", None, "")
+    held = await play.claimed()
+    e = held.execution_id
+    async with play.refused(errors.InvalidInput, "fence_required"):
+        await engine.complete(execution_id=e, fence=blank)
+    async with play.refused(errors.InvalidInput, "fence_required"):
+        await engine.renew(execution_id=e, attempt_index=0, fence=blank, lease_ttl_ms=LEASE_MS)
+    async with play.refused(errors.InvalidInput, "partial_fence_triple"):
+        await engine.complete(execution_id=e, fence=Fence(held.lease_id, 1, ""))
+
+    assert await engine.complete(execution_id=e, fence=blank, source="operator_override") == Completed(e)
+
+
 async def test_ex_043_result_presence(play: Play) -> None:
     for result in (None, b"", b"x", bytes(range(256))):
         held = await play.claimed()
@@ -172,6 +186,12 @@ async def test_ex_044_fail_without_usable_policy(play: Play, why: str) -> None:
     assert await play.outcomes() == ["failed"]
     async with play.untouched():
         assert await play.engine.fail(held.handle, reason="other") == TerminalFailed(e)
+
+
+async def test_a_blank_retry_policy_leaves_the_execution_s_own_in_force(play: Play) -> None:
+    held = await play.claimed(policy=retries(1))
+
+    assert isinstance(await play.engine.fail(held.handle, reason="boom", retry_policy=""), RetryScheduled)
 
 
 async def test_ex_045_fail_with_retry_scheduled(play: Play) -> None:

@@ -275,6 +275,8 @@ async def test_a_cursor_goes_on_after_every_single_event(store: Store) -> None:
         cursor = feed.cursor
 
     assert seen == whole
+    for place, news in enumerate(whole, start=1):
+        assert await everything(await engine.subscribe_completion(news.cursor)) == whole[place:]
 
 
 async def test_an_event_that_cannot_be_read_is_told_and_passed(store: Store) -> None:

@@ -115,7 +115,9 @@ async def test_ss_044_timeout_escalate(play: Play, waits: Waits) -> None:
     await waits.time_out(deadline)
 
     assert await play.vector(e) == SUSPENDED.format(reason="paused_by_operator")
-    assert (await play.core(e))["blocking_detail"] == f"suspension escalated: timeout at {deadline}"
+    core = await play.core(e)
+    assert core["blocking_detail"] == f"suspension escalated: timeout at {deadline}"
+    assert core["last_transition_at"] == core["last_mutation_at"] == deadline
     page = await play.engine.list_suspended(DEFAULT_PARTITION)
     assert page.entries == [SuspendedEntry(e, NO_TIMEOUT, "waiting_for_operator_review")]
     play.clock.pass_ms(10**9)

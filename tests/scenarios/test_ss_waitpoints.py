@@ -102,6 +102,22 @@ async def test_ss_023_pending_expiry(play: Play, waits: Waits) -> None:
     assert await play.vector(e) == ACTIVE
 
 
+async def test_ss_023_one_that_was_closed_by_hand_is_too_late_too_once_its_time_is_over(
+    play: Play, waits: Waits
+) -> None:
+    held = await play.claimed()
+    pending = await play.engine.create_waitpoint(held.handle, "kp", 1000)
+    await play.engine.close_waitpoint(pending.waitpoint_id)
+    async with play.refused(errors.WaitpointNotPending):
+        await waits.on_pending(held, pending, Single("kp"))
+    play.clock.pass_ms(1000)
+
+    async with play.refused(errors.PendingWaitpointExpired):
+        await waits.on_pending(held, pending, Single("kp"))
+    record = await waits.record(held.execution_id, pending.waitpoint_id)
+    assert (record.state, record.close_reason) == ("closed", "proactive_close")
+
+
 async def test_ss_023_one_millisecond_earlier_it_is_open(play: Play, waits: Waits) -> None:
     held = await play.claimed()
     pending = await play.engine.create_waitpoint(held.handle, "kp", 1000)
@@ -136,7 +152,7 @@ async def test_ss_025_pending_list_paging(play: Play, waits: Waits) -> None:
     assert ([entry.waitpoint_id for entry in first.entries], first.next_cursor) == ([a1, a2], a2)
     last = await play.engine.list_pending_waitpoints(e, after=a2, limit=2)
     assert ([entry.waitpoint_id for entry in last.entries], last.next_cursor) == ([a3], None)
-    for limit, length in ((0, 1), (-3, 1), (5000, 3)):
+    for limit, length in ((None, 3), (0, 1), (-3, 1), (5000, 3)):
         page = await play.engine.list_pending_waitpoints(e, limit=limit)
         assert len(page.entries) == length
     async with play.refused(errors.NotFound, entity="execution"):

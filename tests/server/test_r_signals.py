@@ -143,6 +143,17 @@ async def test_ss_071_signal_over_http(ask: Asking) -> None:
     assert (await ask.post(where, heavy)).json()["error"].startswith("payload_too_large")
 
 
+async def test_a_number_that_is_null_is_one_that_was_left_out(ask: Asking) -> None:
+    execution_id, details = await suspended(ask)
+    numbers = dict.fromkeys(("dedup_ttl_ms", "resume_delay_ms", "max_signals_per_execution", "signal_maxlen"))
+
+    first = await sent(ask, execution_id, details, idempotency_key="once", **numbers)
+
+    assert first.json()["Accepted"]["effect"] == "resume_condition_satisfied"
+    again = await sent(ask, execution_id, details, idempotency_key="once", **numbers)
+    assert again.json() == {"Duplicate": {"existing_signal_id": first.json()["Accepted"]["signal_id"]}}
+
+
 # ---------------------------------------------------------------------------------------------------------------
 # Keys
 

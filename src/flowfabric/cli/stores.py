@@ -53,7 +53,7 @@ def _by_backend(environ: Mapping[str, str]) -> str | None:
                 return url
             raise InvalidInput("FF_POSTGRES_URL: must be set when FF_BACKEND is postgres")
         case other:
-            raise InvalidInput(
+            raise typer.BadParameter(  # a slip of whoever calls: exit code 2
                 f"FF_BACKEND: {other!r} is no known store; use sqlite or postgres, or name a URL in --store"
             )
 

@@ -21,6 +21,7 @@ from flowfabric.engine.folding import Folding
 from flowfabric.engine.levels import Levels
 from flowfabric.engine.pulling import Pulling
 from flowfabric.engine.reads import Reads
+from flowfabric.engine.redeeming import Redeeming
 from flowfabric.engine.retention import Retention
 from flowfabric.engine.signals import Signals
 from flowfabric.engine.sleeping import Sleeping
@@ -58,6 +59,7 @@ class Engine(
     Signals,
     Streams,
     Pulling,
+    Redeeming,
     Reads,
     Retention,
     Subscriptions,

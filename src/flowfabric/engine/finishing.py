@@ -66,7 +66,7 @@ class Finishing(Executions):
         by = intake.source(source)
         why = limits.text("failure_reason", reason)
         kind = limits.text("failure_category", category, limit=limits.MAX_NAME_BYTES)
-        own_retry = limits.optional_text("retry_policy_json", retry_policy)
+        own_retry = limits.optional_text("retry_policy_json", retry_policy) or None
         chance = self.chance()
         return await self.settle_execution(
             execution,

@@ -193,15 +193,19 @@ def tags(pairs: object) -> dict[str, str]:
 
 
 def fence(given: object) -> Fence:
-    """A fence, each part that was given in its one form."""
+    """A fence, each part that was given in its one form; a blank part was not given."""
     if not isinstance(given, Fence):
         raise errors.InvalidInput("fence: not a fence")
     epoch = given.lease_epoch
     return Fence(
-        lease_id=optional_uuid("lease_id", given.lease_id),
+        lease_id=_uuid_unless_blank("lease_id", given.lease_id),
         lease_epoch=None if epoch is None else limits.integer("lease_epoch", epoch, least=0, most=MAX_EPOCH),
-        attempt_id=optional_uuid("attempt_id", given.attempt_id),
+        attempt_id=_uuid_unless_blank("attempt_id", given.attempt_id),
     )
+
+
+def _uuid_unless_blank(name: str, value: object) -> str | None:
+    return None if value == "" else optional_uuid(name, value)
 
 
 def expiry_reason(reason: object) -> str:

@@ -104,11 +104,11 @@ class Signals(Keys):
         return waitpoints.record(found, _first(loaded.rows[1]), loaded.now)
 
     async def list_pending_waitpoints(
-        self, execution_id: str, *, after: str | None = None, limit: int = DEFAULT_PAGE
+        self, execution_id: str, *, after: str | None = None, limit: int | None = None
     ) -> WaitpointPage:
         """The open waitpoints of an execution by id, without their tokens."""
         execution = intake.execution(execution_id)
-        wanted = max(1, min(limits.integer("limit", limit), MAX_PAGE))
+        wanted = DEFAULT_PAGE if limit is None else max(1, min(limits.integer("limit", limit), MAX_PAGE))
         place = (execution, "" if after is None else wait_intake.waitpoint(after))
         loaded = await self.load((Want(Execution, (execution,)), Want(Suspension, (execution,))))
         if not loaded.rows[0]:

@@ -16,10 +16,11 @@ from flowfabric.rules.change import Change, Decision, Form, as_form, joined, liv
 from flowfabric.rules.lease import Fence
 from flowfabric.rules.policy import decode_terms
 
-SYSTEM_SOURCES = frozenset({"operator_override", "flow_cascade", "system_timeout"})
 WORKER = "worker"
 PARENT = "parent"
 FLOW_CASCADE = "flow_cascade"
+SYSTEM_TIMEOUT = "system_timeout"
+SYSTEM_SOURCES = frozenset({lease.OPERATOR_OVERRIDE, FLOW_CASCADE, SYSTEM_TIMEOUT})
 QUORUM_SATISFIED = "sibling_quorum_satisfied"
 QUORUM_IMPOSSIBLE = "sibling_quorum_impossible"
 
@@ -128,5 +129,7 @@ def _sibling_form(kept_ms: int, reason: str, is_member: bool) -> Form:
 
 
 def _revoked_by(source: str) -> str | None:
-    """What the lease feed says of a lease that a cancel ended: somebody else's doing, or the holder's own."""
+    """Who ended a lease that a cancel ended, for the lease feed: somebody else, a sweep, or the holder itself."""
+    if source == SYSTEM_TIMEOUT:
+        return '{"revoked_by":"reconciler"}'
     return '{"revoked_by":"operator"}' if source in SYSTEM_SOURCES or source == PARENT else None

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from flowfabric.cursors import encode_cursor
 from flowfabric.model.event import Event, FeedEvent
 from flowfabric.model.execution import Execution
 from flowfabric.rules import notes, tags
@@ -13,24 +14,31 @@ from flowfabric.rules import notes, tags
 REVOKED_BY_RECONCILER = frozenset({"max_reclaims_exceeded", "dependency_impossible"})
 
 
-class LeaseNews(msgspec.Struct, frozen=True):
-    """An entry of the lease feed: Acquired, Renewed, Expired, Reclaimed or Revoked."""
+class News(msgspec.Struct, frozen=True):
+    """An entry of a feed: its place, when it happened, and to what."""
 
     position: int
     at: int
     execution_id: str
+
+    @property
+    def cursor(self) -> bytes:
+        """What to subscribe with to go on after this entry."""
+        return encode_cursor(self.position)
+
+
+class LeaseNews(News, frozen=True):
+    """An entry of the lease feed: Acquired, Renewed, Expired, Reclaimed or Revoked."""
+
     variant: str
     lease_id: str | None
     worker_instance_id: str | None
     revoked_by: str | None = None
 
 
-class Completion(msgspec.Struct, frozen=True):
+class Completion(News, frozen=True):
     """An entry of the completion feed: one for each end of a life."""
 
-    position: int
-    at: int
-    execution_id: str
     outcome: str
     flow_id: str | None
     namespace: str
@@ -42,22 +50,16 @@ class Completion(msgspec.Struct, frozen=True):
         return OUTCOMES.get(self.outcome, f"Other({self.outcome})")
 
 
-class OperatorNews(msgspec.Struct, frozen=True):
+class OperatorNews(News, frozen=True):
     """An entry of the operator feed."""
 
-    position: int
-    at: int
-    execution_id: str
     event_type: str
     details: dict[str, Any]
 
 
-class SignalNews(msgspec.Struct, frozen=True):
+class SignalNews(News, frozen=True):
     """An entry of the signal feed: Satisfied, Buffered, Deduped, or another effect by its name."""
 
-    position: int
-    at: int
-    execution_id: str
     signal_id: str
     waitpoint_id: str | None
     source_identity: str | None

@@ -119,8 +119,7 @@ def reclaimed(row: Execution, holder: Holder) -> Decision[Acquired]:
     """End the interrupted attempt and begin the next one under a new lease."""
     why = "lease_revoked" if row.ownership_state is OwnershipState.LEASE_REVOKED else "lease_expired"
     lineage = Lineage(previous_attempt_index=row.attempt_index, reclaim_reason=why)
-    timeout = decode_terms(row.terms).attempt_timeout_ms
-    fields = lease.acquire(row, holder, AttemptType.RECLAIM, lineage, timeout)
+    fields = lease.acquire(row, holder, AttemptType.RECLAIM, lineage, whole_timeout_ms(row))
     fields["lease_reclaim_count"] = row.lease_reclaim_count + 1
     details = {"old_lease_epoch": row.lease_epoch, "old_worker_instance_id": row.worker_instance_id}
     return acquired(
@@ -135,6 +134,20 @@ def reclaimed(row: Execution, holder: Holder) -> Decision[Acquired]:
             *closing.close_stream(row, closing.RECLAIMED),
         ),
     )
+
+
+def whole_timeout_ms(row: Execution) -> int | None:
+    """The time that the interrupted attempt began with, be it the policy's or the claim's; None for no timer.
+
+    Of an attempt that was resumed in between, only the policy knows what it began with; without one, what it had left
+    when it was resumed is the best there is.
+    """
+    own = decode_terms(row.terms).attempt_timeout_ms
+    resumed = row.attempt_resumed_at is not None
+    armed_at = row.lease_acquired_at if resumed else row.attempt_started_at
+    if row.attempt_timeout_at is None or armed_at is None or (resumed and own is not None):
+        return own
+    return row.attempt_timeout_at - armed_at
 
 
 def cap_reached(row: Execution, cap: int) -> Decision[ReclaimCapExceeded]:

@@ -132,15 +132,8 @@ def _auto_resumed(row: Execution, root: Suspension, signal_id: str, now: int) ->
 
 
 def _escalated(row: Execution, root: Suspension) -> Change:
-    patch = Patch(
-        Execution,
-        (row.execution_id,),
-        {
-            "blocking_reason": BlockingReason.PAUSED_BY_OPERATOR,
-            "blocking_text": f"suspension escalated: timeout at {root.timeout_at}",
-            "last_mutation_at": NOW,
-        },
-    )
+    text = f"suspension escalated: timeout at {root.timeout_at}"
+    paused = step.moved(row, {"blocking_reason": BlockingReason.PAUSED_BY_OPERATOR, "blocking_text": text})
     fields = {
         "reason_code": "waiting_for_operator_review",
         "timeout_at": None,
@@ -149,5 +142,5 @@ def _escalated(row: Execution, root: Suspension) -> Change:
     }
     return Change(
         guards=(seen(row), waits.guard_of(root, row.execution_id)),
-        writes=(patch, Patch(Suspension, (row.execution_id,), fields)),
+        writes=(paused, Patch(Suspension, (row.execution_id,), fields)),
     )

@@ -91,7 +91,7 @@ def _on_pending(
 ) -> Decision[Outcome]:
     if waitpoint is None:
         return refuse(errors.WaitpointNotFound())
-    if waits.is_past(waitpoint, now):
+    if waits.was_never_activated(waitpoint, now):
         return refuse(errors.PendingWaitpointExpired())
     if waits.state_of(waitpoint, scene.root, now) is not WaitpointState.PENDING:
         return refuse(errors.WaitpointNotPending())

@@ -66,10 +66,14 @@ def state_of(waitpoint: Waitpoint, root: Suspension | None, now: int) -> Waitpoi
 
 
 def is_past(waitpoint: Waitpoint, now: int) -> bool:
-    """Whether a waitpoint was never activated in its time, swept or not."""
-    if waitpoint.activated_at is not None or waitpoint.close_reason not in (None, NEVER_COMMITTED):
-        return False
-    return waitpoint.expires_at is not None and waitpoint.expires_at <= now
+    """Whether a waitpoint waited for its activation until its time was over, swept or not."""
+    return waitpoint.close_reason in (None, NEVER_COMMITTED) and was_never_activated(waitpoint, now)
+
+
+def was_never_activated(waitpoint: Waitpoint, now: int) -> bool:
+    """Whether a waitpoint's time is over without its activation, whatever else became of it."""
+    past = waitpoint.expires_at is not None and waitpoint.expires_at <= now
+    return past and waitpoint.activated_at is None
 
 
 def close_reason_of(waitpoint: Waitpoint, root: Suspension | None, now: int) -> str | None:

@@ -18,6 +18,7 @@ routes = Routes("signals")
 
 ONE = "/v1/executions/{id}"
 NO_STORE = ("cache-control", "no-store")
+DEDUP_TTL_MS, SIGNAL_CAP, LOG_LENGTH = 86_400_000, 10_000, 1000
 NO_TOKEN = "waitpoint token not found (consumed, expired, or unknown id)"
 
 
@@ -110,10 +111,10 @@ class SignalBody(Body, frozen=True):
     correlation_id: str | None = None
     idempotency_key: str | None = None
     created_at: Natural | None = None
-    dedup_ttl_ms: Natural = 86_400_000
+    dedup_ttl_ms: Natural | None = DEDUP_TTL_MS
     resume_delay_ms: Natural | None = None
-    max_signals_per_execution: Natural = 10_000
-    signal_maxlen: Natural = 1000
+    max_signals_per_execution: Natural | None = SIGNAL_CAP
+    signal_maxlen: Natural | None = LOG_LENGTH
 
     def __post_init__(self) -> None:
         checked(ids.parse_execution_id, self.execution_id)
@@ -137,10 +138,25 @@ async def deliver_signal(ask: Ask[SignalBody]) -> Reply:
         SignalArgs(
             signal_id=body.signal_id or ask.engine.minter.uuid(),
             payload=octets("payload", body.payload, body.payload_b64),
-            **body.told("signal_id", "payload", "payload_b64"),
+            dedup_ttl_ms=_or(body.dedup_ttl_ms, DEDUP_TTL_MS),
+            max_signals_per_execution=_or(body.max_signals_per_execution, SIGNAL_CAP),
+            signal_maxlen=_or(body.signal_maxlen, LOG_LENGTH),
+            **body.told(
+                "signal_id",
+                "payload",
+                "payload_b64",
+                "dedup_ttl_ms",
+                "max_signals_per_execution",
+                "signal_maxlen",
+            ),
         )
     )
     return tagged(answer)
+
+
+def _or(given: int | None, default: int) -> int:
+    """A number that may be sent as null, which says no more than leaving it out."""
+    return default if given is None else given
 
 
 class MessageBody(Body, frozen=True):
