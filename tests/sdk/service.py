@@ -90,6 +90,11 @@ async def awaiting(ctx: Context, length: float) -> int:
 
 
 @app.task(isolation="process")
+async def leaving() -> None:
+    sys.exit(3)
+
+
+@app.task(isolation="process")
 def wrong() -> int:
     raise ValueError("no good")
 

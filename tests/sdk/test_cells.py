@@ -66,6 +66,9 @@ async def test_a_failure_and_the_death_of_a_process_come_back_with_their_reasons
         with pytest.raises(RunFailed, match="ValueError: no good"):
             await failed.result(30)
         assert [attempt.failure_category for attempt in await failed.attempts()] == ["ValueError"]
+        left = await service.leaving.submit()
+        with pytest.raises(RunFailed, match="SystemExit: 3"):
+            await left.result(30)
         run = await service.hopeless.submit()
         with pytest.raises(RunFailed, match=r"died \(exit code 7\)"):
             await run.result(30)
