@@ -22,7 +22,7 @@ from flowfabric.engine.asks import (
     plain_condition,
 )
 from flowfabric.engine.gates import Link, OpenedGate, Parked, Waits
-from flowfabric.engine.signals import DEFAULT_PAGE, WaitpointPage
+from flowfabric.engine.signals import DEFAULT_PAGE, MAX_PAGE, WaitpointPage
 from flowfabric.handles import Handle
 from flowfabric.model.gate import GateMemo, StepMemo
 from flowfabric.remote.asking import execution_path
@@ -108,10 +108,11 @@ class Waiting(Working):
         ]
 
     async def list_pending_waitpoints(
-        self, execution_id: str, *, after: str | None = None, limit: int = DEFAULT_PAGE
+        self, execution_id: str, *, after: str | None = None, limit: int | None = None
     ) -> WaitpointPage:
         """The open waitpoints of an execution by id, without their tokens."""
-        query = {"after": after, "limit": limit}
+        wanted = DEFAULT_PAGE if limit is None else limit
+        query = {"after": after, "limit": wanted}
         told = await self.wire.ask("GET", execution_path(execution_id, "pending-waitpoints"), query=query)
         entries = [
             WaitpointView(
@@ -128,7 +129,9 @@ class Waiting(Working):
             )
             for one in read(told.body, list[signals.WaitpointEntry])
         ]
-        return WaitpointPage(entries, entries[-1].waitpoint_id if entries and len(entries) >= limit else None)
+        return WaitpointPage(
+            entries, entries[-1].waitpoint_id if len(entries) >= max(1, min(wanted, MAX_PAGE)) else None
+        )
 
     async def describe_waitpoint(self, execution_id: str, waitpoint_id: str) -> WaitpointRecord | None:
         """A waitpoint of an execution, open or closed."""
