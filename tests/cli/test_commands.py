@@ -226,6 +226,7 @@ def test_help_lists_the_commands_and_loads_neither_engine_nor_tables() -> None:
         "worker",
         "serve",
         "demo",
+        "admin",
         "bench",
     ]
 
