@@ -147,27 +147,28 @@ class Core:
                 if further is not None:
                     rows = rows + await further(rows)
             decision = decide(rows, now)
+            if not fresh and (decision.change is None or isinstance(decision.answer, errors.FabricError)):
+                rows = None  # nobody is refused, and nothing is marked for it, without a look
+                continue
             if decision.change is None:
-                if fresh:
-                    return decision.unwrap(now)
-            else:
-                change = msgspec.structs.replace(decision.change, id=self.minter.change_id())
-                if not misses and self.carrier is not None and (ending := _waited_for(change, rows)) is not None:
-                    change = await self.carrier.carry(change, ending)
-                try:
-                    committed = await self.commits.add(change)
-                except errors.StoreUnavailable as lost:
-                    await pause.or_raise()
-                    if not lost.in_doubt:
-                        continue  # nothing was written, and what it was decided on may still be true
-                    doubtful[change.id] = Doubt(change, decision, rows)
-                    committed = None
-                if committed is not None:
-                    self.note(change, rows, committed)
-                    return decision.unwrap(committed)
-                misses += fresh
-                if misses > 2:  # a hot root: let the others pass
-                    await asyncio.sleep(random.random() * min(0.1, 0.002 * 2 ** min(misses, 10)))
+                return decision.unwrap(now)
+            change = msgspec.structs.replace(decision.change, id=self.minter.change_id())
+            if not misses and self.carrier is not None and (ending := _waited_for(change, rows)) is not None:
+                change = await self.carrier.carry(change, ending)
+            try:
+                committed = await self.commits.add(change)
+            except errors.StoreUnavailable as lost:
+                await pause.or_raise()
+                if not lost.in_doubt:
+                    continue  # nothing was written, and what it was decided on may still be true
+                doubtful[change.id] = Doubt(change, decision, rows)
+                committed = None
+            if committed is not None:
+                self.note(change, rows, committed)
+                return decision.unwrap(committed)
+            misses += fresh
+            if misses > 2:  # a hot root: let the others pass
+                await asyncio.sleep(random.random() * min(0.1, 0.002 * 2 ** min(misses, 10)))
             rows = None
 
     def settle_execution(

@@ -1,0 +1,40 @@
+"""A sheet that is trusted without a look, and a clock that is only estimated: neither may refuse anybody."""
+
+from __future__ import annotations
+
+import pytest
+
+from flowfabric.clock import ManualClock
+from flowfabric.engine.engine import Engine
+from flowfabric.model.answers import Completed
+from flowfabric.model.states import PublicState
+from flowfabric.stores.base import Store
+
+
+@pytest.mark.parametrize("road", ["complete", "complete_many", "fail", "progress"])
+async def test_an_estimate_that_runs_ahead_costs_a_look_and_leaves_no_trace(
+    store: Store, clock: ManualClock, road: str
+) -> None:
+    engine = Engine(store)
+    execution_id = engine.new_execution_id()
+    await engine.create_execution(execution_id=execution_id)
+    claimed = await engine.claim("default", worker_id="w", worker_instance_id="w-1", lease_ttl_ms=1000)
+    assert claimed is not None
+    lines = await store.lines()
+
+    engine.estimate.hear(clock.now + 3_600_000)
+    match road:
+        case "complete":
+            await engine.complete(claimed.handle)
+        case "complete_many":
+            assert await engine.complete_many([(claimed.handle, None)]) == [Completed(execution_id)]
+        case "fail":
+            await engine.fail(claimed.handle, reason="no luck", category="permanent")
+        case "progress":
+            await engine.progress(claimed.handle, pct=50)
+
+    ended = {"fail": PublicState.FAILED, "progress": PublicState.ACTIVE}
+    described = await engine.describe_execution(execution_id)
+    assert described is not None
+    assert described.public_state is ended.get(road, PublicState.COMPLETED)
+    assert await store.lines() == lines
