@@ -225,10 +225,13 @@ async def test_reclaim_against_cancel_and_a_late_completion(
     assert await told(one, held.execution_id) == ["cancelled"]
 
 
-async def test_the_stale_owners_late_completion_never_reaches_the_new_attempt(engines: Pair, referee: Referee) -> None:
+async def test_the_stale_owners_late_completion_never_reaches_the_new_attempt(
+    engines: Pair, referee: Referee, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one, other = engines
     held = await claimed(one, ttl=50)
     await referee.past(held.lease_expires_at)
+    monkeypatch.setattr(one.estimate, "now", lambda: held.lease_expires_at - 1)  # it believes that there is time left
     assert await outcome(other.mark_lease_expired_if_due(held.execution_id)) == "MarkedExpired"
     async with referee.holding(held.execution_id):
         takeover, late = await referee.line_up(other.claim("default", **B), one.complete(held.handle, result=b"late"))

@@ -191,8 +191,8 @@ FAULTS = (
     Fault(
         "a refusal decided on a remembered row is final",
         "engine/core.py",
-        "                if fresh:\n                    return decision.unwrap(now)\n",
-        "                return decision.unwrap(now)\n",
+        "            if not fresh and (decision.change is None or isinstance(decision.answer, errors.FabricError)):\n",
+        "            if not fresh and decision.change and isinstance(decision.answer, errors.FabricError):\n",
         LIVES,
     ),
     Fault(

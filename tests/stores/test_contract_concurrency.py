@@ -7,7 +7,7 @@ import random
 from itertools import chain
 
 from flowfabric.clock import ManualClock
-from flowfabric.model.event import Topic
+from flowfabric.model.event import FeedEvent, Topic
 from flowfabric.model.execution import Execution, LineKey, Payload, Result
 from flowfabric.rules.change import Delete, Guard, Insert, Patch, Put
 from flowfabric.stores.base import Collision, Store, Want
@@ -125,7 +125,11 @@ async def test_a_poisoned_commit_does_not_disturb_those_beside_it(store: Store, 
         else:
             assert answer == [clock.now]
             assert row.line == LineKey(f"lane-{number // 3}")
-    assert len((await store.feed(Topic.LEASE, 0, 100)).events) == 20
+    told: list[FeedEvent] = []
+    async with asyncio.timeout(20):  # what is told waits for transactions that began before, whoever's they are
+        while len(told) < 20:
+            told = (await store.feed(Topic.LEASE, 0, 100)).events
+    assert len(told) == 20
     assert len(await store.lines()) == 10
 
 

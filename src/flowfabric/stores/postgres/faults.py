@@ -19,7 +19,7 @@ BROKEN = (OSError, asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.Intern
 _CONNECTION = ("08", "57P", "58")  # connection exception, operator's intervention, system error
 _VALUES = ("22", "23", "54", "21")  # data exception, integrity, limit exceeded, cardinality
 _PASSING = ("40001", "40P01")  # serialization failure, deadlock
-_POOLED = ("26000", "42P05")  # a prepared statement is unknown, or known already: someone else's session
+_POOLED = ("26000", "42P05", "34000")  # a prepared statement is unknown, known already, or ran elsewhere
 _SOURCES = (
     ("57P03", StoreFault.BUSY_LOADING),
     ("28", StoreFault.AUTH),
@@ -27,6 +27,7 @@ _SOURCES = (
     ("55P03", StoreFault.TIMEOUT),
     ("08P01", StoreFault.PROTOCOL),
     ("26", StoreFault.PROTOCOL),
+    ("34", StoreFault.PROTOCOL),
     ("42P05", StoreFault.PROTOCOL),
     ("25006", StoreFault.CLUSTER),
     ("08", StoreFault.TRANSPORT),
