@@ -52,8 +52,8 @@ async def test_a_rate_comes_back_with_time(engine: Engine) -> None:
 
 
 async def test_requests_that_wait_on_purpose_have_no_time_limit(engine: Engine) -> None:
+    execution_id = await Asking(engine).created()
     ask = Asking(engine, ServerSettings(request_timeout_ms=20))
-    execution_id = await ask.created()
     claim = {"worker_instance_id": "i", "lanes": ["none"], "wait_ms": 100}
 
     assert (await ask.post("/v1/workers/w/claims", claim)).json() == {"claimed": []}
