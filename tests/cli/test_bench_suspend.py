@@ -12,7 +12,7 @@ from tests.cli.terminal import Terminal
 
 
 def assert_sensible(report: Report) -> None:
-    parts = (report.suspend_p50_ms, report.signal_p50_ms, report.claim_p50_ms, report.commit_p50_ms)
+    parts = (report.suspend_p50_ms, report.signal_p50_ms, report.running_p50_ms, report.commit_p50_ms)
     assert all(part > 0 for part in parts)
     assert max(parts) <= report.resume_p99_ms
     assert report.resume_p50_ms <= report.resume_p99_ms

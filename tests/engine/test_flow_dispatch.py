@@ -118,6 +118,7 @@ def asked(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
         return told
 
+    monkeypatch.setattr(crew.store, "peek", lambda _: None)
     for verb in ("load", "commit"):
         monkeypatch.setattr(crew.store, verb, counted(verb))
     return trips

@@ -46,6 +46,9 @@ class Shuffled:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.store, name)
 
+    def peek(self, wants: Sequence[Want]) -> Loaded | None:
+        return None  # every look is a load
+
     async def load(self, wants: Sequence[Want]) -> Loaded:
         await self._held_up()
         return await self.store.load(wants)

@@ -22,7 +22,7 @@ from flowfabric.model.states import (
 )
 from flowfabric.rules import operate, place, views
 from flowfabric.rules.change import Change
-from flowfabric.stores.base import Due, Held, Scan, Store, Take, Taken, Where
+from flowfabric.stores.base import Due, Held, Loaded, Scan, Store, Take, Taken, Want, Where
 from flowfabric.stores.rows import TABLES
 
 EVERYTHING = 1_000_000
@@ -43,6 +43,9 @@ class Watched:
     def __getattr__(self, name: str) -> Any:
         self.calls[name] += 1
         return getattr(self.store, name)
+
+    def peek(self, wants: Sequence[Want]) -> Loaded | None:
+        return None  # every look is a load
 
     async def commit(self, changes: Sequence[Change]) -> list[int | None]:
         self.calls["commit"] += 1

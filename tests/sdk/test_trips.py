@@ -25,6 +25,7 @@ class Trips:
         self._commit, self._load = store.commit, store.load
         monkeypatch.setattr(store, "commit", self._committing)
         monkeypatch.setattr(store, "load", self._loading)
+        monkeypatch.setattr(store, "peek", lambda _: None)
 
     async def _committing(self, changes: Sequence[Change]) -> Any:
         self.commits += {str(guard.key[0]) for change in changes for guard in change.guards}

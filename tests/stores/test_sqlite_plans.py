@@ -12,7 +12,7 @@ import apsw
 import pytest
 
 from flowfabric.model.event import Topic
-from flowfabric.model.execution import Attempt, Execution, IdempotencyKey, LineKey
+from flowfabric.model.execution import Attempt, Execution, IdempotencyKey, LineKey, Payload
 from flowfabric.model.suspension import Suspension
 from flowfabric.rules.change import FromNow, Insert
 from flowfabric.stores.base import Held, Scan, Store, Tally, Want, Where
@@ -106,12 +106,14 @@ async def test_a_take_reads_the_heads_of_its_lines_in_order(filled: Path) -> Non
 
 
 async def test_rows_are_loaded_by_their_key(filled: Path) -> None:
-    plans = await plans_of(
-        filled,
-        lambda store: store.load([Want(Execution, ("n5",)), Want(Attempt, ("n5",)), Want(IdempotencyKey, (1,))]),
-    )
-    assert len(plans) == 3
-    assert only_searches(plans)
+    wants = [Want(Execution, ("n5",)), Want(Attempt, ("n5",)), Want(IdempotencyKey, (1,))]
+
+    [at_once] = await plans_of(filled, lambda store: store.load(wants))
+    one_by_one = await plans_of(filled, lambda store: store.load([*wants, Want(Payload, ("n5",))]))
+    many = await plans_of(filled, lambda store: store.load([Want(Execution, (f"n{n}",)) for n in range(20)]))
+
+    assert len(one_by_one) == 4
+    assert only_searches([at_once, *one_by_one, *many])
 
 
 @pytest.mark.parametrize("column", ["lease_expires_at", "delay_until", "attempt_timeout_at", "deadline_at", "purge_at"])

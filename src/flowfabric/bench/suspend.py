@@ -9,12 +9,13 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from statistics import median, quantiles
 from time import perf_counter
+from typing import TypeVar
 
 import msgspec
 
 from flowfabric import Engine, Handle, connect
 from flowfabric.bench.ground import ground
-from flowfabric.engine.asks import Fresh, SignalArgs, StreamPage, SuspendArgs
+from flowfabric.engine.asks import Fresh, SignalArgs, SuspendArgs
 from flowfabric.engine.suspensions import Suspended
 from flowfabric.model.condition import Single
 
@@ -23,7 +24,9 @@ LEASE_MS = 600_000
 WARM_UP = 20
 FRAME = b'{"token":"word"}'
 WRITERS = 256  # tasks that write frames at the same time, each waiting for its own
-TAIL_PAUSE_S = 0.005
+PAUSE_S = 0.005  # for whoever waits to be at rest
+
+T = TypeVar("T")
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -34,11 +37,11 @@ class Report(msgspec.Struct, frozen=True):
     versions: dict[str, str]
     cores: int
     rounds: int
-    resume_p50_ms: float  # suspend, signal, and the same attempt claimed again
+    resume_p50_ms: float  # from the call of suspend to the same attempt in the hands of a worker that waits for work
     resume_p99_ms: float
     suspend_p50_ms: float
     signal_p50_ms: float
-    claim_p50_ms: float
+    running_p50_ms: float  # from the call of the signal to the claim that has the work
     commit_p50_ms: float  # the ground in the same run: one small guarded commit
     resume_in_commits: float  # the whole way in units of it
     frames: int
@@ -70,7 +73,7 @@ async def suspend(
         reader = await stack.enter_async_context(await connect(place.url)) if place.shared else engine
         delays = await _tails(engine, reader, tails)
         tell("done", 3, 3)
-        whole = [sum(parts) for parts in times]
+        whole = [suspending + resuming for suspending, _, resuming in times]
         return Report(
             store=place.url.partition(":")[0],
             durability=place.durability,
@@ -81,7 +84,7 @@ async def suspend(
             resume_p99_ms=_p99(whole),
             suspend_p50_ms=_ms(median(parts[0] for parts in times)),
             signal_p50_ms=_ms(median(parts[1] for parts in times)),
-            claim_p50_ms=_ms(median(parts[2] for parts in times)),
+            running_p50_ms=_ms(median(parts[2] for parts in times)),
             commit_p50_ms=_ms(median(ground_times)),
             resume_in_commits=round(median(whole) / median(ground_times), 2),
             frames=frames,
@@ -107,28 +110,33 @@ async def _claim(engine: Engine) -> Handle:
 
 
 async def _round_trips(engine: Engine, rounds: int) -> tuple[list[tuple[float, float, float]], list[float]]:
-    """Ways there and back, and between them the ground that they are measured on."""
+    """Ways there and back, and before each the ground that they are measured on."""
     _, held = await _claimed(engine)
     ways, commits = [], []
     for _ in range(WARM_UP + rounds):
-        ways.append(await _round_trip(engine))
-        begun = perf_counter()
-        await engine.progress(held, pct=1)
-        commits.append(perf_counter() - begun)
+        way, commit = await _round_trip(engine, held)
+        ways.append(way)
+        commits.append(commit)
     await engine.complete(held)
     return ways[WARM_UP:], commits[WARM_UP:]
 
 
-async def _round_trip(engine: Engine) -> tuple[float, float, float]:
-    """The lengths of a suspend, of the signal that ends it, and of the claim that goes on."""
+async def _round_trip(engine: Engine, held: Handle) -> tuple[tuple[float, float, float], float]:
+    """The lengths of a suspend, of the signal that ends it, of its way to a waiting worker; and that of a commit."""
     execution_id, handle = await _claimed(engine)
+    claiming = asyncio.create_task(_timed(_claim(engine)))
+    await asyncio.sleep(PAUSE_S)
+    await engine.progress(held, pct=0)  # a machine that has rested is slow at first
+    started = perf_counter()
+    await engine.progress(held, pct=1)
+    committed = perf_counter()
     waitpoint_id = engine.minter.uuid()
     args = SuspendArgs(
         suspension_id=engine.minter.uuid(),
         waitpoints=(Fresh(waitpoint_id, "k"),),
         resume_condition=Single("k"),
         reason_code="waiting_for_signal",
-        now=await engine.ping(),
+        now=engine.estimate.now(),
     )
     begun = perf_counter()
     suspended = await engine.suspend(handle, args)
@@ -144,11 +152,10 @@ async def _round_trip(engine: Engine) -> tuple[float, float, float]:
         )
     )
     signalled = perf_counter()
-    again = await _claim(engine)
-    running = perf_counter()
+    again, running = await claiming
     assert again.fields.execution_id == execution_id
     await engine.complete(again)
-    return parked - begun, signalled - parked, running - signalled
+    return (parked - begun, signalled - parked, running - parked), committed - started
 
 
 async def _frames(engine: Engine, count: int) -> float:
@@ -174,20 +181,21 @@ async def _tails(engine: Engine, reader: Engine, count: int) -> list[float]:
     after = "0-0"
     for number in range(WARM_UP + count):
         waiting = asyncio.create_task(reader.tail_stream(execution_id, 0, after, 10_000))
-        await asyncio.sleep(TAIL_PAUSE_S)
+        await asyncio.sleep(PAUSE_S)
         begun = perf_counter()
         appended = asyncio.create_task(engine.append_frame(handle, FRAME))
-        page, length = await _timed(waiting, begun)
+        page, had = await _timed(waiting)
         after = page.frames[-1].id
         await appended
         if number >= WARM_UP:
-            delays.append(length)
+            delays.append(had - begun)
     await engine.complete(handle)
     return delays
 
 
-async def _timed(page: Awaitable[StreamPage], begun: float) -> tuple[StreamPage, float]:
-    return await page, perf_counter() - begun
+async def _timed(what: Awaitable[T]) -> tuple[T, float]:
+    """What came, and when."""
+    return await what, perf_counter()
 
 
 def _ms(seconds: float) -> float:

@@ -111,7 +111,7 @@ def _print_waits(report: WaitReport) -> None:
         ("suspend → signal → running again", f"{report.resume_p50_ms} ms", f"{report.resume_p99_ms} ms"),
         ("  of which suspend", f"{report.suspend_p50_ms} ms", ""),
         ("  of which signal", f"{report.signal_p50_ms} ms", ""),
-        ("  of which claim", f"{report.claim_p50_ms} ms", ""),
+        ("  from signal to running", f"{report.running_p50_ms} ms", ""),
         ("one small guarded commit", f"{report.commit_p50_ms} ms", ""),
         ("append → a waiting tail has it", f"{report.tail_p50_ms} ms", f"{report.tail_p99_ms} ms"),
     ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from flowfabric import errors
@@ -22,8 +22,11 @@ Verdict = int | None | errors.FabricError
 class Commits:
     """The way of all changes to the store."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, announce: Callable[[Sequence[Change]], None] | None = None) -> None:
+        """`announce` hears of changes when they are on their way, for those who can come along."""
         self._store = store
+        self._announce = announce
+        self.announced: set[int] = set()  # ids of changes on their way whose lanes have been woken already
         self._waiting: deque[tuple[Change, asyncio.Future[int | None]]] = deque()
         self._under_way: set[asyncio.Task[Any]] = set()
         self._running = 0  # counted by the lanes themselves: a task that has just returned is not running any more
@@ -64,8 +67,13 @@ class Commits:
     async def _run_lane(self) -> None:
         try:
             while batch := self._next_batch():
-                verdicts = await self._write([change for change, _ in batch])
-                for (_, waiter), verdict in zip(batch, verdicts, strict=True):
+                changes = [change for change, _ in batch]
+                if self._announce is not None:
+                    self._announce(changes)  # whoever hears it is heard after what is written here without a pause
+                verdicts = await self._write(changes)
+                for (change, waiter), verdict in zip(batch, verdicts, strict=True):
+                    if waiter.done() or type(verdict) is not int:
+                        self.announced.discard(change.id)
                     _answer(waiter, verdict)
         finally:
             self._running -= 1
@@ -93,6 +101,7 @@ class Commits:
         except Unstorable as fault:
             if len(changes) == 1:
                 return [None if isinstance(fault, Collision) else _refused(fault)]
+            self.announced.difference_update(change.id for change in changes)  # who came along found nothing
             half = len(changes) // 2
             return await self._write(changes[:half]) + await self._write(changes[half:])
         except errors.FabricError as error:

@@ -19,7 +19,7 @@ from flowfabric.engine.commits import Commits
 from flowfabric.engine.loads import Loads
 from flowfabric.engine.meters import Meters
 from flowfabric.engine.outcomes import Outcomes
-from flowfabric.engine.wakes import FEED, Wakes, due_topic, end_topic, lane_topic
+from flowfabric.engine.wakes import FEED, LANE, Wakes, due_topic, end_topic, lane_topic
 from flowfabric.handles import Handle, HandleFields, open_handle
 from flowfabric.ids import Minter
 from flowfabric.model.event import TOPIC_FIELDS, Event, FeedEvent
@@ -27,7 +27,7 @@ from flowfabric.model.execution import Execution, LineKey
 from flowfabric.model.states import LifecyclePhase, OwnershipState, TerminalOutcome
 from flowfabric.model.stream import Frame
 from flowfabric.model.suspension import Waitpoint
-from flowfabric.rules.change import Change, Decision, Delete, FromNow, Insert, Patch, outcome_of, spelled_out
+from flowfabric.rules.change import Change, Decision, Delete, FromNow, Insert, Patch, Write, outcome_of, spelled_out
 from flowfabric.settings import Settings
 from flowfabric.stores.base import Loaded, Scan, Store, Want
 from flowfabric.stores.rows import TABLE
@@ -76,7 +76,7 @@ class Core:
         self.poll_s = settings.poll_ms / 1000
         self.estimate = Estimate()
         self.wakes = Wakes()
-        self.commits = Commits(store)
+        self.commits = Commits(store, self._announce if store.in_order else None)
         self.meters = Meters()
         self.outcomes = Outcomes(self.meters)
         self.loads = Loads(store)
@@ -109,7 +109,9 @@ class Core:
 
     async def load(self, wants: Sequence[Want]) -> Loaded:
         """Rows and the store's time."""
-        loaded = await self.patiently(lambda: self.loads.load(wants))
+        loaded = self.store.peek(wants)
+        if loaded is None:
+            loaded = await self.patiently(lambda: self.loads.load(wants))
         self.estimate.hear(loaded.now)
         return loaded
 
@@ -244,7 +246,8 @@ class Core:
             if event.outcome is not None or event.lease == "released":
                 self.outcomes.note(event, change, _sheet_of(event.execution_id, rows), committed_at)
         if topics:
-            self.tell(topics)
+            self.tell(topics, here=change.id not in self.commits.announced)
+            self.commits.announced.discard(change.id)
         for follow in followed:
             follow(change, rows)
 
@@ -272,9 +275,26 @@ class Core:
                     self._note_instant(Execution, column, committed_at + instant.offset, planned_at)
         topics.add(FEED)
 
-    def tell(self, topics: Collection[str], *, at_once: bool = True) -> None:
-        """Wake whoever waits for these, here and in other processes; there with the next hint if that will do."""
-        self.wakes.fire(topics)
+    def _announce(self, changes: Sequence[Change]) -> None:
+        """Wake the claims of this process that wait for lanes where these changes put work, so that they come along.
+
+        Their takes are handed over after the changes, and mostly join the same transaction.
+        """
+        for change in changes:
+            lines = {line for write in change.writes if (line := _line_of(write)) is not None}
+            topics = [lane_topic(line.lane_id) for line in lines]
+            if not any(map(self.wakes.waiting, topics)):
+                continue
+            if all(not line.decided and line in self._lines.get(line.lane_id, ()) for line in lines):
+                self.commits.announced.add(change.id)
+                self.wakes.fire(topics)
+
+    def tell(self, topics: Collection[str], *, at_once: bool = True, here: bool = True) -> None:
+        """Wake whoever waits for these, here and in other processes; there with the next hint if that will do.
+
+        `here=False` when the claims of this process were woken before.
+        """
+        self.wakes.fire(topics if here else [topic for topic in topics if not topic.startswith(LANE)])
         self._untold.update(topics)
         if at_once and not self._telling:
             self._telling = True
@@ -363,6 +383,14 @@ def _waited_for(change: Change, rows: Rows) -> Execution | None:
     if type(row) is not Execution or row.successors is None or outcome_of(change) != TerminalOutcome.SUCCESS:
         return None
     return row if change.guards[0].key == (row.execution_id,) else None
+
+
+def _line_of(write: Write) -> LineKey | None:
+    """The line that a write puts an execution into."""
+    row: Any = write.row
+    if type(write) is Patch:
+        return write.fields.get("line") if row is Execution else None
+    return row.line if type(row) is Execution else None
 
 
 def first(rows: Sequence[Any]) -> Any:

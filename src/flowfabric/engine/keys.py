@@ -17,7 +17,8 @@ from flowfabric.rules.change import Change, Decision, Delete, Guard, Put
 from flowfabric.stores.base import Want
 
 KEYS_TRUSTED_S = 0.5
-KEYSTORE = (Want(Keystore, (0,)), Want(SigningKey, (0,)))
+SIGNING_KEYS = Want(SigningKey, (0,))
+KEYSTORE = (Want(Keystore, (0,)), SIGNING_KEYS)
 
 
 class PartitionRotation(msgspec.Struct, frozen=True):

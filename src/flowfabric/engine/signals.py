@@ -8,7 +8,7 @@ import msgspec
 
 from flowfabric import errors, ids
 from flowfabric.engine import intake, wait_intake
-from flowfabric.engine.keys import KEYSTORE, Keys
+from flowfabric.engine.keys import KEYSTORE, SIGNING_KEYS, Keys
 from flowfabric.handles import Handle
 from flowfabric.model.execution import Execution
 from flowfabric.model.suspension import Remembered, Signal, Suspension, Waitpoint, WaitpointState
@@ -154,17 +154,20 @@ class Signals(Keys):
     async def _deliver(self, ask: SignalArgs) -> Accepted | Duplicate:
         partition = ids.partition_of(ids.ExecutionId(ask.execution_id))
         # Whatever is wrong with a token, the same rows are asked for: how long an answer takes tells nothing.
-        wants = (
+        wants = [
             Want(Execution, (ask.execution_id,)),
             Want(Suspension, (ask.execution_id,)),
             Want(Waitpoint, (ask.waitpoint_id, partition)),
-            Want(Remembered, (ask.execution_id, ask.waitpoint_id, waits.digest(ask.idempotency_key or ""))),
-            *KEYSTORE,
-        )
+            SIGNING_KEYS,
+        ]
+        if ask.dedups:
+            wants.append(
+                Want(Remembered, (ask.execution_id, ask.waitpoint_id, waits.digest(ask.idempotency_key or "")))
+            )
 
         def decide(rows: list[list[Any]], now: int) -> Decision[Accepted | Duplicate]:
-            row, root, waitpoint, remembered = (_first(found) for found in rows[:4])
-            return signals.deliver(Scene(row, root, waitpoint, remembered, self.keys_in(rows[5])), ask, now)
+            row, root, waitpoint, _, *remembered = map(_first, rows)
+            return signals.deliver(Scene(row, root, waitpoint, _first(remembered), self.keys_in(rows[3])), ask, now)
 
         return await self.together.settle(ask.execution_id, wants, decide)
 

@@ -56,7 +56,7 @@ async def waited(waiter: asyncio.Future[None], timeout_s: float) -> bool:
 
 def lane_topic(lane_id: str) -> str:
     """Work became claimable in this lane."""
-    return f"lane:{lane_id}"
+    return f"{LANE}{lane_id}"
 
 
 def stream_topic(execution_id: str) -> str:
@@ -75,3 +75,4 @@ def due_topic(row: type, column: str) -> str:
 
 
 FEED = "feed"
+LANE = "lane:"

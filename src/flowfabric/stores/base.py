@@ -254,6 +254,7 @@ class Store(Protocol):
     tag: BackendTag
     commit_lanes: int  # how many commits are worth having under way at once
     batch_limit: int  # how many changes are worth putting into one commit
+    in_order: bool  # whether a take that is called after a commit sees what that writes, before it has answered
 
     async def open(self, *, migrate: bool) -> Schema:
         """Connect; apply the missing migrations when asked to; refuse a schema newer than this code."""
@@ -269,6 +270,10 @@ class Store(Protocol):
 
     async def load(self, wants: Sequence[Want]) -> Loaded:
         """The rows asked for, and the time."""
+        ...
+
+    def peek(self, wants: Sequence[Want]) -> Loaded | None:
+        """The same if it can be had in less time than it takes to wait for it; else None, whatever the reason."""
         ...
 
     async def commit(self, changes: Sequence[Change]) -> list[int | None]:

@@ -153,6 +153,7 @@ class MemoryStore:
 
     tag = BackendTag.MEMORY
     commit_lanes = 1
+    in_order = False
     batch_limit = 500
 
     def __init__(self, clock: Callable[[], int] | None = None) -> None:
@@ -178,6 +179,9 @@ class MemoryStore:
     async def load(self, wants: Sequence[Want]) -> Loaded:
         with self._lock:
             return Loaded(self._clock(), [self._starting(want.row, want.key) for want in wants])
+
+    def peek(self, wants: Sequence[Want]) -> Loaded | None:
+        return None
 
     async def commit(self, changes: Sequence[Change]) -> list[int | None]:
         with self._lock:

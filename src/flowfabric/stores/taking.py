@@ -32,8 +32,10 @@ def taken(
     columns = iter(answer)
     found: dict[str, Iterable[Any]] = {name: repeat(value) for name, value in take.becomes.items()}
     found |= _stamped(take, stamps, now)
-    for name, values in zip(heard(tuple(take.becomes)), columns, strict=False):
-        found[name] = _decoded(name, values, line_at)
+    names = heard(tuple(take.becomes))
+    found.update(zip(names, columns, strict=False))
+    for name in _encoded(names):
+        found[name] = _decoded(name, found[name], line_at)
     rows = map(Execution, *(found[name] for name in Execution.__struct_fields__))
     return list(zip(rows, map(Payload, found["execution_id"], *columns), strict=True))
 
@@ -59,9 +61,15 @@ _LINES = {column.name for column in _COLUMNS if column.kind is LineKey}
 _BOOLS = {column.name for column in _COLUMNS if column.kind is bool}
 
 
-def _decoded(name: str, values: Sequence[Any], line_at: LineAt) -> Iterable[Any]:
+@cache
+def _encoded(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of these columns that are not kept as they are."""
+    return tuple(name for name in names if name in _MEMBERS or name in _LINES or name in _BOOLS)
+
+
+def _decoded(name: str, values: Iterable[Any], line_at: LineAt) -> Iterable[Any]:
     if (kinds := _MEMBERS.get(name)) is not None:
         return [None if code is None else kinds[code] for code in values]
     if name in _LINES:
         return [None if line is None else line_at(line) for line in values]
-    return [*map(bool, values)] if name in _BOOLS else values
+    return map(bool, values)

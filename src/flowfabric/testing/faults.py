@@ -68,6 +68,7 @@ class FlakyStore:
         self.inner = store
         self.tag = store.tag
         self.commit_lanes = store.commit_lanes
+        self.in_order = False  # not when answers are held up
         self.batch_limit = store.batch_limit
         self.lost: list[tuple[str, Loss]] = []  # what was lost so far, to assert that something was
         self._chance = chance
@@ -146,6 +147,9 @@ class FlakyStore:
 
     async def ping(self) -> int:
         return await self._sent("ping", self.inner.ping)
+
+    def peek(self, wants: Sequence[Want]) -> Loaded | None:
+        return None  # every look goes over the wire
 
     async def load(self, wants: Sequence[Want]) -> Loaded:
         return await self._sent("load", lambda: self.inner.load(wants))

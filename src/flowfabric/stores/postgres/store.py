@@ -46,6 +46,7 @@ class PostgresStore:
     tag = BackendTag.POSTGRES
     commit_lanes = 2
     batch_limit = 500
+    in_order = False
 
     def __init__(
         self, dsn: str, clock: Callable[[], int] | None = None, *, pool_size: int = 8, statement_cache: bool = True
@@ -74,6 +75,9 @@ class PostgresStore:
     async def load(self, wants: Sequence[Want]) -> Loaded:
         answer = await self._links.read(lambda connection: read.load(connection, wants, self._now()))
         return await self._decoded(lambda line_at: read.loaded(answer, wants, line_at))
+
+    def peek(self, wants: Sequence[Want]) -> Loaded | None:
+        return None
 
     async def commit(self, changes: Sequence[Change]) -> list[int | None]:
         if not changes:

@@ -21,6 +21,8 @@ from flowfabric.stores.sqlite.lines import LinesOfWriter
 
 T = TypeVar("T")
 
+TOGETHER = 16  # pieces of work in one transaction
+TOGETHER_S = 0.005  # how old it may be when another one joins it
 PATIENCE_S = 0.003  # how long the loop lets work wait before it steps aside, again and again
 ASIDE_S = 0.0002
 FAREWELL_S = 10.0  # how long a closing store waits for a writer that is stuck behind another process
@@ -53,8 +55,6 @@ class Job:
 class Desk:
     """Work is done in the order in which it came; the connection is opened with the first and anew after trouble."""
 
-    together = 1  # how many pieces of work are taken up at once
-
     def __init__(self, name: str, connect: Callable[[], apsw.Connection]) -> None:
         self._name = name
         self._connect = connect
@@ -74,13 +74,16 @@ class Desk:
         if self._thread is None:
             self._start()
         job = Job(work, asyncio.get_running_loop())
-        self._queue.put(job)
+        self._hand_over(job)
         job.nudge = job.loop.call_later(PATIENCE_S, _step_aside, job)
         try:
             result: T = await job.future
         finally:
             job.nudge.cancel()
         return result
+
+    def _hand_over(self, job: Job) -> None:
+        self._queue.put(job)
 
     def own(self) -> None:
         """Belong to this process from now on; raises when it already belongs to another."""
@@ -106,17 +109,11 @@ class Desk:
                 self._thread = thread
 
     def _serve(self) -> None:
-        going = True
-        while going:
-            jobs = [self._queue.get()]
-            with contextlib.suppress(Empty):
-                while jobs[-1] is not None and len(jobs) < self.together:
-                    jobs.append(self._queue.get_nowait())
-            going = jobs[-1] is not None
-            wanted = [job for job in jobs if job is not None and not job.future.cancelled()]
-            if wanted:
-                self._attempt(wanted)
-                _deliver(wanted)
+        while (job := self._queue.get()) is not None:
+            if not job.future.cancelled():
+                jobs = [job]
+                self._attempt(jobs)
+                _deliver(jobs)
         self._drop()
         if self._farewell is not None:
             _deliver([self._farewell])
@@ -133,13 +130,13 @@ class Desk:
 
     def perform(self, db: apsw.Connection, jobs: list[Job]) -> None:
         """Do the work; an error that comes out of here means that all of it failed and the connection is spoilt."""
-        for job in jobs:
-            try:
-                job.result = job.work(db)
-            except Exception as error:
-                job.error = translated(error)
-                if isinstance(job.error, StoreUnavailable):
-                    raise
+        (job,) = jobs
+        try:
+            job.result = job.work(db)
+        except Exception as error:
+            job.error = translated(error)
+            if isinstance(job.error, StoreUnavailable):
+                raise
 
     def _drop(self) -> None:
         if self._db is not None:
@@ -149,23 +146,40 @@ class Desk:
 
 
 class WritingDesk(Desk):
-    """What was handed over together is written in one transaction, each piece whole or not at all."""
-
-    together = 16
+    """What is handed over before a transaction ends is written in it, each piece whole or not at all."""
 
     def __init__(self, name: str, connect: Callable[[], apsw.Connection], turn: Turn, lines: LinesOfWriter) -> None:
         super().__init__(name, connect)
         self._turn = turn
         self._lines = lines
+        self._staged: dict[asyncio.AbstractEventLoop, list[Job]] = {}
+
+    async def close(self) -> None:
+        for loop in list(self._staged):
+            self._release(loop)
+        await super().close()
+
+    def _hand_over(self, job: Job) -> None:
+        """What one turn of a loop brings is handed over together: the thread would run off with the first piece."""
+        staged = self._staged.setdefault(job.loop, [])
+        staged.append(job)
+        if len(staged) == 1:
+            job.loop.call_soon(self._release, job.loop)
+
+    def _release(self, loop: asyncio.AbstractEventLoop) -> None:
+        for job in self._staged.pop(loop, ()):
+            self._queue.put(job)
 
     def perform(self, db: apsw.Connection, jobs: list[Job]) -> None:
         with self._turn:
             try:
                 db.execute("BEGIN IMMEDIATE")
-                for job in jobs:
-                    self._one(db, job, alone=len(jobs) == 1)
-                if db.in_transaction:
-                    db.execute("COMMIT")
+                until = time.monotonic() + TOGETHER_S
+                self._one(db, jobs[0], first=True)
+                while len(jobs) < TOGETHER and time.monotonic() < until and (job := self._next()) is not None:
+                    jobs.append(job)
+                    self._one(db, job)
+                db.execute("COMMIT")
                 self._lines.written()
             except BaseException:
                 self._lines.undone()
@@ -173,8 +187,19 @@ class WritingDesk(Desk):
                     db.execute("ROLLBACK")
                 raise
 
-    def _one(self, db: apsw.Connection, job: Job, *, alone: bool) -> None:
-        if not alone:
+    def _next(self) -> Job | None:
+        """Work that has been handed over meanwhile."""
+        with contextlib.suppress(Empty):
+            job = self._queue.get_nowait()
+            if job is not None and not job.future.cancelled():
+                return job
+            if job is None:
+                self._queue.put(None)  # the store is closing, which `_serve` has to know
+        return None
+
+    def _one(self, db: apsw.Connection, job: Job, *, first: bool = False) -> None:
+        """Do one piece; when it fails, what it wrote is taken back, and nothing else."""
+        if not first:
             db.execute("SAVEPOINT job")
         try:
             job.result = job.work(db)
@@ -183,8 +208,8 @@ class WritingDesk(Desk):
             if isinstance(job.error, StoreUnavailable):
                 raise
             self._lines.undone()
-            db.execute("ROLLBACK" if alone else "ROLLBACK TO job")
-        if not alone:
+            db.execute("ROLLBACK; BEGIN IMMEDIATE" if first else "ROLLBACK TO job")
+        if not first:
             db.execute("RELEASE job")
 
 

@@ -78,12 +78,32 @@ def keyed(row: type[msgspec.Struct]) -> Rows:
     return _filled("keyed", len(table.key) + 1, columns=columns, table=table.name, same_key=_same_key(table, 2))
 
 
+@lru_cache(256)
+def several(shape: tuple[tuple[type[msgspec.Struct], int], ...]) -> str:
+    """Rows of several tables in one step, as JSON: for each a table and how much of its key is given."""
+    return f"SELECT {', '.join(_one_of_several(TABLE[row], length) for row, length in shape)}"
+
+
+def _one_of_several(table: Table, length: int) -> str:
+    name = "one_of_several" if length == len(table.key) else "some_of_several"
+    return _TEXT[name].format(
+        columns=", ".join(table.column_names),
+        table=table.name,
+        same_key=" AND ".join(f"{column} = ?" for column in table.key[:length]),
+        order=", ".join(table.key),
+    )
+
+
 @cache
 def insert(row: type[msgspec.Struct], *, replace: bool) -> Rows:
     """Write whole rows, columns in the order of the catalogue."""
     table = TABLE[row]
-    names = table.column_names
-    return _filled("put" if replace else "insert", len(names), table=table.name, columns=", ".join(names))
+    names, parts = table.column_names, {"table": table.name, "columns": ", ".join(table.column_names)}
+    if not replace:
+        return _filled("insert", len(names), **parts)
+    others = [name for name in names if name not in table.key] or list(table.key)
+    settings = ", ".join(f"{name} = excluded.{name}" for name in others)
+    return _filled("put", len(names), **parts, key=", ".join(table.key), settings=settings)
 
 
 @cache

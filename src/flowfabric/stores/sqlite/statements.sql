@@ -36,7 +36,9 @@ SELECT g.column1
 INSERT INTO {table} ({columns}) SELECT * FROM (VALUES {rows}) WHERE column1 IS NOT NULL;
 
 -- name: put
-INSERT OR REPLACE INTO {table} ({columns}) SELECT * FROM (VALUES {rows}) WHERE column1 IS NOT NULL;
+-- Not OR REPLACE, which takes the row out of every index and puts it back elsewhere.
+INSERT INTO {table} ({columns}) SELECT * FROM (VALUES {rows}) WHERE column1 IS NOT NULL
+    ON CONFLICT ({key}) DO UPDATE SET {settings};
 
 -- name: patch
 -- Rows of (value…, key…).
@@ -164,6 +166,14 @@ SELECT {columns} FROM {table}{where}{order}{limit};
 SELECT json_group_array(json_array(g.column1, {columns}))
   FROM (VALUES {rows}) AS g
  CROSS JOIN {table} AS r ON {same_key};
+
+-- name: one_of_several
+-- The row of a key, in a list.
+(SELECT json_array(json_array({columns})) FROM {table} WHERE {same_key})
+
+-- name: some_of_several
+-- The rows whose keys begin like this, in key order.
+(SELECT json_group_array(json_array({columns})) FROM (SELECT * FROM {table} WHERE {same_key} ORDER BY {order}))
 
 -- name: next_instant
 SELECT min({column}) FROM {table}{where};

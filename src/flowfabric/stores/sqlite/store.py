@@ -1,7 +1,8 @@
 """The SQLite store: one file, one writer thread a process, whole batches in one transaction.
 
 Three threads, each with a connection of its own: one writes, one loads by key, one makes lists, so that a long list
-never stands before a claim. Processes take turns at a lock file and ring each other's bell (`wake`).
+never stands before a claim. A few rows by key are read on the caller's own (`glance`). Processes take turns at a lock
+file and ring each other's bell (`wake`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from flowfabric.stores.sqlite import reading, schema, writing
 from flowfabric.stores.sqlite.desk import Desk, WritingDesk
 from flowfabric.stores.sqlite.faults import unavailable
 from flowfabric.stores.sqlite.files import Turn, refuse_network
+from flowfabric.stores.sqlite.glance import Glance
 from flowfabric.stores.sqlite.lines import Lines, LinesOfWriter
 from flowfabric.stores.sqlite.wake import Wake
 
@@ -41,6 +43,7 @@ class SQLiteStore:
     tag = BackendTag.SQLITE
     commit_lanes = 2
     batch_limit = 500
+    in_order = True
 
     def __init__(
         self,
@@ -63,12 +66,14 @@ class SQLiteStore:
         self._writer = WritingDesk("ff-sqlite-writer", self._connect, self._turn, self._lines_of_writer)
         self._loader = Desk("ff-sqlite-loader", self._connect_reader)
         self._lister = Desk("ff-sqlite-lister", self._connect_reader)
+        self._glance = Glance(self._connect_reader)
         self._polls: list[asyncio.Task[None]] = []
 
     async def open(self, *, migrate: bool) -> Schema:
         refuse_network(self._path)
         for desk in (self._writer, self._loader, self._lister):
             desk.own()
+        self._glance.own()
         return await self._writer.do(lambda db: schema.prepare(db, migrate=migrate, now=self._clock()))
 
     async def close(self) -> None:
@@ -76,6 +81,7 @@ class SQLiteStore:
             poll.cancel()
         self._polls.clear()
         self._wake.close()
+        self._glance.close()
         for desk in (self._writer, self._loader, self._lister):
             await desk.close()
         self._turn.close()
@@ -85,6 +91,11 @@ class SQLiteStore:
 
     async def load(self, wants: Sequence[Want]) -> Loaded:
         return await self._loader.do(lambda db: reading.load(db, self._lines, wants, self._clock()))
+
+    def peek(self, wants: Sequence[Want]) -> Loaded | None:
+        if len(wants) > reading.FEW:  # it takes longer than handing them over
+            return None
+        return self._glance(lambda db: reading.load(db, self._lines, wants, self._clock()))
 
     async def commit(self, changes: Sequence[Change]) -> list[int | None]:
         return await self._writer.do(lambda db: writing.commit(db, self._lines_of_writer, changes, self._clock()))

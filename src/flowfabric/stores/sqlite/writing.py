@@ -19,7 +19,7 @@ from flowfabric.model.event import Event
 from flowfabric.model.execution import LineKey
 from flowfabric.rules.change import Change, Delete, Form, LeaseWant, Like, Patch, Put, Write
 from flowfabric.stores.base import Held, Take, Taken, Unstorable
-from flowfabric.stores.codec import CODEC, encode_column, row_of, target
+from flowfabric.stores.codec import CODEC, encode_column, encode_row, row_of, target
 from flowfabric.stores.rows import TABLE
 from flowfabric.stores.sqlite import sql
 from flowfabric.stores.sqlite.lines import UNKNOWN, LinesOfWriter
@@ -30,7 +30,7 @@ _WIDEST = 6000  # values per statement: the driver keeps prepared ones only up t
 
 Row = Sequence[Any]
 Shape = tuple[type[Write], type[msgspec.Struct], tuple[str, ...], str | None]  # kind, table, columns, unless
-Gathered = dict[Shape, tuple[list[Row], list[int]]]  # the rows of each shape, and the ids of their changes
+Gathered = dict[Shape, list[Row]]
 
 
 def commit(db: apsw.Connection, lines: LinesOfWriter, changes: Sequence[Change], now: int) -> list[int | None]:
@@ -176,61 +176,55 @@ def _places(writes: Sequence[Write]) -> Sequence[int]:
 
 
 def _gather(gathered: Gathered, write: Write, change_id: int) -> None:
+    """Put a write with those of its shape; a root gets the change's id as its revision."""
     shape: Shape
     values: Row
     if isinstance(write, Patch):
-        shape = Patch, write.row, tuple(write.fields), write.unless
-        values = (*write.fields.values(), *write.key)
+        fields, codec = write.fields, CODEC[write.row]
+        if not codec.column.keys() >= fields.keys():
+            raise Unstorable(f"{codec.table.name} has no column {sorted(fields.keys() - codec.column.keys())}")
+        if codec.revision_place is not None:
+            fields = fields | {"revision": change_id}
+        shape = Patch, write.row, tuple(fields), write.unless
+        values = (*fields.values(), *write.key)
     elif isinstance(write, Delete):
         shape = Delete, write.row, TABLE[write.row].key[: len(write.key)], None
-        values = write.key
+        values = write.key or (0,)
     else:
+        codec = CODEC[type(write.row)]
         shape = type(write), type(write.row), (), None
         values = astuple(write.row)
-    group = gathered.get(shape)
-    if group is None:
-        group = gathered[shape] = ([], [])
-    group[0].append(values)
-    group[1].append(change_id)
+        if values[0] is None:  # which would be taken for one of the rows that only fill up
+            raise Unstorable(f"a row of {codec.table.name} has no key")
+        if (place := codec.revision_place) is not None:
+            values = (*values[:place], change_id, *values[place + 1 :])
+    gathered.setdefault(shape, []).append(values)
 
 
 def _write(db: apsw.Connection, lines: LinesOfWriter, gathered: Gathered, now: int) -> None:
-    for (kind, row, names, unless), (rows, ids) in gathered.items():
-        codec = CODEC[row]
-        columns: list[Row] = [*zip(*rows, strict=True)]
+    for (kind, row, names, unless), rows in gathered.items():
         if kind is Delete:
-            statement = sql.delete(row, len(names))
-            if not names:
-                columns = [[0]]
+            statement, rows = sql.delete(row, len(names)), rows if names else rows[:1]
         elif kind is Patch:
-            if unknown := set(names) - codec.column.keys():
-                raise Unstorable(f"{codec.table.name} has no column {sorted(unknown)}")
-            if codec.revision_place is not None:
-                if "revision" not in names:
-                    columns.insert(len(names), ())
-                    names = (*names, "revision")
-                columns[names.index("revision")] = ids
             statement = sql.patch(row, names, unless)
         else:
-            if None in columns[0]:  # which would be taken for one of the rows that only fill up
-                raise Unstorable(f"a row of {codec.table.name} has no key")
-            if codec.revision_place is not None:
-                columns[codec.revision_place] = ids
             statement = sql.insert(row, replace=kind is Put)
-        many(db, statement, _encoded(db, lines, columns, now))
+        many(db, statement, _encoded(db, lines, rows, now))
 
 
-def _encoded(db: apsw.Connection, lines: LinesOfWriter, columns: Iterable[Row], now: int) -> list[Row]:
+def _encoded(db: apsw.Connection, lines: LinesOfWriter, rows: Sequence[Row], now: int) -> list[Row]:
     def line_of(line: LineKey) -> int:
         return lines.number_to_write(db, line)
 
+    if len(rows) == 1:
+        return [encode_row(rows[0], line_of, now)]
+    columns = zip(*rows, strict=True)
     return [*zip(*(encode_column(column, line_of, now) for column in columns), strict=True)]
 
 
 def _tell(db: apsw.Connection, lines: LinesOfWriter, events: Sequence[Event], now: int) -> None:
     if events:
-        columns = [[now] * len(events), *zip(*map(astuple, events), strict=True)]
-        many(db, sql.TELL, _encoded(db, lines, columns, now))
+        many(db, sql.TELL, _encoded(db, lines, [(now, *astuple(event)) for event in events], now))
 
 
 def many(
