@@ -61,15 +61,17 @@ class Cancelling:
                     asked.append(name)
                     known.append([rows])
             verdicts = await self._core.commits.send(changes) if changes else []
-            left = []
+            left, written = [], dict[int, list[tuple[Change, Rows]]]()
             for name, change, rows, verdict in zip(asked, changes, known, verdicts, strict=True):
                 if isinstance(verdict, errors.FabricError):
                     done[name] = verdict
                 elif verdict is None:
                     left.append(name)  # it moved meanwhile: look again
                 else:
-                    self._core.note(change, rows, verdict)
+                    written.setdefault(verdict, []).append((change, rows))
                     done[name] = Disposition.CANCELLED
+            for committed_at, together in written.items():
+                self._core.note_all(together, committed_at)
         return done
 
     # -- members of a flow ------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence, Set
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -219,12 +219,30 @@ class Core:
 
     def note(self, change: Change, rows: Rows, committed_at: int) -> None:
         """Remember and tell what a written change means to this process and to others."""
+        self.note_all(((change, rows),), committed_at)
+
+    def note_all(self, written: Sequence[tuple[Change, Rows]], committed_at: int) -> None:
+        """The same for changes that were written together: they are told in one hint."""
         self.estimate.hear(committed_at)
         topics: set[str] = set()
-        followed: dict[Follow, None] = {}
-        if change.form is not None:
-            self._note_forms(((change, first(first(rows))),), committed_at, topics)
-            followed.update(dict.fromkeys(self.followers.get(change.form.root, ())))
+        known: set[str] = set()  # of these, what this process was told when the changes were on their way
+        for change, rows in written:
+            found = self._noted(change, rows, committed_at)
+            topics |= found
+            if change.id in self.commits.announced:
+                self.commits.announced.discard(change.id)
+                known.update(topic for topic in found if topic.startswith(LANE))
+        if formed := [(change, first(first(rows))) for change, rows in written if change.form is not None]:
+            self._note_forms(formed, committed_at, topics)
+        if topics:
+            self.tell(topics, but_here=known)
+        for change, rows in written:
+            for follow in self._following(change):
+                follow(change, rows)
+
+    def _noted(self, change: Change, rows: Rows, committed_at: int) -> set[str]:
+        """Remember what a change writes and tells beyond its form; what there is to tell."""
+        topics: set[str] = set()
         if self.planned:
             self._note_due(change, committed_at)
         for write in change.writes:  # compared by type: this runs for every change
@@ -233,23 +251,28 @@ class Core:
                 if row is Execution:
                     self._note_line(write.fields.get("line"), topics)
                     self._note_sheet(write.key[0], write.fields, change.id, rows, committed_at)
-            elif type(write) is not Delete:
-                if type(row) is Execution:
-                    self._note_line(row.line, topics)
-                row = type(row)
-            if row in self.followers:
-                followed.update(dict.fromkeys(self.followers[row]))
+            elif type(write) is not Delete and type(row) is Execution:
+                self._note_line(row.line, topics)
         for event in change.events:
             topics.add(FEED)
             if event.outcome is not None:
                 topics.add(end_topic(event.execution_id))
             if event.outcome is not None or event.lease == "released":
                 self.outcomes.note(event, change, _sheet_of(event.execution_id, rows), committed_at)
-        if topics:
-            self.tell(topics, here=change.id not in self.commits.announced)
-            self.commits.announced.discard(change.id)
-        for follow in followed:
-            follow(change, rows)
+        return topics
+
+    def _following(self, change: Change) -> Iterable[Follow]:
+        """What is to be done about a change, once each."""
+        followers, found = self.followers, dict[Follow, None]()
+        if change.form is not None and change.form.root in followers:
+            found.update(dict.fromkeys(followers[change.form.root]))
+        for write in change.writes:
+            row: Any = write.row
+            if type(write) is not Patch and type(write) is not Delete:
+                row = type(row)
+            if row in followers:
+                found.update(dict.fromkeys(followers[row]))
+        return found
 
     def note_alike(self, ends: Sequence[tuple[Change, Execution]], committed_at: int) -> None:
         """The same for ends of ordinary work, of which the forms say it all: many are told in one hint."""
@@ -289,12 +312,12 @@ class Core:
                 self.commits.announced.add(change.id)
                 self.wakes.fire(topics)
 
-    def tell(self, topics: Collection[str], *, at_once: bool = True, here: bool = True) -> None:
+    def tell(self, topics: Collection[str], *, at_once: bool = True, but_here: Set[str] = frozenset()) -> None:
         """Wake whoever waits for these, here and in other processes; there with the next hint if that will do.
 
-        `here=False` when the claims of this process were woken before.
+        `but_here` are those that this process was told before.
         """
-        self.wakes.fire(topics if here else [topic for topic in topics if not topic.startswith(LANE)])
+        self.wakes.fire([topic for topic in topics if topic not in but_here] if but_here else topics)
         self._untold.update(topics)
         if at_once and not self._telling:
             self._telling = True
