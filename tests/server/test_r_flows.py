@@ -204,6 +204,16 @@ async def test_r54_hard_breach_applies_nothing(ask: Asking) -> None:
     assert (await ask.get(where)).json()["breach_count"] == 1
 
 
+async def test_r54_the_dimensions_of_a_report_are_looked_at_by_name(ask: Asking) -> None:
+    body = ask.budget(dimensions=["y", "x"], hard_limits=[1, 1], soft_limits=[0, 0])
+    await ask.post("/v1/budgets", body)
+    where = f"/v1/budgets/{body['budget_id']}/usage"
+
+    told = (await ask.post(where, {"dimensions": {"y": 2, "x": 2}, "now": NOW})).json()
+
+    assert told["HardBreach"]["dimension"] == "x"
+
+
 async def test_r55_dedup(ask: Asking) -> None:
     where = await ask.budgeted()
 

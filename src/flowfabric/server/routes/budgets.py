@@ -93,11 +93,12 @@ class UsageBody(Body, frozen=True):
 async def report_usage(ask: Ask[UsageBody]) -> Reply:
     """Report what was used; a hard breach applies nothing at all."""
     body = ask.body
+    names = sorted(body.dimensions)  # a JSON object has no order of its own
     return tagged(
         await ask.engine.report_usage_admin(
             _budget(ask),
-            dimensions=list(body.dimensions),
-            deltas=list(body.dimensions.values()),
+            dimensions=names,
+            deltas=[body.dimensions[name] for name in names],
             dedup_key=body.dedup_key,
         )
     )
