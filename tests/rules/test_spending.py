@@ -100,10 +100,10 @@ def told(sheet: BudgetSheet, books: Books, step: tuple[Any, ...], now: int) -> t
         case ("reserve", what, name, execution):
             known = f"settled:{name}" in books.heard
             mine = books.open.get(name)
-            again = mine is not None and mine[2] > now
-            expected = not known and (again or books.fits(what, now))
+            held = mine if mine is not None and mine[2] > now else None
+            expected = not known and (held[0] == execution if held else books.fits(what, now))
             if expected:
-                books.open[name] = (mine[0], mine[1], now + 50) if again and mine else (execution, what, now + 50)
+                books.open[name] = (execution, held[1] if held else what, now + 50)
             promise = reserving.Promise(name, execution, tuple(sorted(what.items())), 50)
             return *reserving.reserve(sheet, promise, now), expected
         case ("settle", what, name, execution):

@@ -162,8 +162,9 @@ async def test_a_reservation_belongs_to_one_execution(play: Play) -> None:
     e, other = await play.create(), await play.create()
     await reserve(play, e, tokens=60)
 
-    async with play.refused(errors.InvalidInput, "reservation_id: of another execution"):
-        await settle(play, other, tokens=1)
+    for asks in (settle, reserve):
+        async with play.refused(errors.InvalidInput, "reservation_id: of another execution"):
+            await asks(play, other, tokens=1)
 
 
 async def test_reservations_survive_a_reset_and_keys_do_too(play: Play) -> None:

@@ -41,6 +41,8 @@ def reserve(
     until = now + ask.ttl_ms
     dimensions, reservations = dict(sheet.dimensions), dict(sheet.reservations)
     mine = _promised(sheet, ask.reservation_id)
+    if refused := _of_another(mine, ask.execution_id):
+        return refused, sheet
     if not mine:
         if breach := hard_breach(sheet, ask.amounts):
             return breached(sheet, breach, now)
@@ -70,8 +72,8 @@ def settle(
         return verdicts.AlreadyApplied(), sheet
     sheet = without_lapsed(sheet, now)
     mine = _promised(sheet, reservation_id)
-    if any(row.execution_id != execution_id for row in mine.values()):
-        return errors.InvalidInput("reservation_id: of another execution"), sheet
+    if refused := _of_another(mine, execution_id):
+        return refused, sheet
     promised = {row.dimension: row.amount for row in mine.values()}
     free = _given_back(sheet, mine, now)
     beyond = tuple((name, amount) for name, amount in amounts if amount > promised.get(name, 0))
@@ -101,6 +103,12 @@ def lapse(sheet: BudgetSheet, now: int) -> Told[bool]:
 def without_lapsed(sheet: BudgetSheet, now: int) -> BudgetSheet:
     """The sheet without the reservations whose time is over."""
     return _given_back(sheet, {key: row for key, row in sheet.reservations.items() if row.expires_at <= now}, now)
+
+
+def _of_another(mine: Rows, execution_id: str) -> errors.FabricError | None:
+    if all(row.execution_id == execution_id for row in mine.values()):
+        return None
+    return errors.InvalidInput("reservation_id: of another execution")
 
 
 def _promised(sheet: BudgetSheet, reservation_id: str) -> Rows:
