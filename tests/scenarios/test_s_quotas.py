@@ -153,6 +153,18 @@ async def test_s_070_work_that_runs_longer_than_the_window_keeps_its_slot(play: 
     assert (await root(play)).active == 0
 
 
+async def test_s_070_without_a_cap_nothing_is_recounted_but_a_dead_slot_takes_its_count_along(play: Play) -> None:
+    await policy(play, rate=5)
+    e1, e2 = await play.create(), await play.create()
+    await check(play, e1, concurrency_cap=1)
+    play.clock.pass_ms(60_000)
+
+    await play.engine.sweep_once("quota_reconciler")
+
+    assert (await root(play)).active == 0
+    assert await check(play, e2, concurrency_cap=1) == Admitted()
+
+
 async def test_s_071_block_and_unblock_transitions(play: Play) -> None:
     e = await play.create()
     blocked = await play.engine.block_execution_for_admission(e, reason="waiting_for_budget", detail="why")

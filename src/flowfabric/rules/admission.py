@@ -206,6 +206,9 @@ def reconcile(sheet: QuotaSheet, idle: frozenset[str], now: int) -> Told[bool]:
     row = sheet.row()
     if row.active_concurrency_cap or not row.defined:
         row = replace(row, active=sum(slot.counted for slot in slots.values()))
+    else:  # without a cap nothing is recounted; what callers had counted by numbers of their own goes with its slot
+        gone = sum(slot.counted for key, slot in sheet.slots.items() if key not in slots)
+        row = replace(row, active=max(0, row.active - gone))
     after = replace(sheet, requests=requests, slots=slots, root=row if sheet.root is not None else None)
     return written(sheet, after) is not None, after
 
