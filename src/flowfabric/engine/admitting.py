@@ -30,8 +30,14 @@ class Seen(msgspec.Struct):
 
     spent: dict[str, BudgetDimension | None] = {}  # by budget: the dimension that is exhausted
     policies: dict[str, verdicts.QuotaLimits | None] = {}
+    full: set[str] = set()  # policies that refused somebody
     live: dict[str, list[Worker]] = {}
     refused: set[tuple[BlockingReason, str]] = set()
+
+    def stops(self, row: Execution) -> bool:
+        """Whether what stopped others is in the way of this row, too."""
+        terms = decode_terms(row.terms)
+        return any(map(self.spent.get, terms.budget_ids)) or not self.full.isdisjoint(terms.quota_policy_ids)
 
 
 class Admitted(msgspec.Struct, frozen=True):
@@ -128,6 +134,8 @@ class Admitting(Budgets, Quotas):
 
     async def _refuse(self, row: Execution, reason: BlockingReason, detail: str, on: str, seen: Seen) -> None:
         """Block a row by what is in its way; room that it leaves unused elsewhere is for others."""
+        if reason is BlockingReason.WAITING_FOR_QUOTA:
+            seen.full.add(on)
         if await self.hold_up(row, reason, detail, on):
             seen.refused.add((reason, on))
             seen.refused.update(

@@ -7,8 +7,10 @@ for it. Whatever cannot be read stops the call: in doubt nothing is given out.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
+from itertools import takewhile
 from typing import Any
 
 from flowfabric import errors, ids
@@ -18,11 +20,12 @@ from flowfabric.engine.claims import Claims, Signer, partition_key
 from flowfabric.engine.intake import ClaimOrder
 from flowfabric.engine.lines import CANDIDATES, HOUSEKEEPING_MS
 from flowfabric.engine.taking import claimed_of
+from flowfabric.engine.waiting import PAGE
 from flowfabric.engine.workers import LiveWorkers, Workers
 from flowfabric.model import answers
-from flowfabric.model.execution import Execution
+from flowfabric.model.execution import Execution, LineKey
 from flowfabric.model.states import AttemptState, EligibilityState
-from flowfabric.rules import capabilities, claim, fairness, reclaim
+from flowfabric.rules import capabilities, claim, fairness, operate, reclaim
 from flowfabric.rules.claim import GrantOrder
 from flowfabric.stores.base import Where
 
@@ -85,9 +88,30 @@ class Scheduler(Claims, Admitting, Workers):
         if not order.admission:
             return await super()._claim_decided(rows, order)
         lost = [row for row in rows if reclaim.is_reclaimable(row)]  # these were admitted before
-        admitted = await self.admit([row for row in rows if not reclaim.is_reclaimable(row)])
+        seen = Seen()
+        admitted = await self.admit([row for row in rows if not reclaim.is_reclaimable(row)], seen)
         admitted += [Admitted(row) for row in lost]
+        if not admitted:
+            lines = await self.covered(order.lane_id, order.capabilities)
+            await self._stop_alike(lines, seen, _of_namespaces(order.namespaces))
         return await claimed_of(*(self._claim_admitted(one, order) for one in admitted))
+
+    async def _stop_alike(self, lines: Sequence[LineKey], seen: Seen, own: tuple[Where, ...]) -> None:
+        """Block what the same budgets and quotas are in the way of, up to the first row that they are not.
+
+        Many at once: thousands may stand here, and one after the other each would cost the caller several trips.
+        """
+        tried, size = set[str](), CANDIDATES
+        while True:
+            rows = await self.heads(lines, size, without=tried, where=own)
+            alike = list(takewhile(lambda row: operate.is_eligible(row) and seen.stops(row), rows))
+            for admitted in await self.admit(alike, seen):  # there is room after all: this is for the next look
+                await self.give_back(admitted)
+                alike.clear()
+            if not alike:
+                return
+            tried.update(row.execution_id for row in alike)
+            size = min(2 * size, PAGE)
 
     async def _claim_admitted(self, admitted: Admitted, order: ClaimOrder) -> answers.Claimed | None:
         # An error leaves the admission where it is: the claim may have been written after all. If it was not, the next
@@ -110,8 +134,7 @@ class Scheduler(Claims, Admitting, Workers):
         namespaces: Collection[str] | None = None,
     ) -> answers.ClaimGrant | answers.ReclaimGrant | None:
         """The scheduler's step: a signed grant for the best execution that this worker may run, or None."""
-        within = intake.some_namespaces(namespaces)
-        own = () if within is None else (Where("namespace", "in", tuple(sorted(within))),)
+        own = _of_namespaces(intake.some_namespaces(namespaces))
         offered = intake.offered(capabilities)
         order = intake.grant_order(lane_id, worker_id, worker_instance_id, offered, grant_ttl_ms)
         clock = asyncio.get_running_loop().time
@@ -126,26 +149,31 @@ class Scheduler(Claims, Admitting, Workers):
     async def _best(
         self, order: GrantOrder, key: Any, own: tuple[Where, ...]
     ) -> answers.ClaimGrant | answers.ReclaimGrant | None:
+        """Offer the rows that this worker covers until one is granted, those of other lines among them.
+
+        Of the others the first are looked at, once: they are not for this worker, however many there are.
+        """
         seen, tried = Seen(), set[str]()
-        while candidates := await self._candidates(order, tried, own):
-            while candidates:
-                [row], after = fairness.plan(candidates, self.turns_of(order.lane_id), self.estimate.now(), 1)
-                candidates.remove(row)
+        mine = await self.covered(order.lane_id, order.capabilities)
+        others = [line for line in await self.lines_of(order.lane_id) if line not in mine]
+        beyond = await self.heads(others, CANDIDATES, where=ELIGIBLE + own)
+        while rows := await self.heads(mine, CANDIDATES, without=tried, where=own) + beyond:
+            counts = Counter(row.line for row in rows)
+            while rows:
+                [row], after = fairness.plan(rows, self.turns_of(order.lane_id), self.estimate.now(), 1)
+                rows.remove(row)
                 tried.add(row.execution_id)
                 granted = await self._offer(row, order, key, seen)
                 if granted is not None:
                     self.keep_turns(order.lane_id, after)
                     return granted
+                if seen.stops(row):
+                    await self._stop_alike(mine, seen, own)
+                    break
+                if counts[row.line] >= CANDIDATES and row not in beyond and all(one.line != row.line for one in rows):
+                    break  # what stands behind these in their line may come before the rest
+            beyond = [row for row in beyond if row.execution_id not in tried]
         return None
-
-    async def _candidates(self, order: GrantOrder, tried: set[str], own: tuple[Where, ...]) -> list[Execution]:
-        """The next best executions of the lane: what this worker covers, and what it does not and nobody looked at."""
-        lines = await self.lines_of(order.lane_id)
-        mine = [line for line in lines if capabilities.covers(line.required, order.capabilities)]
-        others = [line for line in lines if line not in mine]
-        rows = await self.heads(mine, CANDIDATES, without=tried, where=own)
-        rows += await self.heads(others, CANDIDATES, without=tried, where=ELIGIBLE + own)
-        return rows
 
     async def _offer(
         self, row: Execution, order: GrantOrder, key: Any, seen: Seen
@@ -199,3 +227,8 @@ class Scheduler(Claims, Admitting, Workers):
         return answers.ReclaimGrant(
             execution, partition_key(execution), signer.grant_key, signer.expires_at, order.lane_id
         )
+
+
+def _of_namespaces(names: frozenset[str] | None) -> tuple[Where, ...]:
+    """What a store filters by so that a look brings work of these namespaces only; None is all."""
+    return () if names is None else (Where("namespace", "in", tuple(sorted(names))),)

@@ -103,12 +103,14 @@ class Waiting(Books, Executions):
         return sum(await asyncio.gather(*(self.let_go(row.execution_id, row.blocking_reason) for row in free)))
 
     async def hold_up(self, row: Execution, reason: BlockingReason, detail: str, on: str = "") -> bool:
-        """Block a row that was found claimable; False when it is not there to be blocked any more."""
+        """Block a row that was found claimable; False when that could not be done or is not to be done any more.
+
+        Either way it was not given out, and the next claim that meets it tries again.
+        """
         try:
             await self.settle_execution(row.execution_id, lambda row, _: operate.block(row, reason, detail, on))
-        except errors.StoreUnavailable:
-            raise
-        except errors.FabricError:
+        except errors.FabricError as failed:
+            logger.info("%s is not blocked (%s): %s", row.execution_id, reason, failed)
             return False
         return True
 

@@ -1,0 +1,137 @@
+"""What a claim does with much work that budgets, quotas or capabilities keep from running."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flowfabric import errors
+from tests.scenarios.play import WAITING, Play
+from tests.scenarios.test_ex_grants import requires
+from tests.scenarios.test_s_budgets import B2, B, budget, report
+from tests.scenarios.test_s_quotas import Q, check, policy
+from tests.scenarios.test_s_scheduling import BUDGET_BLOCKED, QUOTA_BLOCKED, ROADS, ask
+from tests.scenarios.test_s_workers import ROUTE_BLOCKED, register
+
+MANY = 25
+
+
+async def exhausted_budget(play: Play) -> tuple[dict[str, Any], str]:
+    await budget(play, tokens=1)
+    await report(play, tokens=1)
+    return {"budget_ids": [B]}, BUDGET_BLOCKED
+
+
+async def full_quota(play: Play) -> tuple[dict[str, Any], str]:
+    await policy(play, cap=1)
+    await check(play, await play.create(lane="elsewhere"), concurrency_cap=1)
+    return {"quota_policy_id": Q}, QUOTA_BLOCKED
+
+
+async def used_up_rate(play: Play) -> tuple[dict[str, Any], str]:
+    await policy(play, rate=1)
+    await check(play, await play.create(lane="elsewhere"), rate_limit=1)
+    return {"quota_policy_id": Q}, QUOTA_BLOCKED
+
+
+LIMITS = pytest.mark.parametrize("limit", [exhausted_budget, full_quota, used_up_rate])
+
+
+@LIMITS
+@pytest.mark.parametrize("road", ROADS)
+async def test_what_the_same_limit_stops_is_blocked_in_few_trips(play: Play, limit: Any, road: str) -> None:
+    terms, blocked = await limit(play)
+    stopped = [await play.create(policy=terms, priority=5) for _ in range(MANY)]
+    free = await play.create(priority=1)
+    play.store.calls.clear()
+
+    assert await ask(play, road) == free
+
+    assert {await play.vector(e) for e in stopped} == {blocked}
+    assert play.store.calls["commit"] + play.store.calls["scan"] < MANY
+
+
+@LIMITS
+@pytest.mark.parametrize("road", ROADS)
+async def test_what_comes_behind_the_one_that_is_given_out_is_not_looked_at(play: Play, limit: Any, road: str) -> None:
+    terms, blocked = await limit(play)
+    first = await play.create(policy=terms, priority=5)
+    free = await play.create(priority=3)
+    last = await play.create(policy=terms, priority=1)
+
+    assert await ask(play, road) == free
+
+    assert await play.vector(first) == blocked
+    assert await play.vector(last) == WAITING
+
+
+@pytest.mark.parametrize("road", ROADS)
+async def test_the_best_that_may_run_is_given_out_however_many_before_it_may_not(play: Play, road: str) -> None:
+    terms, _ = await exhausted_budget(play)
+    await budget(play, B2, tokens=1)
+    for _ in range(MANY):
+        await play.create(policy=terms, priority=9)
+    best = await play.create(policy={"budget_ids": [B2]}, priority=5)
+    await play.create(priority=1)
+
+    assert await ask(play, road) == best
+
+
+async def test_of_work_for_another_worker_a_scheduler_looks_at_the_first_only(play: Play) -> None:
+    await register(play, "i1", capabilities=["gpu"])
+    for _ in range(MANY):
+        await play.create(policy=requires("gpu"), priority=9)
+    assert await ask(play, "scheduler") is None
+    play.store.calls.clear()
+    assert await ask(play, "scheduler") is None
+    looks = play.store.calls["scan"]
+    for _ in range(MANY):
+        await play.create(policy=requires("gpu"), priority=9)
+    play.store.calls.clear()
+
+    assert await ask(play, "scheduler") is None
+
+    assert play.store.calls["scan"] == looks
+
+
+async def test_work_for_nobody_is_blocked_the_first_of_it_at_once_and_the_rest_by_and_by(play: Play) -> None:
+    unroutable = [await play.create(policy=requires("gpu")) for _ in range(MANY)]
+
+    assert await ask(play, "scheduler") is None
+    assert await play.vector(unroutable[0]) == ROUTE_BLOCKED
+    for _ in range(MANY // 10):
+        assert await ask(play, "scheduler") is None
+
+    assert {await play.vector(e) for e in unroutable} == {ROUTE_BLOCKED}
+
+
+@pytest.mark.parametrize("road", ROADS)
+async def test_a_block_that_fails_holds_nobody_up(play: Play, road: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    terms, _ = await exhausted_budget(play)
+    stuck = await play.create(policy=terms, priority=9)
+    free = await play.create()
+    settled = play.engine.settle_execution
+
+    async def settle(execution_id: str, *given: Any) -> Any:
+        if execution_id == stuck:
+            raise errors.StoreUnavailable("away")
+        return await settled(execution_id, *given)
+
+    monkeypatch.setattr(play.engine, "settle_execution", settle)
+
+    assert await ask(play, road) == free
+
+    assert await play.vector(stuck) == WAITING
+
+
+@pytest.mark.parametrize("road", ROADS)
+async def test_names_that_are_no_ids_limit_nothing(play: Play, road: str) -> None:
+    terms, blocked = await exhausted_budget(play)
+    free = await play.create(policy={"budget_ids": ["?"], "quota_policy_id": "?", "quota_policy_ids": ["?"]})
+    stopped = await play.create(policy={"budget_ids": ["?", *terms["budget_ids"]]}, priority=5)
+
+    assert await ask(play, road) == free
+
+    assert await play.vector(stopped) == blocked
+    assert (await play.core(stopped))["budget_ids"] == B
