@@ -91,7 +91,7 @@ class Scheduler(Claims, Admitting, Workers):
         seen = Seen()
         admitted = await self.admit([row for row in rows if not reclaim.is_reclaimable(row)], seen)
         admitted += [Admitted(row) for row in lost]
-        if not admitted:
+        if rows and not admitted:
             lines = await self.covered(order.lane_id, order.capabilities)
             await self._stop_alike(lines, seen, _of_namespaces(order.namespaces))
         return await claimed_of(*(self._claim_admitted(one, order) for one in admitted))
