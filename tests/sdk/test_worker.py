@@ -182,6 +182,23 @@ async def test_a_worker_is_in_the_registry_while_it_works(app: Fabric) -> None:
     assert (await engine.list_workers(app.namespace)).entries == []
 
 
+@pytest.mark.parametrize(("lease_ttl", "stays_ms"), [("15s", 30_000), ("200ms", 1000)])
+async def test_a_worker_stays_in_the_registry_for_two_leases(app: Fabric, lease_ttl: str, stays_ms: int) -> None:
+    @app.task
+    async def send() -> None: ...
+
+    engine = await app.engine()
+    async with working(app, lease_ttl=lease_ttl):
+        ttls: list[int] = []
+
+        async def is_listed() -> bool:
+            ttls[:] = [entry.liveness_ttl_ms for entry in (await engine.list_workers(app.namespace)).entries]
+            return bool(ttls)
+
+        await until(is_listed)
+    assert ttls == [stays_ms]
+
+
 async def test_a_worker_that_the_registry_forgot_comes_back(app: Fabric) -> None:
     @app.task
     async def send() -> None: ...

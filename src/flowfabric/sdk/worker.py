@@ -40,11 +40,11 @@ class Worker:
         lease_ttl: Duration = "15s",
         grace: Duration = "30s",
         stall_limit: Duration = "5m",
-        presence_ttl: Duration = "45s",
+        presence_ttl: Duration | None = None,
         worker_id: str | None = None,
     ) -> None:
         """`stall_limit` is how long the loop may be blocked before its work is left to others, `presence_ttl` how long
-        a worker that is not heard of stays in the registry."""
+        a worker that is not heard of stays in the registry: twice a lease, unless said otherwise."""
         self._app = app
         self._slots = declared.whole("slots", slots, least=1)
         self._lanes = declared.lanes(lanes) if lanes is not None else _lanes_of(app)
@@ -60,7 +60,7 @@ class Worker:
             instance_id=self.instance_id,
             lanes=self._lanes,
             capabilities=self._capabilities,
-            ttl_ms=to_ms(presence_ttl, "presence_ttl"),
+            ttl_ms=max(1000, 2 * self._ttl_ms) if presence_ttl is None else to_ms(presence_ttl, "presence_ttl"),
         )
         self._leases = Leases()
         self._running: dict[str, tuple[asyncio.Task[None], Claimed]] = {}  # by lease
