@@ -167,7 +167,7 @@ VERBS: Table = {
         {
             "partition": [*NUMBERS, 65_536],
             "lane_id": [None, 7, "", "x" * 65],
-            "default_retention_ms": LENGTHS,
+            "default_retention_ms": [value for value in LENGTHS if value is not None],
             "batch": [*NUMBERS, 10_001],
             "chosen": [7, "ns"],
         },

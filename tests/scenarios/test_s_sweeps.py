@@ -8,7 +8,7 @@ import pytest
 
 from flowfabric import errors
 from flowfabric.engine.engine import Engine
-from flowfabric.ids import FlowId, SeededMinter, mint_for_flow
+from flowfabric.ids import FlowId, SeededMinter, mint_for_flow, partition_of
 from flowfabric.model.answers import RetryScheduled
 from flowfabric.model.budget import Budget, BudgetDimension
 from flowfabric.model.execution import Execution
@@ -297,9 +297,45 @@ async def test_the_default_retention_can_be_set(play: Play) -> None:
     for one in (e, own):
         await engine.cancel_execution(one)
 
-    play.clock.pass_ms(1000)
+    play.clock.pass_ms(999)
+    assert await engine.trim_retention(partition_of(e), "default") == 0
+    play.clock.pass_ms(1)
     assert (await engine.sweep_once("retention_trimmer")).processed == 1
     assert await engine.describe_execution(own) is not None
+    play.clock.pass_ms(2000)
+    assert await engine.trim_retention(partition_of(own), "default", default_retention_ms=DAY_MS) == 1
+
+
+async def test_a_default_that_is_longer_than_a_day_holds_for_an_operator_who_names_none(play: Play) -> None:
+    engine = Engine(play.engine.store, minter=SeededMinter(9), settings=Settings(retention_ms=3 * DAY_MS))
+    e = engine.new_execution_id()
+    await engine.create_execution(execution_id=e)
+    await engine.cancel_execution(e)
+
+    play.clock.pass_ms(2 * DAY_MS)
+    assert await engine.trim_retention(partition_of(e), "default") == 0
+    play.clock.pass_ms(DAY_MS)
+    assert await engine.trim_retention(partition_of(e), "default") == 1
+
+
+async def test_a_trim_tries_only_what_is_over_and_goes_on_behind_what_fails(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = await ended(play, 1)
+    over = await ended(play, 6, policy={"stream_policy": {"retention_ttl_ms": 0}})
+    purge, tried = play.engine.purge_execution, list[str]()
+
+    async def purging(execution_id: str, **given: Any) -> bool:
+        tried.append(execution_id)
+        if len(tried) <= 3:
+            raise errors.StoreUnavailable("away")
+        return await purge(execution_id, **given)
+
+    monkeypatch.setattr(play.engine, "purge_execution", purging)
+
+    assert await play.engine.trim_retention(DEFAULT_PARTITION, "default", batch=2) == 2
+    assert set(tried) < {*over}
+    assert await play.engine.describe_execution(kept[0]) is not None
 
 
 async def test_the_default_retention_holds_for_members_of_a_graph_too(play: Play) -> None:

@@ -8,11 +8,12 @@ from flowfabric import errors
 from flowfabric.engine import intake
 from flowfabric.engine.executions import Executions
 from flowfabric.model.execution import Execution
-from flowfabric.rules import limits, step
+from flowfabric.rules import limits, retention
 from flowfabric.rules.feeds import Filter
 from flowfabric.stores.base import Scan, Where
 
 BATCH = 20
+PAGE = 500  # how many are looked at in one trip: not all that stand here are over
 MAX_BATCH = 10_000
 
 
@@ -24,17 +25,17 @@ class Retention(Executions):
         partition: int,
         lane_id: str,
         *,
-        default_retention_ms: int = step.DEFAULT_RETENTION_MS,
+        default_retention_ms: int | None = None,
         batch: int = BATCH,
         chosen: Filter | None = None,
     ) -> int:
         """Purge up to `batch` finished executions of a lane and partition, oldest end first; how many went.
 
-        The default is for those whose policy does not say how long they are kept. One that cannot be purged does not
-        keep the others.
+        The default is for those whose policy does not say how long they are kept; without one, what was the default
+        when they ended. One that cannot be purged does not keep the others.
         """
         limits.integer("partition", partition, least=0, most=65_535)
-        default = limits.duration("default_retention_ms", default_retention_ms, least=0)
+        default = intake.optional_duration("default_retention_ms", default_retention_ms)
         wanted = limits.integer("batch", batch, least=0, most=MAX_BATCH)
         accepted = intake.chosen(chosen)
         where = (
@@ -42,21 +43,20 @@ class Retention(Executions):
             Where("lane_id", "=", intake.lane(lane_id)),
             Where("purge_at", "set"),
         )
-        purged, after = 0, None
+        purged, after, now = 0, None, await self.patiently(self.store.ping)
         while purged < wanted:
-            scan = Scan(Execution, where, ("purge_at", "execution_id"), after, wanted)
+            scan = Scan(Execution, where, ("purge_at", "execution_id"), after, PAGE)
             rows: list[Execution] = await self.scan(scan)
-            chosen_rows = [row for row in rows if accepted.accepts(row)]
-            went = await asyncio.gather(
-                *(self._purge(row.execution_id, default) for row in chosen_rows[: wanted - purged])
-            )
-            purged += sum(went)
-            if len(rows) < wanted:
+            over = [row for row in rows if accepted.accepts(row) and retention.is_over(row, now, default)]
+            while over and purged < wanted:
+                batch, over = over[: wanted - purged], over[wanted - purged :]
+                purged += sum(await asyncio.gather(*(self._purge(row.execution_id, default) for row in batch)))
+            if len(rows) < PAGE:
                 break
             after = rows[-1].purge_at, rows[-1].execution_id
         return purged
 
-    async def _purge(self, execution_id: str, default_ms: int) -> bool:
+    async def _purge(self, execution_id: str, default_ms: int | None) -> bool:
         try:
             return await self.purge_execution(execution_id, default_retention_ms=default_ms)
         except errors.FabricError:

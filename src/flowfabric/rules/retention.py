@@ -31,10 +31,7 @@ def purge(
 
     How long that is was settled when it ended; `default_ms` stands in for the default of that time.
     """
-    if row is None or row.lifecycle_phase is not LifecyclePhase.TERMINAL:
-        return Decision(False)
-    over_at = kept_until(row, default_ms)
-    if over_at is None or over_at > now:
+    if row is None or not is_over(row, now, default_ms):
         return Decision(False)
     if row.has_waits and waitpoint_ids is None:
         return Decision(NeedsWaitpoints())
@@ -45,7 +42,13 @@ def purge(
     owned += (StepMemo,) if row.has_steps else ()
     waitpoints = (Delete(Waitpoint, (one, row.partition)) for one in waitpoint_ids or ())
     writes = (*(Delete(kind, key) for kind in owned), *waitpoints, Delete(Execution, key))
-    return Decision(True, Change(guards=(seen(row),), writes=writes, not_before=over_at))
+    return Decision(True, Change(guards=(seen(row),), writes=writes, not_before=kept_until(row, default_ms)))
+
+
+def is_over(row: Execution, now: int, default_ms: int | None = None) -> bool:
+    """Whether a finished execution has been kept long enough."""
+    over_at = kept_until(row, default_ms) if row.lifecycle_phase is LifecyclePhase.TERMINAL else None
+    return over_at is not None and over_at <= now
 
 
 def kept_until(row: Execution, default_ms: int | None) -> int | None:
