@@ -7,12 +7,15 @@ from typing import Any
 import pytest
 
 from flowfabric import errors
+from flowfabric.model.quota import QuotaRequest
+from flowfabric.stores.base import Scan
 from tests.scenarios.play import WAITING, Play
 from tests.scenarios.test_ex_grants import requires
 from tests.scenarios.test_s_budgets import B2, B, budget, report
 from tests.scenarios.test_s_quotas import Q, check, policy
 from tests.scenarios.test_s_scheduling import BUDGET_BLOCKED, QUOTA_BLOCKED, ROADS, ask
 from tests.scenarios.test_s_workers import ROUTE_BLOCKED, register
+from tests.scenarios.test_slots import take
 
 MANY = 25
 
@@ -35,10 +38,7 @@ async def used_up_rate(play: Play) -> tuple[dict[str, Any], str]:
     return {"quota_policy_id": Q}, QUOTA_BLOCKED
 
 
-LIMITS = pytest.mark.parametrize("limit", [exhausted_budget, full_quota, used_up_rate])
-
-
-@LIMITS
+@pytest.mark.parametrize("limit", [exhausted_budget, full_quota, used_up_rate])
 @pytest.mark.parametrize("road", ROADS)
 async def test_what_the_same_limit_stops_is_blocked_in_few_trips(play: Play, limit: Any, road: str) -> None:
     terms, blocked = await limit(play)
@@ -50,12 +50,12 @@ async def test_what_the_same_limit_stops_is_blocked_in_few_trips(play: Play, lim
 
     assert {await play.vector(e) for e in stopped} == {blocked}
     assert play.store.calls["commit"] + play.store.calls["scan"] < MANY
+    assert len(await play.engine.scan(Scan(QuotaRequest))) <= 1, "a refusal leaves no trace"
 
 
-@LIMITS
 @pytest.mark.parametrize("road", ROADS)
-async def test_what_comes_behind_the_one_that_is_given_out_is_not_looked_at(play: Play, limit: Any, road: str) -> None:
-    terms, blocked = await limit(play)
+async def test_what_comes_behind_the_one_that_is_given_out_is_not_looked_at(play: Play, road: str) -> None:
+    terms, blocked = await full_quota(play)
     first = await play.create(policy=terms, priority=5)
     free = await play.create(priority=3)
     last = await play.create(policy=terms, priority=1)
@@ -64,6 +64,23 @@ async def test_what_comes_behind_the_one_that_is_given_out_is_not_looked_at(play
 
     assert await play.vector(first) == blocked
     assert await play.vector(last) == WAITING
+
+
+@pytest.mark.parametrize("road", ROADS)
+async def test_one_who_has_a_slot_is_not_held_up_with_those_who_have_none(play: Play, road: str) -> None:
+    await policy(play, cap=1)
+    again = {"retry_policy": {"max_retries": 1, "backoff": {"type": "fixed", "delay_ms": 5}}}
+    holder = await play.create(policy={"quota_policy_id": Q} | again, priority=3)
+    held = await take(play)
+    stopped = [await play.create(policy={"quota_policy_id": Q}, priority=5) for _ in range(3)]
+    younger = [await play.create(policy={"quota_policy_id": Q}, priority=1) for _ in range(3)]
+    await play.engine.fail(held.handle, reason="try again")
+    await play.promoted(holder)
+
+    assert await ask(play, road) == holder
+
+    assert {await play.vector(e) for e in stopped} == {QUOTA_BLOCKED}
+    assert {await play.vector(e) for e in younger} == {WAITING}
 
 
 @pytest.mark.parametrize("road", ROADS)

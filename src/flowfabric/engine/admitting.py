@@ -21,6 +21,7 @@ from flowfabric.model.quota import QuotaPolicy
 from flowfabric.model.states import BlockingReason
 from flowfabric.model.worker import Worker
 from flowfabric.rules import admission, budgets
+from flowfabric.rules.admission import QuotaSheet
 from flowfabric.rules.policy import decode_terms
 from flowfabric.stores.base import Want
 
@@ -32,12 +33,19 @@ class Seen(msgspec.Struct):
     policies: dict[str, verdicts.QuotaLimits | None] = {}
     full: set[str] = set()  # policies that refused somebody
     live: dict[str, list[Worker]] = {}
-    refused: set[tuple[BlockingReason, str]] = set()
+    refused: set[tuple[BlockingReason, str]] = set()  # by whom, since somebody last looked whether there is room now
+    refusals: int = 0
 
-    def stops(self, row: Execution) -> bool:
-        """Whether what stopped others is in the way of this row, too."""
-        terms = decode_terms(row.terms)
-        return any(map(self.spent.get, terms.budget_ids)) or not self.full.isdisjoint(terms.quota_policy_ids)
+
+class Refusal(msgspec.Struct, frozen=True):
+    """What keeps a row from running now."""
+
+    reason: BlockingReason
+    on: str  # the budget or the quota policy
+    detail: str
+    dimension: str = ""  # of the budget
+    hit: verdicts.Hit | None = None  # of the quota
+    wait_ms: int | None = None
 
 
 class Admitted(msgspec.Struct, frozen=True):
@@ -60,11 +68,24 @@ class Admitting(Budgets, Quotas):
                 await self.let_go(row.execution_id, row.blocking_reason)
         await self._learn(rows, seen)
         verdict = await asyncio.gather(*(self._admit_row(row, seen) for row in rows))
-        # Room that was made while these were being blocked must not wait for the sweep.
-        for reason, name in sorted(seen.refused):
-            await (self.wake_budget if reason is BlockingReason.WAITING_FOR_BUDGET else self.wake_quota)(name)
-        seen.refused.clear()
+        await self._look_again_at(seen)
         return [one for one in verdict if one is not None]
+
+    async def refuse_alike(self, rows: Sequence[Execution], seen: Seen) -> list[Execution]:
+        """Block these rows up to the first that what refused others in this call would let run; which were blocked.
+
+        Nobody is admitted: a request that is not followed by a claim would be missing in its window.
+        """
+        now, sheets = await self.quota_chains.look(sorted(seen.full)) if seen.full else (0, {})
+        refused: list[tuple[Execution, Refusal]] = []
+        for row in rows:
+            refusal = self._refusal(row, seen, sheets, now)
+            if refusal is None:
+                break
+            refused.append((row, refusal))
+        await asyncio.gather(*(self._refuse(row, refusal, seen) for row, refusal in refused))
+        await self._look_again_at(seen)
+        return [row for row, _ in refused]
 
     async def _learn(self, rows: Sequence[Execution], seen: Seen) -> None:
         terms = [decode_terms(row.terms) for row in rows]
@@ -85,39 +106,36 @@ class Admitting(Budgets, Quotas):
                 seen.policies[name] = None if numbers is None or numbers.unlimited else numbers
 
     async def _admit_row(self, row: Execution, seen: Seen) -> Admitted | None:
-        terms = decode_terms(row.terms)
-        for budget in terms.budget_ids:
-            if full := seen.spent[budget]:
-                self.meters.count("ff_budget_hit", dimension=full.dimension)
-                detail = f"budget {budget}: {full.dimension} {budgets.counted(full)}/{full.hard_limit}"
-                await self._refuse(row, BlockingReason.WAITING_FOR_BUDGET, detail, budget, seen)
-                return None
+        if refusal := _spent(row, seen):
+            await self._refuse(row, refusal, seen)
+            return None
         got: list[tuple[str, int]] = []
-        for policy in terms.quota_policy_ids:
+        for policy in decode_terms(row.terms).quota_policy_ids:
             numbers = seen.policies[policy]
             if numbers is None:
                 continue
             ask = self._asking(row, numbers)
             verdict = await self._check(policy, ask)
-            match verdict:
-                case verdicts.Admitted():
-                    got.append((policy, ask.admission))
-                case verdicts.AlreadyAdmitted():
-                    pass
-                case verdicts.RateExceeded(retry_after_ms=wait):
-                    await self.give_back(Admitted(row, tuple(got)))
-                    self.meters.count("ff_quota_hit", reason=verdicts.Hit.RATE)
-                    self.wake_quota_later(policy, wait)
-                    detail = f"quota {policy}: rate, again in {wait} ms"
-                    await self._refuse(row, BlockingReason.WAITING_FOR_QUOTA, detail, policy, seen)
-                    return None
-                case verdicts.ConcurrencyExceeded():
-                    await self.give_back(Admitted(row, tuple(got)))
-                    self.meters.count("ff_quota_hit", reason=verdicts.Hit.CONCURRENCY)
-                    detail = f"quota {policy}: all {numbers.active_concurrency_cap} slots are taken"
-                    await self._refuse(row, BlockingReason.WAITING_FOR_QUOTA, detail, policy, seen)
-                    return None
+            if refusal := _full(policy, numbers, verdict):
+                await self.give_back(Admitted(row, tuple(got)))
+                await self._refuse(row, refusal, seen)
+                return None
+            if isinstance(verdict, verdicts.Admitted):
+                got.append((policy, ask.admission))
         return Admitted(row, tuple(got))
+
+    def _refusal(self, row: Execution, seen: Seen, sheets: dict[str, QuotaSheet], now: int) -> Refusal | None:
+        """What of that which refused others is in the way of this row, too."""
+        if refusal := _spent(row, seen):
+            return refusal
+        for policy in decode_terms(row.terms).quota_policy_ids:
+            numbers = seen.policies.get(policy)
+            if numbers is None or policy not in sheets:
+                continue
+            verdict, _ = admission.check(sheets[policy], self._asking(row, numbers), now)
+            if refusal := _full(policy, numbers, verdict):
+                return refusal
+        return None
 
     def _asking(self, row: Execution, numbers: verdicts.QuotaLimits) -> admission.Asking:
         return admission.Asking(
@@ -132,17 +150,51 @@ class Admitting(Budgets, Quotas):
             chance=self.chance(),
         )
 
-    async def _refuse(self, row: Execution, reason: BlockingReason, detail: str, on: str, seen: Seen) -> None:
+    async def _refuse(self, row: Execution, refusal: Refusal, seen: Seen) -> None:
         """Block a row by what is in its way; room that it leaves unused elsewhere is for others."""
-        if reason is BlockingReason.WAITING_FOR_QUOTA:
-            seen.full.add(on)
-        if await self.hold_up(row, reason, detail, on):
-            seen.refused.add((reason, on))
+        seen.refusals += 1
+        if refusal.hit is None:
+            self.meters.count("ff_budget_hit", dimension=refusal.dimension)
+        else:
+            self.meters.count("ff_quota_hit", reason=refusal.hit)
+            seen.full.add(refusal.on)
+        if refusal.wait_ms is not None:
+            self.wake_quota_later(refusal.on, refusal.wait_ms)
+        if await self.hold_up(row, refusal.reason, refusal.detail, refusal.on):
+            seen.refused.add((refusal.reason, refusal.on))
             seen.refused.update(
                 (BlockingReason.WAITING_FOR_QUOTA, policy) for policy in decode_terms(row.terms).quota_policy_ids
             )
+
+    async def _look_again_at(self, seen: Seen) -> None:
+        """Room that was made while rows were being blocked must not wait for the sweep."""
+        for reason, name in sorted(seen.refused):
+            await (self.wake_budget if reason is BlockingReason.WAITING_FOR_BUDGET else self.wake_quota)(name)
+        seen.refused.clear()
 
     async def give_back(self, admitted: Admitted) -> None:
         """Release exactly what this call got."""
         for policy, admission_id in admitted.got:
             await self._release(policy, admitted.row.execution_id, admitted=admission_id)
+
+
+def _spent(row: Execution, seen: Seen) -> Refusal | None:
+    """The first budget of a row that is known to be exhausted."""
+    for budget in decode_terms(row.terms).budget_ids:
+        if full := seen.spent.get(budget):
+            detail = f"budget {budget}: {full.dimension} {budgets.counted(full)}/{full.hard_limit}"
+            return Refusal(BlockingReason.WAITING_FOR_BUDGET, budget, detail, full.dimension)
+    return None
+
+
+def _full(policy: str, numbers: verdicts.QuotaLimits, verdict: object) -> Refusal | None:
+    """What a policy's verdict means for a row; None when it lets it run."""
+    match verdict:
+        case verdicts.RateExceeded(retry_after_ms=wait):
+            detail = f"quota {policy}: rate, again in {wait} ms"
+            return Refusal(BlockingReason.WAITING_FOR_QUOTA, policy, detail, hit=verdicts.Hit.RATE, wait_ms=wait)
+        case verdicts.ConcurrencyExceeded():
+            detail = f"quota {policy}: all {numbers.active_concurrency_cap} slots are taken"
+            return Refusal(BlockingReason.WAITING_FOR_QUOTA, policy, detail, hit=verdicts.Hit.CONCURRENCY)
+        case _:
+            return None

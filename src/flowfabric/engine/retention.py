@@ -49,8 +49,8 @@ class Retention(Executions):
             rows: list[Execution] = await self.scan(scan)
             over = [row for row in rows if accepted.accepts(row) and retention.is_over(row, now, default)]
             while over and purged < wanted:
-                batch, over = over[: wanted - purged], over[wanted - purged :]
-                purged += sum(await asyncio.gather(*(self._purge(row.execution_id, default) for row in batch)))
+                due, over = over[: wanted - purged], over[wanted - purged :]
+                purged += sum(await asyncio.gather(*(self._purge(row.execution_id, default) for row in due)))
             if len(rows) < PAGE:
                 break
             after = rows[-1].purge_at, rows[-1].execution_id

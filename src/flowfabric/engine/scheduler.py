@@ -93,24 +93,21 @@ class Scheduler(Claims, Admitting, Workers):
         admitted += [Admitted(row) for row in lost]
         if rows and not admitted:
             lines = await self.covered(order.lane_id, order.capabilities)
-            await self._stop_alike(lines, seen, _of_namespaces(order.namespaces))
+            await self._refuse_alike(lines, seen, _of_namespaces(order.namespaces))
         return await claimed_of(*(self._claim_admitted(one, order) for one in admitted))
 
-    async def _stop_alike(self, lines: Sequence[LineKey], seen: Seen, own: tuple[Where, ...]) -> None:
-        """Block what the same budgets and quotas are in the way of, up to the first row that they are not.
+    async def _refuse_alike(self, lines: Sequence[LineKey], seen: Seen, own: tuple[Where, ...]) -> None:
+        """Block what stands first in these lines for the same reasons as what was refused, many at once.
 
-        Many at once: thousands may stand here, and one after the other each would cost the caller several trips.
+        Thousands may stand here, and one after the other each would cost the caller several trips.
         """
         tried, size = set[str](), CANDIDATES
         while True:
             rows = await self.heads(lines, size, without=tried, where=own)
-            alike = list(takewhile(lambda row: operate.is_eligible(row) and seen.stops(row), rows))
-            for admitted in await self.admit(alike, seen):  # there is room after all: this is for the next look
-                await self.give_back(admitted)
-                alike.clear()
-            if not alike:
+            refused = await self.refuse_alike(list(takewhile(operate.is_eligible, rows)), seen)
+            if not refused:
                 return
-            tried.update(row.execution_id for row in alike)
+            tried.update(row.execution_id for row in refused)
             size = min(2 * size, PAGE)
 
     async def _claim_admitted(self, admitted: Admitted, order: ClaimOrder) -> answers.Claimed | None:
@@ -163,12 +160,13 @@ class Scheduler(Claims, Admitting, Workers):
                 [row], after = fairness.plan(rows, self.turns_of(order.lane_id), self.estimate.now(), 1)
                 rows.remove(row)
                 tried.add(row.execution_id)
+                refusals = seen.refusals
                 granted = await self._offer(row, order, key, seen)
                 if granted is not None:
                     self.keep_turns(order.lane_id, after)
                     return granted
-                if seen.stops(row):
-                    await self._stop_alike(mine, seen, own)
+                if seen.refusals > refusals:
+                    await self._refuse_alike(mine, seen, own)
                     break
                 if counts[row.line] >= CANDIDATES and row not in beyond and all(one.line != row.line for one in rows):
                     break  # what stands behind these in their line may come before the rest
