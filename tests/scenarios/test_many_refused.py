@@ -95,6 +95,17 @@ async def test_the_best_that_may_run_is_given_out_however_many_before_it_may_not
     assert await ask(play, road) == best
 
 
+@pytest.mark.parametrize("road", ROADS)
+async def test_the_best_takeover_is_given_out_however_many_before_it_are_at_their_cap(play: Play, road: str) -> None:
+    for _ in range(MANY):
+        await play.claimed(ttl=1000, priority=9, policy={"max_reclaim_count": 0})
+    best = await play.claimed(ttl=1000, priority=5)
+    await play.create(priority=1)
+    play.clock.pass_ms(1000)
+
+    assert await ask(play, road) == best.execution_id
+
+
 async def test_of_work_for_another_worker_a_scheduler_looks_at_the_first_only(play: Play) -> None:
     await register(play, "i1", capabilities=["gpu"])
     for _ in range(MANY):
