@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -30,6 +31,7 @@ from flowfabric.stores.rows import TABLE
 
 A = TypeVar("A")
 PATIENCE_S = 15.0
+LASTING = (errors.StoreFault.OTHER, errors.StoreFault.AUTH)  # faults that no waiting cures
 MINTED = (Waitpoint, Frame)  # rows that are told in no feed, and whose ids or places are one call's own
 HISTORY = 1000
 
@@ -229,7 +231,14 @@ class Pause:
         self._tries = 0
 
     async def or_raise(self) -> None:
-        """Wait a little; called while handling an error, which is raised again when patience has run out."""
+        """Wait a little; called while handling an error, which is raised again when patience has run out.
+
+        At once when waiting cannot help: the store was closed, the file is no database, the password is wrong. What
+        may have been written all the same is looked for first.
+        """
+        error = sys.exception()
+        if isinstance(error, errors.StoreUnavailable) and error.source in LASTING and not error.in_doubt:
+            raise
         now = asyncio.get_running_loop().time()
         if not self._tries:
             self._until = now + self._patience_s
