@@ -94,6 +94,16 @@ async def test_s_067_windows_of_other_dimensions_and_policies_are_apart(play: Pl
     assert await check(play, e2, Q2, rate_limit=1) == Admitted()
 
 
+async def test_s_067_slots_and_their_counter_are_of_the_policy_whatever_the_dimension(play: Play) -> None:
+    e1, e2 = await play.create(), await play.create()
+    assert await check(play, e1, concurrency_cap=1, dimension="a") == Admitted()
+
+    assert await check(play, e1, concurrency_cap=1, dimension="b") == AlreadyAdmitted()
+    assert await check(play, e2, concurrency_cap=1, dimension="b") == ConcurrencyExceeded()
+    await play.engine.release_admission(Q, e1)
+    assert await check(play, e2, concurrency_cap=1, dimension="b") == Admitted()
+
+
 async def test_s_068_idempotent_admission(play: Play) -> None:
     e1, e2 = await play.create(), await play.create()
     start = play.now

@@ -128,6 +128,23 @@ async def test_s_077_a_budget_is_exhausted_at_equality(play: Play, road: str) ->
     assert await ask(play, road) == e
 
 
+async def test_s_077_work_that_had_begun_goes_on_with_its_attempt_when_there_is_room_again(play: Play) -> None:
+    await budget(play, tokens=10)
+    e = await play.create(policy={"budget_ids": [B]})
+    assert await ask(play, "scheduler") == e
+    await play.delayed(await play.claim(e), 5)
+    await report(play, tokens=10)
+    await play.promoted(e)
+
+    assert await ask(play, "scheduler") is None
+    began = BUDGET_BLOCKED.replace("pending_first_attempt", "attempt_interrupted")
+    assert await play.vector(e) == began
+    await play.engine.reset_budget(B)
+
+    assert await ask(play, "scheduler") == e
+    assert (await play.resume(e)).attempt_index == 0
+
+
 @pytest.mark.parametrize("road", ROADS)
 async def test_s_077_a_reset_sets_free_at_once_without_a_pass(play: Play, road: str) -> None:
     await budget(play, tokens=10)
