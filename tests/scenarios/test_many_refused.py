@@ -67,6 +67,18 @@ async def test_what_comes_behind_the_one_that_is_given_out_is_not_looked_at(play
 
 
 @pytest.mark.parametrize("road", ROADS)
+async def test_work_of_many_keys_that_one_limit_stops_hides_nobody(play: Play, road: str) -> None:
+    terms, blocked = await exhausted_budget(play)
+    keys = [f"tenant-{number}" for number in range(10)] * 3
+    stopped = [await play.create(policy=terms | {"fairness_key": key}, priority=5) for key in keys]
+    free = await play.create(policy={"fairness_key": "tenant-0"}, priority=1)
+
+    assert await ask(play, road) == free
+
+    assert {await play.vector(e) for e in stopped} == {blocked}
+
+
+@pytest.mark.parametrize("road", ROADS)
 async def test_one_who_has_a_slot_is_not_held_up_with_those_who_have_none(play: Play, road: str) -> None:
     await policy(play, cap=1)
     again = {"retry_policy": {"max_retries": 1, "backoff": {"type": "fixed", "delay_ms": 5}}}

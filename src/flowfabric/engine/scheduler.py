@@ -19,7 +19,7 @@ from flowfabric.engine.admitting import Admitted, Admitting, Seen
 from flowfabric.engine.claims import Claims, Signer, partition_key
 from flowfabric.engine.intake import ClaimOrder
 from flowfabric.engine.lines import CANDIDATES, HOUSEKEEPING_MS
-from flowfabric.engine.taking import claimed_of
+from flowfabric.engine.taking import MOST_KEYS, claimed_of
 from flowfabric.engine.waiting import PAGE
 from flowfabric.engine.workers import LiveWorkers, Workers
 from flowfabric.model import answers
@@ -93,18 +93,23 @@ class Scheduler(Claims, Admitting, Workers):
         admitted += [Admitted(row) for row in lost]
         if rows and not admitted:
             lines = await self.covered(order.lane_id, order.capabilities)
-            await self._refuse_alike(lines, seen, _of_namespaces(order.namespaces))
+            await self._refuse_alike(rows, lines, seen, _of_namespaces(order.namespaces))
         return await claimed_of(*(self._claim_admitted(one, order) for one in admitted))
 
-    async def _refuse_alike(self, lines: Sequence[LineKey], seen: Seen, own: tuple[Where, ...]) -> None:
-        """Block what stands first in these lines for the same reasons as what was refused, many at once.
+    async def _refuse_alike(
+        self, rows: Sequence[Execution], lines: Sequence[LineKey], seen: Seen, own: tuple[Where, ...]
+    ) -> None:
+        """Block what stands first in these lines for the same reasons as the rows that were refused, many at once.
 
-        Thousands may stand here, and one after the other each would cost the caller several trips.
+        Thousands may stand here, and one after the other each would cost the caller several trips. Of many lines only
+        those of the refused rows are looked at.
         """
+        if len(lines) > MOST_KEYS:
+            lines = [line for line in lines if any(row.line == line for row in rows)]
         tried, size = set[str](), CANDIDATES
         while True:
-            rows = await self.heads(lines, size, without=tried, where=own)
-            refused = await self.refuse_alike(list(takewhile(operate.is_eligible, rows)), seen)
+            first = await self.heads(lines, size, without=tried, where=own)
+            refused = await self.refuse_alike(list(takewhile(operate.is_eligible, first)), seen)
             if not refused:
                 return
             tried.update(row.execution_id for row in refused)
@@ -166,7 +171,7 @@ class Scheduler(Claims, Admitting, Workers):
                     self.keep_turns(order.lane_id, after)
                     return granted
                 if seen.refusals > refusals:
-                    await self._refuse_alike(mine, seen, own)
+                    await self._refuse_alike([row], mine, seen, own)
                     break
                 if counts[row.line] >= CANDIDATES and row not in beyond and all(one.line != row.line for one in rows):
                     break  # what stands behind these in their line may come before the rest
