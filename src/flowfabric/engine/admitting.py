@@ -71,7 +71,7 @@ class Admitting(Budgets, Quotas):
         await self._look_again_at(seen)
         return [one for one in verdict if one is not None]
 
-    async def refuse_alike(self, rows: Sequence[Execution], seen: Seen) -> list[Execution]:
+    async def _refuse_first(self, rows: Sequence[Execution], seen: Seen) -> list[Execution]:
         """Block these rows up to the first that what refused others in this call would let run; which were blocked.
 
         Nobody is admitted: a request that is not followed by a claim would be missing in its window.

@@ -109,7 +109,7 @@ class Scheduler(Claims, Admitting, Workers):
         tried, size = set[str](), CANDIDATES
         while True:
             first = await self.heads(lines, size, without=tried, where=own)
-            refused = await self.refuse_alike(list(takewhile(operate.is_eligible, first)), seen)
+            refused = await self._refuse_first(list(takewhile(operate.is_eligible, first)), seen)
             if not refused:
                 return
             tried.update(row.execution_id for row in refused)
