@@ -110,8 +110,9 @@ class FlowSweeps:
         """Resolve edges whose upstream has ended, whether or not anybody noted it, and cascade the skips."""
         noted = await self._engine.store.due(Dependency, "unfolded_at", limit=GROUPS * EDGES)
         settled = [_noted(one) for one in noted.rows]
-        for row in (await self._engine.store.due(Dispatch, "due_at", limit=GROUPS)).rows:
-            await self._engine.dispatcher.deliver(row.execution_id)
+        if not choice.filters:  # an end with many edges goes to all of them
+            for row in (await self._engine.store.due(Dispatch, "due_at", limit=GROUPS)).rows:
+                await self._engine.dispatcher.deliver(row.execution_id)
         settled += await self._unnoticed(await self._waiting.page(self._engine))
         return Pass(await self._fold(await self._accepted(settled, choice)), 0, noted.now)
 
