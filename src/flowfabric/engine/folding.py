@@ -173,7 +173,7 @@ class Folding:
         await self._look_for_results(cases)
 
     async def _look_at_siblings(self, flagging: Sequence[_Case], inbound: list[list[Any]]) -> None:
-        """Who has not ended is seen from the edges; those to whose edges an end came may live again, and are looked at."""
+        """Who has not ended is seen from the edges; where an end came, the upstream may live again and is looked at."""
         told = [one.dependency for case in flagging for one in case.tally.counted]
         told += [one for edges in inbound for one in edges if one.outcome is not None]
         ended = sorted({one.upstream_execution_id for one in told})
