@@ -279,6 +279,19 @@ async def test_an_old_revision_is_refused_and_names_the_current_one(flow: Flowin
     assert await numbers(flow) == (2, 2, 0)
 
 
+async def test_a_revision_that_no_graph_will_ever_have_is_a_stale_one(flow: Flowing) -> None:
+    await flow.begin("ab")
+
+    with pytest.raises(errors.StaleGraphRevision):
+        await flow.stage("a", "b", expected_graph_revision=2**64 - 1)
+
+    edge_id = await flow.stage("a", "b")
+    applied = await flow.engine.apply_dependency_to_child(
+        flow.id, edge_id, flow.names["b"], flow.names["a"], graph_revision=2**64 - 1
+    )
+    assert applied == flow_answers.Applied(1)
+
+
 async def test_of_two_edges_on_one_revision_one_is_staged(flow: Flowing) -> None:
     await flow.begin("ab")
 
