@@ -98,23 +98,33 @@ class FlowSweeps:
 
     async def dispatch_completions(self, batch: int) -> Pass:
         """Carry on with ends that a process wrote and did not live to follow up."""
-        owed = await self._engine.store.due(Dispatch, "due_at", limit=batch)
-        processed = 0
-        for row in owed.rows:
-            processed += await self._engine.dispatcher.deliver(row.execution_id)
+        delivered = await self._deliver(batch)
         noted = await self._engine.store.due(Dependency, "unfolded_at", limit=batch)
-        processed += await self._fold([_noted(one) for one in noted.rows])
-        return Pass(processed, 0, noted.now)
+        folded = await self._fold([_noted(one) for one in noted.rows])
+        return Pass(delivered.processed + folded.processed, delivered.errors + folded.errors, noted.now)
 
     async def reconcile_dependencies(self, choice: Choice) -> Pass:
         """Resolve edges whose upstream has ended, whether or not anybody noted it, and cascade the skips."""
         noted = await self._engine.store.due(Dependency, "unfolded_at", limit=GROUPS * EDGES)
         settled = [_noted(one) for one in noted.rows]
-        if not choice.filters:  # an end with many edges goes to all of them
-            for row in (await self._engine.store.due(Dispatch, "due_at", limit=GROUPS)).rows:
-                await self._engine.dispatcher.deliver(row.execution_id)
+        # An end with many edges goes to all of them, whoever may be chosen.
+        delivered = await self._deliver(GROUPS) if not choice.filters else Pass(0, 0)
         settled += await self._unnoticed(await self._waiting.page(self._engine))
-        return Pass(await self._fold(await self._accepted(settled, choice)), 0, noted.now)
+        folded = await self._fold(await self._accepted(settled, choice))
+        return Pass(folded.processed, delivered.errors + folded.errors, noted.now)
+
+    async def _deliver(self, limit: int) -> Pass:
+        """Go on with the ends that have many edges; what is processed are edges."""
+        processed = faults = 0
+        for row in (await self._engine.store.due(Dispatch, "due_at", limit=limit)).rows:
+            try:
+                processed += await self._engine.dispatcher.deliver(row.execution_id)
+            except errors.StoreUnavailable:
+                raise
+            except errors.FabricError:
+                logger.exception("the end of %s was left for the next pass", row.execution_id)
+                faults += 1
+        return Pass(processed, faults)
 
     async def _unnoticed(self, groups: Sequence[EdgeGroup]) -> list[Settled]:
         """Unresolved edges of waiting groups whose upstream is terminal."""
@@ -135,11 +145,11 @@ class FlowSweeps:
         rows = await self._load([Want(Execution, (one.child.execution_id,)) for one in settled])
         return [one for one, row in zip(settled, rows, strict=True) if choice.accepts(first(row))]
 
-    async def _fold(self, settled: list[Settled]) -> int:
+    async def _fold(self, settled: list[Settled]) -> Pass:
         folds = await self._engine.folding.fold(settled)
         skipped = [fold.child.execution_id for fold in folds if fold.skipped]
         more = await self._engine.dispatcher.cascade(skipped) if skipped else (0, 0)
-        return sum(fold.resolved for fold in folds) + more[0]
+        return Pass(sum(fold.resolved for fold in folds) + more[0], sum(fold.refused is not None for fold in folds))
 
     # -- summaries ------------------------------------------------------------------------------------------------
 

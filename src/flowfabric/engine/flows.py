@@ -252,6 +252,8 @@ class FlowVerbs(Executions):
         child = Child(intake.flow(flow_id), intake.member("downstream", downstream))
         edge = intake.edge(edge_id)
         [fold] = await self.folding.fold([Settled(child, edge, ended)])
+        if fold.refused is not None:
+            raise fold.refused
         if edge not in fold.verdicts:
             raise errors.InvalidDependency(f"edge {edge} was never applied to {downstream}")
         return _RESOLUTION[fold.verdicts[edge]]
