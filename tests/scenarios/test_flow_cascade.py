@@ -344,3 +344,19 @@ async def test_the_end_by_a_cascading_cancel_is_left_to_the_reconciler(flow: Flo
     assert await flow.state("b") == "waiting_children"
     await flow.sweep("dependency_reconciler")
     assert await flow.state("b") == "skipped"
+
+
+@pytest.mark.parametrize(("looked_at", "passes"), [(500, 1), (10, 3)])
+async def test_an_end_that_nobody_noted_is_found_behind_any_number_of_edges_that_still_wait(
+    flow: Flowing, monkeypatch: pytest.MonkeyPatch, looked_at: int, passes: int
+) -> None:
+    monkeypatch.setattr("flowfabric.engine.flow_sweeps.LOOKED_AT", looked_at)
+    names = [f"u{number:02}" for number in range(25)]
+    await flow.begin([*names, "b"])
+    await flow.join(names, "b")
+    last = max(names, key=lambda name: flow.edges[name, "b"])
+    await flow.engine.cancel_execution(flow.names[last], reason="r", source="flow_cascade")
+
+    await flow.sweep("dependency_reconciler", passes)
+
+    assert (await flow.state("b"), await flow.counts("b")) == ("skipped", "0/1/0 of 25 impossible")
