@@ -86,6 +86,22 @@ async def test_r08_metrics_need_no_token(guarded: Asking) -> None:
     assert 'path="/metrics"' not in answer.text
 
 
+async def test_metrics_stand_outside_of_tokens_cors_and_counts(engine: Engine) -> None:
+    ask = Asking(engine, ServerSettings(api_token=Secret("s3cret"), cors_origins=("*",)))
+    origin = {"Origin": "https://a.example"}
+    answers = [
+        await ask.get("/metrics", headers=origin),
+        await ask.post("/metrics", headers=origin),
+        await ask("OPTIONS", "/metrics", headers=origin | {"Access-Control-Request-Method": "GET"}),
+    ]
+
+    assert [one.status_code for one in answers] == [200, 405, 405]
+    assert not [name for one in answers for name in one.headers if name.startswith("access-control")]
+    assert 'path="/metrics"' not in (await ask.get("/metrics")).text
+    hidden = Asking(engine, ServerSettings(api_token=Secret("s3cret"), serve_metrics=False))
+    assert (await hidden.get("/metrics")).status_code == 404
+
+
 async def test_r09_missing_required_field(ask: Asking) -> None:
     flow = {"flow_id": "550e8400-e29b-41d4-a716-446655440000", "namespace": "ns", "now": 1}
     answer = await ask.post("/v1/flows", flow)
@@ -133,6 +149,9 @@ async def test_a_body_in_chunks_is_counted_while_it_comes(ask: Asking) -> None:
         ("application/json", b"", 400, "invalid JSON: Bad Request"),
         ("application/json", b"{", 400, "invalid JSON: Bad Request"),
         ("application/json", b"\xff", 400, "invalid JSON: Bad Request"),
+        ("application/json", b"[1,", 400, "invalid JSON: Bad Request"),
+        ("application/json", b'{"flow_id": 1} {', 400, "invalid JSON: Bad Request"),
+        ("application/json", b'{"flow_id": 1, "flow_kind"', 400, "invalid JSON: Bad Request"),
         ("application/json", b"[]", 422, "invalid JSON: Unprocessable Entity"),
         ("application/vnd.ff+json; charset=utf-8", b"[]", 422, "invalid JSON: Unprocessable Entity"),
     ],

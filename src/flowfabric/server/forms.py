@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from html import escape
+from math import isfinite
 from typing import Any
 
 import msgspec
@@ -119,7 +120,7 @@ def _read(text: str, schema: Schema, name: str) -> Any:
             case "integer":
                 return int(text)
             case "number":
-                return float(text)
+                return _finite(text)
             case "string":
                 return text
             case _:
@@ -127,6 +128,14 @@ def _read(text: str, schema: Schema, name: str) -> Any:
     except ValueError:
         needed = {"integer": "a whole number", "number": "a number"}.get(schema.get("type", ""), "JSON")
         raise NotFilledIn(f"{label}: {needed} is needed") from None
+
+
+def _finite(text: str) -> float:
+    """A number that JSON can write."""
+    number = float(text)
+    if not isfinite(number):
+        raise ValueError(text)
+    return number
 
 
 def _json(text: str) -> Any:
