@@ -7,7 +7,7 @@ import re
 from collections.abc import AsyncIterator
 from enum import StrEnum
 from html import escape, unescape
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import pytest
@@ -26,7 +26,7 @@ class Choice(StrEnum):
 
 class Decision(msgspec.Struct):
     choice: Choice
-    amount: int
+    amount: Annotated[int, msgspec.Meta(ge=1, le=100)]
     note: str = "fine"
     urgent: bool = False
 
@@ -106,7 +106,7 @@ async def test_a_link_shows_what_is_decided_and_takes_the_decision(ask: Asking, 
     assert "<script" not in page.text
     assert "&lt;script&gt;" in page.text
     assert '<select name="value.choice" required>' in page.text
-    assert '<input type="number" step="1" name="value.amount" required>' in page.text
+    assert '<input type="number" step="1" name="value.amount" min="1" max="100" required>' in page.text
     assert '<input type="text" name="value.note" value="fine">' in page.text
     form = hidden(page.text) | {"value.choice": option(page.text, "pay"), "value.amount": "7"}
     form |= {"value.note": "ok", "value.urgent": option(page.text, "yes"), "by": "ana"}
@@ -139,6 +139,7 @@ async def test_a_form_sent_twice_is_one_vote(ask: Asking, asked: Asked) -> None:
     [
         ({"value.choice": "0"}, "amount is missing"),
         ({"value.choice": "0", "value.amount": "many"}, "amount: a whole number is needed"),
+        ({"value.choice": "0", "value.amount": "101"}, "amount: at most 100 is needed"),
         ({"value.choice": "9", "value.amount": "1"}, "choice: choose one of the options"),
         ({"value.choice": NASTY, "value.amount": "1"}, "choice: choose one of the options"),
     ],

@@ -63,15 +63,20 @@ def _input(schema: Schema, name: str) -> str:
     filled = "" if default is None else f' value="{escape(str(default), quote=True)}"'
     match schema.get("type"):
         case "integer":
-            return f'<input type="number" step="1" name="{known}"{filled}{must}>'
+            return f'<input type="number" step="1" name="{known}"{_bounds(schema)}{filled}{must}>'
         case "number":
-            return f'<input type="number" step="any" name="{known}"{filled}{must}>'
+            return f'<input type="number" step="any" name="{known}"{_bounds(schema)}{filled}{must}>'
         case "string":
             length = schema.get("maxLength")
             most = f' maxlength="{length}"' if isinstance(length, int) else ""
             return f'<input type="text" name="{known}"{most}{filled}{must}>'
         case _:
             return f'<textarea name="{known}" rows="4" placeholder="JSON"{must}></textarea>'
+
+
+def _bounds(schema: Schema) -> str:
+    given = ((name, schema.get(key)) for name, key in (("min", "minimum"), ("max", "maximum")))
+    return "".join(f' {name}="{bound}"' for name, bound in given if isinstance(bound, int | float))
 
 
 def _options(schema: Schema) -> list[Any] | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 from base64 import b64encode
+from collections.abc import Mapping
 from html import escape
 from typing import Any
 from urllib.parse import parse_qsl
@@ -18,6 +19,7 @@ from flowfabric import errors, ids
 from flowfabric.engine.asks import Duplicate, SignalArgs
 from flowfabric.server import forms
 from flowfabric.server.ask import Ask, encode
+from flowfabric.server.fitting import misfit
 from flowfabric.server.table import HTML, Param, Reply, Routes
 
 routes = Routes("waitpoint pages")
@@ -77,6 +79,8 @@ async def answer_waitpoint(ask: Ask[bytes]) -> Reply:
         decided = forms.value(given, question.schema)
     except forms.NotFilledIn as missing:
         return _form(ask, question, str(missing))
+    if (wrong := misfit(decided, question.schema)) is not None:
+        return _form(ask, question, wrong)
     once = given.get("once", "")
     try:
         signal_id = ids.parse_uuid(once)
@@ -116,16 +120,27 @@ async def _question(ask: Ask[Any], token: str) -> Question | None:
         return None
     snapshot = await ask.engine.describe_execution(execution_id)
     tags = {} if snapshot is None else snapshot.tags
-    name = record.waitpoint_key.rpartition(".")[0] or record.waitpoint_key
-    schema = _json(tags.get(f"ff.ask.{ids.digest8(name)}"))
+    name = asked_by(record.waitpoint_key)
+    schema = schema_of(tags, record.waitpoint_key)
     return Question(
         execution_id,
         waitpoint_id,
         token,
         name.replace("_", " "),
         _json(tags.get("ff.show")),
-        schema if isinstance(schema, dict) else {"type": "boolean", "title": "Approve?"},
+        {"type": "boolean", "title": "Approve?"} if schema is None else schema,
     )
+
+
+def asked_by(waitpoint_key: str) -> str:
+    """The name of the approval that a waitpoint belongs to."""
+    return waitpoint_key.rpartition(".")[0] or waitpoint_key
+
+
+def schema_of(tags: Mapping[str, str], waitpoint_key: str) -> dict[str, Any] | None:
+    """What an execution wants to hear at a waitpoint, when it said so."""
+    schema = _json(tags.get(f"ff.ask.{ids.digest8(asked_by(waitpoint_key))}"))
+    return schema if isinstance(schema, dict) else None
 
 
 def _json(text: str | None) -> Any:
