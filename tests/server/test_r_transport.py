@@ -69,6 +69,16 @@ async def test_r06_unknown_path_with_auth_off(ask: Asking) -> None:
     assert (answer.status_code, answer.content) == (404, b"")
 
 
+@pytest.mark.parametrize(
+    "where",
+    ["/", "/v1", "/v1/", "/v1/executions/", "//v1/executions", "/V1/executions", "/healthz/", "/v1/workers//claim"],
+)
+async def test_a_path_that_is_nearly_right_is_unknown(ask: Asking, where: str) -> None:
+    answer = await ask.get(f"http://ff{where}")
+
+    assert (answer.status_code, answer.content) == (404, b"")
+
+
 async def test_r07_wrong_method(ask: Asking) -> None:
     answer = await ask("DELETE", "/v1/executions")
 
