@@ -33,6 +33,10 @@ settings.load_profile("ff")
 STORES = ("memory", "sqlite", "postgres")
 
 _KEPT = ("ff_schema_version", "ff_feed")
+_STILL_BUSY = """
+    select count(*) from pg_stat_activity
+     where datname = current_database() and pid <> pg_backend_pid() and backend_type = 'client backend'
+       and state <> 'idle'"""
 
 
 @pytest.fixture
@@ -142,6 +146,9 @@ def migrate(dsn: str) -> None:
 async def emptied(dsn: str) -> str:
     """The address of a database, without the rows that were in it."""
     connection = await asyncpg.connect(dsn)
+    async with asyncio.timeout(20):  # a connection that was cut off still ends what it was told to do
+        while await connection.fetchval(_STILL_BUSY):
+            await connection.execute("select pg_sleep(0.005)")
     tables = await connection.fetch("select tablename from pg_tables where schemaname = 'public'")
     await connection.execute("".join(f'delete from "{name}";' for (name,) in tables if name not in _KEPT))
     await connection.execute(

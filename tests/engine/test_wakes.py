@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from flowfabric import Engine
-from flowfabric.engine import core
+from flowfabric.engine import noting
 from flowfabric.engine.wakes import Wakes, waited
 from flowfabric.stores.memory import MemoryStore
 
@@ -72,7 +72,7 @@ async def test_what_can_wait_travels_with_the_next_hint(told: tuple[Engine, Othe
     await asyncio.sleep(0)
     assert others.hints == []
     engine.tell({"a"})
-    await asyncio.sleep(core.LATER_S * 2)
+    await asyncio.sleep(noting.LATER_S * 2)
     assert others.hints == [{"slow", "a"}]
 
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from flowfabric.clock import ManualClock
-from flowfabric.engine.core import applied
+from flowfabric.engine.noting import applied
 from flowfabric.ids import SeededMinter
 from flowfabric.model.event import Event, Topic
 from flowfabric.model.execution import Execution, Grant, Lineage, Payload

@@ -223,10 +223,6 @@ async def _worker(engine: Engine, lane: str, *, claim: int, loops: int) -> Async
     """A worker that does nothing with what it claims but to complete it, until the block is left."""
     ends = _Ends()
 
-    async def finish(handle: object, execution_id: str) -> None:
-        await engine.complete(handle, result=RESULT)  # type: ignore[arg-type]
-        ends.told(execution_id)
-
     async def work(instance: str) -> None:
         while True:
             claimed = await engine.claim_many(
@@ -237,7 +233,11 @@ async def _worker(engine: Engine, lane: str, *, claim: int, loops: int) -> Async
                 lease_ttl_ms=LEASE_MS,
                 max_wait_ms=SILENCE_MS,
             )
-            await asyncio.gather(*(finish(one.handle, one.execution_id) for one in claimed))
+            answers = await engine.complete_many([(one.handle, RESULT) for one in claimed])  # as workers do
+            for one, answer in zip(claimed, answers, strict=True):
+                if isinstance(answer, Exception):
+                    raise answer
+                ends.told(one.execution_id)
 
     working = [asyncio.create_task(work(f"{WORKER}-{number}")) for number in range(loops)]
     try:

@@ -15,7 +15,8 @@ import msgspec
 
 from flowfabric import errors, ids
 from flowfabric.engine import intake
-from flowfabric.engine.core import Core, first
+from flowfabric.engine.core import Core
+from flowfabric.engine.noting import first
 from flowfabric.model.api_token import ApiToken, Scope, TokenMade, TokenView
 from flowfabric.rules import api_tokens, limits
 from flowfabric.stores.base import Scan, Want

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 import msgspec
 
 from flowfabric import errors
-from flowfabric.engine.core import Core, Rows, first
+from flowfabric.engine.core import Core
 from flowfabric.engine.folding import Child
+from flowfabric.engine.noting import Rows, first
 from flowfabric.model.execution import Execution
 from flowfabric.model.flow import CancelBacklog, EdgeGroup, PendingCancel, PendingCancelGroup
 from flowfabric.model.flow_answers import Disposition, SiblingDrain

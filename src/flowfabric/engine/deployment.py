@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from flowfabric.engine.core import Core, first
+from flowfabric.engine.core import Core
+from flowfabric.engine.noting import first
 from flowfabric.model.deployment import Deployment
 from flowfabric.rules import deployment
 from flowfabric.stores.base import Want

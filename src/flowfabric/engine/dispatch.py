@@ -21,8 +21,9 @@ from typing import Any
 import msgspec
 
 from flowfabric import errors
-from flowfabric.engine.core import Core, Rows, first
+from flowfabric.engine.core import Core
 from flowfabric.engine.folding import Child, Folding, Settled
+from flowfabric.engine.noting import Rows, first
 from flowfabric.model.execution import Execution, Payload, Result
 from flowfabric.model.flow import Dependency, DependencyKind, Dispatch, Edge, EdgeGroup, PendingCancelGroup
 from flowfabric.model.states import LifecyclePhase, TerminalOutcome

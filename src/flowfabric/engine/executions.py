@@ -10,8 +10,9 @@ import msgspec
 from flowfabric import errors
 from flowfabric.engine import intake
 from flowfabric.engine.bulk import BulkCreate, create_within, settle_create
-from flowfabric.engine.core import Core, Rows, first
+from flowfabric.engine.core import Core
 from flowfabric.engine.creating import Creating
+from flowfabric.engine.noting import Rows, first
 from flowfabric.handles import Handle, HandleFields
 from flowfabric.model import answers
 from flowfabric.model.execution import Execution

@@ -15,8 +15,9 @@ import msgspec
 
 from flowfabric import errors
 from flowfabric.engine import intake
-from flowfabric.engine.core import Doubt, Rows
+from flowfabric.engine.core import Doubt
 from flowfabric.engine.executions import HANDLE, Executions, fence_of
+from flowfabric.engine.noting import Rows
 from flowfabric.handles import Handle
 from flowfabric.model import answers
 from flowfabric.model.execution import Execution

@@ -10,9 +10,9 @@ import msgspec
 
 from flowfabric import errors
 from flowfabric.engine import intake
-from flowfabric.engine.core import Rows, first
 from flowfabric.engine.flows import FlowVerbs
 from flowfabric.engine.folding import Child
+from flowfabric.engine.noting import Rows, first
 from flowfabric.model import flow_answers
 from flowfabric.model.execution import Execution
 from flowfabric.model.flow import CancellationPolicy, EdgeGroup, Flow, FlowMember, PendingCancelGroup

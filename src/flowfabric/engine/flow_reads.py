@@ -8,8 +8,9 @@ import msgspec
 
 from flowfabric import errors, ids
 from flowfabric.engine import intake
-from flowfabric.engine.core import Core, Rows
+from flowfabric.engine.core import Core
 from flowfabric.engine.dispatch import edges_by, edges_from
+from flowfabric.engine.noting import Rows
 from flowfabric.model.execution import Execution
 from flowfabric.model.flow import Edge, EdgeGroup, Flow, FlowMember, FlowSummary
 from flowfabric.rules import flow_views, limits, tags

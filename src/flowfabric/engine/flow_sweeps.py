@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 
 from flowfabric import errors, ids
-from flowfabric.engine.core import first
 from flowfabric.engine.flow_cancels import FlowCancels
 from flowfabric.engine.flow_reads import FlowReads
 from flowfabric.engine.folding import Child, Settled
+from flowfabric.engine.noting import first
 from flowfabric.engine.sweeper import Choice, Pass, Sweep
 from flowfabric.model.execution import Execution
 from flowfabric.model.flow import (

@@ -13,10 +13,10 @@ from flowfabric import errors, ids
 from flowfabric.engine import intake
 from flowfabric.engine.bulk import defaults_of
 from flowfabric.engine.cancelling import Cancelling
-from flowfabric.engine.core import Rows, first
 from flowfabric.engine.dispatch import Dispatcher, edges_from
 from flowfabric.engine.executions import Executions
 from flowfabric.engine.folding import Child, Folding, Settled
+from flowfabric.engine.noting import Rows, first
 from flowfabric.model import flow_answers
 from flowfabric.model.answers import Moved
 from flowfabric.model.execution import Execution

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from flowfabric import errors
-from flowfabric.engine.core import Core, Pause, first
+from flowfabric.engine.core import Core, Pause
+from flowfabric.engine.noting import first
 from flowfabric.model.execution import Execution, Payload, Result
 from flowfabric.model.flow import Dependency, EdgeGroup, Flow, GroupState, PendingCancel
 from flowfabric.model.states import TerminalOutcome

@@ -10,9 +10,9 @@ import asyncio
 from collections.abc import Sequence
 
 from flowfabric.engine.budgets import Budgets
-from flowfabric.engine.core import first
 from flowfabric.engine.gates import Gates
 from flowfabric.engine.keys import KEYSTORE
+from flowfabric.engine.noting import first
 from flowfabric.engine.suspensions import Suspensions
 from flowfabric.handles import Handle
 from flowfabric.model.execution import Execution

@@ -6,6 +6,7 @@ in trouble) is left to the desk, which waits for it and knows what its errors me
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable
@@ -28,10 +29,10 @@ class Glance:
 
     def __call__(self, look: Callable[[apsw.Connection], T]) -> T | None:
         """What there is to see, or None when the desk has to be asked."""
-        if not self._lock.acquire(blocking=False):
+        if self._pid != os.getpid() or not self._lock.acquire(blocking=False):
             return None
         try:
-            if self._closed or self._pid != os.getpid():
+            if self._closed:
                 return None
             if self._db is None:
                 self._db = self._connect()
@@ -49,12 +50,14 @@ class Glance:
 
     def close(self) -> None:
         """Look no more; a look that is under way is waited for."""
+        if self._pid != os.getpid():  # a fork: the connection is not ours, and nobody may be left to open the lock
+            return
         with self._lock:
             self._closed = True
-            if self._pid == os.getpid():
-                self._drop()
+            self._drop()
 
     def _drop(self) -> None:
         if self._db is not None:
             db, self._db = self._db, None
-            db.close()
+            with contextlib.suppress(apsw.Error):  # it was beyond help before
+                db.close()
