@@ -113,6 +113,8 @@ def test_approvals_are_listed_and_answered_with_their_links(ff: Terminal, shop: 
     first, second = listed["links"]
     assert first.startswith(f"https://ff.example/v1/waitpoints/{run}/")
     assert ff.says("signal", first, "--value", '{"ok": true}', "--by", "ana").startswith("✓ voted")
+    again = ff.refuses("signal", first, "--value", '{"ok": false}', "--by", "ana")
+    assert "not counted: this link has voted before, and the first vote counts" in again
     told = ff.says("approvals", "--links")
     assert re.search(rf"{re.escape(run)} +approve +1 of 2 ", told)
     assert second.rpartition("?")[2] in told

@@ -14,7 +14,7 @@ import pytest
 
 from flowfabric import Context, Fabric
 from flowfabric.sdk.worker import Worker
-from tests.server.asking import Asking
+from tests.server.asking import Asking, until
 
 NASTY = "<script>alert(1)</script>\"'&"
 
@@ -165,3 +165,31 @@ async def test_a_wrong_link_tells_nothing(ask: Asking, asked: Asked) -> None:
 
     assert {page.status_code for page in pages} == {404}
     assert len({page.text for page in pages}) == 1
+
+
+async def test_a_second_decision_with_one_link_is_told_that_the_first_one_counts(app: Fabric, ask: Asking) -> None:
+    links: list[str] = []
+
+    @app.task(name="both")
+    async def both(ctx: Context) -> list[bool]:
+        approval = await ctx.approval("agree", bool, need=2, approvers=2)
+        links.extend(map(str, approval.links))
+        return [vote.value for vote in await approval]
+
+    async def votes(link: str, words: str) -> tuple[int, str]:
+        page = (await ask.get(link)).text
+        answer = await post(ask, link, hidden(page) | {"value": option(page, words)})
+        return answer.status_code, answer.text
+
+    worker = Worker(app, slots=1)
+    working = asyncio.create_task(worker.work())
+    run = await both.submit()
+    await until(lambda: len(links) == 2)
+    assert (await votes(links[0], "yes"))[0] == 200
+    status, told = await votes(links[0], "no")
+    assert (status, "given with this link before. That one counts" in told) == (409, True)
+    assert (await votes(links[1], "yes"))[0] == 200
+    async with asyncio.timeout(10):
+        assert await run.result() == [True, True]
+    worker.stop()
+    await working

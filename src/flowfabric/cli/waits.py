@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from flowfabric.model.gate import Gate
 
 LINK = "/v1/waitpoints/"
+VOTED_BEFORE = "appended_to_waitpoint_duplicate"  # the effect of a second vote with one link
 PAGE = 100
 
 
@@ -51,6 +52,9 @@ def signal(
         document({"signal_id": getattr(answer, "signal_id", None), "effect": effect})
     elif effect == "duplicate":
         typer.echo("✓ heard before")
+    elif effect == VOTED_BEFORE:
+        typer.echo("ff: not counted: this link has voted before, and the first vote counts", err=True)
+        raise typer.Exit(1)
     else:
         typer.echo(f"✓ {'voted' if is_link else 'sent'} ({effect})")
 

@@ -44,6 +44,9 @@ SAFE = (
 )
 OVER = "This link is not good: it is wrong, it has been used, or the decision is over."
 DONE = "Thank you. Your decision was recorded."
+VOTED = "A decision was given with this link before. That one counts, and this one does not."
+COUNTED = frozenset({"appended_to_waitpoint", "resume_condition_satisfied", "buffered_for_pending_waitpoint"})
+VOTED_BEFORE = "appended_to_waitpoint_duplicate"
 LONGEST_NAME = 200
 
 
@@ -104,8 +107,11 @@ async def answer_waitpoint(ask: Ask[bytes]) -> Reply:
         )
     except (errors.StateError, errors.ValidationError):
         return _page("Too late", f"<p>{OVER}</p>", 409)
-    again = " It had been recorded before." if isinstance(answer, Duplicate) else ""
-    return _page(question.title, f"<p>{DONE}{again}</p>")
+    if isinstance(answer, Duplicate):
+        return _page(question.title, f"<p>{DONE} It had been recorded before.</p>")
+    if answer.effect not in COUNTED:
+        return _page("Not counted", f"<p>{VOTED if answer.effect == VOTED_BEFORE else OVER}</p>", 409)
+    return _page(question.title, f"<p>{DONE}</p>")
 
 
 async def _question(ask: Ask[Any], token: str) -> Question | None:
