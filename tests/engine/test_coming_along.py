@@ -128,6 +128,55 @@ async def test_claims_that_find_nothing_wait_on(engine: Engine, rests: asyncio.Q
     assert sorted(one.execution_id for one in claimed) == sorted(ids)
 
 
+async def fair(engine: Engine, key: str) -> str:
+    execution_id = engine.new_execution_id(LANE)
+    await engine.create_execution(execution_id=execution_id, lane_id=LANE, policy={"fairness_key": key})
+    return execution_id
+
+
+async def test_claims_that_read_before_they_take_hear_of_everything(engine: Engine, rests: asyncio.Queue[None]) -> None:
+    for key in "ab":
+        await fair(engine, key)
+        await claim(engine)
+
+    for key in ("a", "b", "a"):
+        waiting = await at_rest(engine, rests)
+        execution_id = await fair(engine, key)
+        assert (await asyncio.wait_for(waiting, 20)).execution_id == execution_id
+
+
+async def test_claims_of_some_namespaces_hear_of_everything(engine: Engine, rests: asyncio.Queue[None]) -> None:
+    async def own() -> Claimed:
+        ways = {"worker_id": "w", "worker_instance_id": "w-1", "namespaces": ["ns"], "max_wait_ms": 60_000}
+        [claimed] = await engine.claim_admitted(LANE, 1, **ways)  # type: ignore[arg-type]
+        return claimed
+
+    for _ in range(3):
+        waiting = asyncio.create_task(own())
+        await rests.get()
+        execution_id = engine.new_execution_id(LANE)
+        await engine.create_execution(execution_id=execution_id, lane_id=LANE, namespace="ns")
+        assert (await asyncio.wait_for(waiting, 20)).execution_id == execution_id
+
+
+async def test_work_behind_a_limit_is_heard_of(engine: Engine, rests: asyncio.Queue[None]) -> None:
+    quota = "0b000000-0000-4000-8000-000000000002"
+    await engine.create_quota_policy(quota, window_seconds=60, max_requests_per_window=1000, max_concurrent=10)
+
+    async def admitted() -> Claimed:
+        ways = {"worker_id": "w", "worker_instance_id": "w-1", "max_wait_ms": 60_000}
+        [claimed] = await engine.claim_admitted(LANE, 1, **ways)  # type: ignore[arg-type]
+        return claimed
+
+    for limited in (True, False, True, False):
+        waiting = asyncio.create_task(admitted())
+        await rests.get()
+        execution_id = engine.new_execution_id(LANE)
+        policy = {"quota_policy_id": quota} if limited else {}
+        await engine.create_execution(execution_id=execution_id, lane_id=LANE, policy=policy)
+        assert (await asyncio.wait_for(waiting, 20)).execution_id == execution_id
+
+
 @pytest.mark.parametrize("spoil", ["refused", "unstorable", "given up"])
 async def test_nothing_stays_announced_that_was_not_written(
     engine: Engine, rests: asyncio.Queue[None], clock: ManualClock, spoil: str

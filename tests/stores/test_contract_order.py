@@ -9,6 +9,7 @@ import pytest
 
 from flowfabric.clock import ManualClock
 from flowfabric.model.execution import Execution, IdempotencyKey, LineKey, Payload
+from flowfabric.model.keys import SigningKey
 from flowfabric.model.states import LifecyclePhase
 from flowfabric.rules.change import Insert
 from flowfabric.stores.base import Collision, Store, Want
@@ -35,11 +36,12 @@ async def filled(store: Store) -> Store:
 @pytest.mark.parametrize("also", [(), (Want(Payload, ("a",)),)], ids=["texts", "bytes"])
 async def test_a_peek_shows_what_a_load_shows_or_nothing(filled: Store, also: tuple[Want, ...]) -> None:
     loaded = await filled.load([*WANTS, *also])
-    peeked = filled.peek([*WANTS, *also])
+    few = [WANTS[0], WANTS[1], WANTS[3], *also]
+    peeked = filled.peek(few)
 
     assert [len(found) for found in loaded.rows[:5]] == [1, 0, 3, 1, 0]
     assert [key.digest for key in loaded.rows[2]] == ["x", "y", "z"]
-    assert peeked is None or peeked == loaded
+    assert peeked is None or peeked == await filled.load(few)
     assert await filled.load([*WANTS, *also] * 5) == type(loaded)(loaded.now, loaded.rows * 5)
 
 
@@ -117,6 +119,8 @@ async def test_what_cannot_be_seen_at_once_is_left_to_a_load(tmp_path: Path, clo
 
     assert store.peek(wants) == await store.load(wants)
     assert store.peek(wants * 50) is None, "that would take long"
+    assert store.peek([Want(IdempotencyKey, (1,))]) is None, "there may be many"
+    assert store.peek([*wants, Want(SigningKey, (0,))]) is not None, "of these there are few"
     with store._glance._lock:
         assert store.peek(wants) is None, "another thread looks"
     await store.close()

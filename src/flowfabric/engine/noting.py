@@ -51,6 +51,7 @@ class Noting:
         self._late: asyncio.TimerHandle | None = None
         self._decided_lanes: set[str] = set()  # lanes where this process put work that is claimed by decision
         self._takeovers: set[str] = set()  # those where some of it is up for takeover
+        self._sifted_lanes: set[str] = set()  # those of which this process has claimed the work of some namespaces only
 
     def follow(self, act: Follow, *rows: Row) -> None:
         """Have something done about every change of this process that writes one of these rows."""
@@ -140,16 +141,24 @@ class Noting:
     def _announce(self, changes: Sequence[Change]) -> None:
         """Wake the claims of this process that wait for lanes where these changes put work, so that they come along.
 
-        Their takes are handed over after the changes, and mostly join the same transaction.
+        Their takes are handed over after the changes, and mostly join the same transaction. A claim that reads the
+        lines before it takes sees nothing yet: it is woken when the changes are written.
         """
         for change in changes:
             lines = {line for write in change.writes if (line := _line_of(write)) is not None}
             topics = [lane_topic(line.lane_id) for line in lines]
             if not any(map(self.wakes.waiting, topics)):
                 continue
-            if all(not line.decided and line in self._lines.get(line.lane_id, ()) for line in lines):
+            if all(self._is_taken_unread(line) for line in lines):
                 self.commits.announced.add(change.id)
                 self.wakes.fire(topics)
+
+    def _is_taken_unread(self, line: LineKey) -> bool:
+        """Whether every claim of this process takes from the lane of this line without reading first what is there."""
+        lane, known = line.lane_id, self._lines.get(line.lane_id, ())
+        if lane in self._decided_lanes or lane in self._takeovers or lane in self._sifted_lanes:
+            return False
+        return not line.decided and line in known and len({one.fairness_key for one in known}) == 1
 
     def tell(self, topics: Collection[str], *, at_once: bool = True, but_here: Set[str] = frozenset()) -> None:
         """Wake whoever waits for these, here and in other processes; there with the next hint if that will do.

@@ -40,6 +40,7 @@ class Within(Taking):
         clock, asked = asyncio.get_running_loop().time, (order.lane_id, order.namespaces or frozenset())
         await asyncio.sleep(max(0.0, self._resting.pop(asked, 0.0) - clock()))
         began = clock()
+        self._sifted_lanes.add(order.lane_id)
         await self.look_around(order.lane_id)
         claimed: list[answers.Claimed] = []
         try:

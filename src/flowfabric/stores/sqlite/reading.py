@@ -13,6 +13,7 @@ import msgspec
 
 from flowfabric.model.event import TOPIC_FIELDS, Event, FeedEvent, Topic
 from flowfabric.model.execution import Execution, LineKey
+from flowfabric.model.keys import SigningKey
 from flowfabric.stores.base import Due, FeedPage, Loaded, Scan, Tally, Want, Where
 from flowfabric.stores.codec import CODEC, encode, tallied
 from flowfabric.stores.rows import TABLE
@@ -21,6 +22,7 @@ from flowfabric.stores.sqlite.lines import Lines
 from flowfabric.stores.sqlite.writing import many
 
 FEW = 12  # wants that are fetched in one step whatever their tables
+_RARE = (SigningKey,)  # rows of which there are never many
 
 
 def ping(db: apsw.Connection, now: int) -> int:
@@ -32,6 +34,11 @@ def ping(db: apsw.Connection, now: int) -> int:
 def data_version(db: apsw.Connection) -> int:
     """A number that changes when somebody else has written."""
     return int(db.pragma("data_version"))
+
+
+def is_short(wants: Sequence[Want]) -> bool:
+    """Whether these are so few rows that fetching them takes less time than having it done."""
+    return len(wants) <= FEW and all(len(want.key) == len(TABLE[want.row].key) or want.row in _RARE for want in wants)
 
 
 def load(db: apsw.Connection, lines: Lines, wants: Sequence[Want], now: int) -> Loaded:

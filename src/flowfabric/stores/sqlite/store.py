@@ -93,7 +93,7 @@ class SQLiteStore:
         return await self._loader.do(lambda db: reading.load(db, self._lines, wants, self._clock()))
 
     def peek(self, wants: Sequence[Want]) -> Loaded | None:
-        if len(wants) > reading.FEW:  # it takes longer than handing them over
+        if not reading.is_short(wants):
             return None
         return self._glance(lambda db: reading.load(db, self._lines, wants, self._clock()))
 
