@@ -300,7 +300,6 @@ def test_the_environment_is_read_as_the_reference_reads_it() -> None:
         ("FF_MAX_CONCURRENT_STREAM_OPS", "0"),
         ("FF_POSTGRES_POOL_SIZE", "0"),
         ("FF_SQLITE_POOL_SIZE", "0"),
-        ("FF_PORT", "65536"),
         ("FF_RATE_LIMIT", "nan"),
         ("FF_RATE_LIMIT", "-1"),
         ("FF_LOG", "loud"),

@@ -18,10 +18,6 @@ T = TypeVar("T")
 
 DEFAULT_ADDRESS = "127.0.0.1:9090"
 GRACE_MS = 24 * 60 * 60 * 1000
-_CHECKED_ONLY = (  # the reference's, without a meaning here: a slip in them is told all the same
-    ("FF_PORT", 0, 65_535),
-    ("FF_SQLITE_POOL_SIZE", 1, 2**53 - 1),
-)
 _LEVELS = {"trace": "debug", "warn": "warning", "off": "critical"}
 
 
@@ -74,8 +70,9 @@ def is_loopback(host: str) -> bool:
 def from_environment(environ: Mapping[str, str] = os.environ) -> ServerSettings:
     """The settings that the environment names; `ConfigError` names the variable that is wrong."""
     read = _Environment(environ)
-    for name, least, most in _CHECKED_ONLY:
-        read.number(name, least, least=least, most=most)
+    read.number(
+        "FF_SQLITE_POOL_SIZE", 4, least=1
+    )  # the reference's; without a meaning here, a slip is told all the same
     host, port = address(environ.get("FF_LISTEN_ADDR") or DEFAULT_ADDRESS)
     return ServerSettings(
         host=host,
