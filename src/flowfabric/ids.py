@@ -45,6 +45,7 @@ _CANONICAL_EXECUTION = re.compile(
     r"\{fp:(?:0|[1-9][0-9]{0,3})\}:[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"
 ).fullmatch  # the usual form with a usual number of partitions
 _ANY_UUID = re.compile(r"[0-9a-fA-F]{32}|[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}").fullmatch
+_DRESSED_UUID = re.compile(r"urn:uuid:([0-9a-fA-F-]{36})|\{([0-9a-fA-F-]{36})\}").fullmatch
 _DECIMAL = re.compile(r"0|[1-9][0-9]{0,4}").fullmatch
 _BLANK_OR_CONTROL = re.compile(r"[\s\x00-\x1f\x7f-\x9f\ud800-\udfff]").search  # half a character is no character
 
@@ -66,12 +67,17 @@ class InvalidPartitionIndex(InvalidInput):
 
 
 def parse_uuid(text: str, field: str = "uuid") -> str:
-    """The UUID in lowercase hyphenated form, from either case, with or without hyphens; else `InvalidUuid`."""
+    """The UUID in lowercase hyphenated form; `InvalidUuid` when it is none.
+
+    It may be given in either case, with or without hyphens, in braces, or as `urn:uuid:…`.
+    """
     if _CANONICAL_UUID(text):
         return text
-    if not _ANY_UUID(text):
+    dressed = _DRESSED_UUID(text)
+    bare = text if dressed is None else dressed[1] or dressed[2]
+    if not _ANY_UUID(bare):
         raise InvalidUuid(f"{field}: not a UUID: {text!r}", field=field)
-    return _hyphenated(text.replace("-", "").lower())
+    return _hyphenated(bare.replace("-", "").lower())
 
 
 def parse_execution_id(text: str) -> ExecutionId:

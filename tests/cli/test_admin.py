@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
+from flowfabric import Engine
 from flowfabric.cli import app
 from flowfabric.ids import LaneId, PartitionCounts, solo_partition
+from tests.cli.terminal import Terminal
 
 
 def run(lanes: str, partitions: int | str = 256, *arguments: str) -> Result:
@@ -64,3 +67,44 @@ def test_names_that_are_none_end_with_2(lanes: str, partitions: int | str, words
 
 def test_an_unknown_command_ends_with_2() -> None:
     assert CliRunner().invoke(app, ["admin", "nonsense"]).exit_code == 2
+
+
+# -- the signing key ----------------------------------------------------------------------------------------------
+
+
+def test_another_key_signs_and_the_one_before_verifies(ff: Terminal) -> None:
+    first = ff.says("admin", "rotate-secret", "k1")
+    second = ff.says("admin", "rotate-secret", "k2", "--secret-file", "-", "--grace", "1h", given=b"aabbccdd\n")
+
+    assert (first, second) == ("✓ k1 signs\n", "✓ k2 signs; k1 verifies for 1h more\n")
+    again = ff.run("rotate-secret", "k2", "--secret-file", "-", "--json", given=b"AABBCCDD")
+    assert json.loads(again.stdout) == {"rotated": 1, "failed": [], "new_kid": "k2", "previous_kid": None}
+
+    async def kids(engine: Engine) -> Any:
+        return await engine.list_waitpoint_hmac_kids()
+
+    known = ff.engine(kids)
+    assert (known.current_kid, [one.kid for one in known.verifying]) == ("k2", ["k1"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["k1"], "rotation_conflict — This key id is known with another secret. (kid=k1)"),
+        (["a:b"], "invalid_kid: a:b"),
+        (["k2", "--grace", "soon"], "grace: 'soon' is no length of time"),
+        (["k2", "--store", "http://127.0.0.1:1"], "ask it: POST /v1/admin/rotate-waitpoint-secret"),
+    ],
+)
+def test_a_rotation_that_cannot_be_changes_nothing(ff: Terminal, arguments: list[str], words: str) -> None:
+    ff.says("admin", "rotate-secret", "k1")
+    where = [] if "--store" in arguments else ["--store", ff.store]
+    refused = CliRunner().invoke(app, ["admin", "rotate-secret", *arguments, *where])
+
+    assert (refused.exit_code, refused.stdout) == (1, "")
+    assert words in refused.stderr
+    assert "k1 signs" in ff.says("doctor")
+
+
+def test_the_version_is_told_as_an_option_too() -> None:
+    assert CliRunner().invoke(app, ["--version"]).stdout == CliRunner().invoke(app, ["version"]).stdout

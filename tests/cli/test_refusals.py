@@ -22,6 +22,7 @@ UNKNOWN = "{fp:1}:1a255fe9-f16a-4af0-8cb6-6085de2ea47d"
         (("show", "nonsense"), "missing the `{fp:N}:` hash-tag prefix: nonsense", "an execution id looks like"),
         (("show", "{fp:x}:1a255fe9"), "partition index is not a valid u16", "an execution id looks like"),
         (("show", "{fp:1}:zzz"), "is not a valid UUID", "an execution id looks like"),
+        (("budgets", "nonsense"), "budget_id: not a UUID: 'nonsense'", "`ff budgets` shows which budgets there are"),
         (("ls", "--state", "sleepy"), "public_state: 'sleepy' is no state", ""),
         (("ls", "--lane", "x" * 65), "lane_id: too long: 65 bytes", ""),
         (("ls", "--cursor", "nonsense"), "missing the `{fp:N}:` hash-tag prefix", "an execution id looks like"),
@@ -127,6 +128,14 @@ def test_doctor_tells_that_a_server_is_away() -> None:
     assert "✗ store" in answer.stdout
     assert "start the server, or name the right address" in answer.stdout
     assert "secret" not in answer.output
+
+
+def test_a_file_that_is_no_store_is_told_with_a_hint(tmp_path: Path) -> None:
+    (tmp_path / "junk.db").write_bytes(b"this is something else" * 10)
+    said = Terminal(f"sqlite:///{tmp_path}/junk.db").refuses("ls")
+
+    assert "file is not a database" in said
+    assert "Hint: is it the right file, and may you write to it" in said
 
 
 def test_an_unknown_kind_of_store_is_refused() -> None:

@@ -98,6 +98,20 @@ def test_settings_that_cannot_be_used_stop_the_start(
     assert not (tmp_path / "ff.db").exists()
 
 
+def test_an_address_that_is_taken_stops_the_start(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        command = [*FF, "--store", f"sqlite:///{tmp_path}/ff.db", "--port", str(port)]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+    assert ended.returncode == 1
+    assert f"ff: cannot listen on 127.0.0.1:{port}: " in ended.stderr
+    assert "address already in use" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
 def test_a_store_that_counts_other_partitions_is_refused(tmp_path: Path) -> None:
     with serving(tmp_path) as (process, port):
         got(port, "/healthz")

@@ -113,6 +113,8 @@ def test_approvals_are_listed_and_answered_with_their_links(ff: Terminal, shop: 
     first, second = listed["links"]
     assert first.startswith(f"https://ff.example/v1/waitpoints/{run}/")
     assert ff.says("signal", first, "--value", '{"ok": true}', "--by", "ana").startswith("✓ voted")
+    again = ff.refuses("signal", first, "--value", '{"ok": false}', "--by", "ana")
+    assert "not counted: this link has voted before, and the first vote counts" in again
     told = ff.says("approvals", "--links")
     assert re.search(rf"{re.escape(run)} +approve +1 of 2 ", told)
     assert second.rpartition("?")[2] in told
@@ -140,7 +142,8 @@ def test_a_wrong_signal_is_told_with_a_hint(ff: Terminal, shop: Shop) -> None:
     [listed] = ff.document("approvals", "--links")["approvals"]
     forged = listed["links"][0].replace("token=", "token=x")
 
-    assert "invalid_token" in ff.refuses("signal", forged)
+    assert "invalid_token" in ff.refuses("signal", forged, "--value", '{"ok": true}')
+    assert "--value: an object is needed" in ff.refuses("signal", listed["links"][0])
     assert "link: not one of an approval" in ff.refuses("signal", "http://x/v1/waitpoints/nonsense")
     for arguments, text in (
         ((run,), "say which NAME"),

@@ -24,7 +24,7 @@ A_TEXT = [bad for bad in TEXT if bad is not None]
 ON_PARTITION = [*EXECUTION_ID, "{fp:1}:" + UUID]
 POLICY: list[Any] = [None, 5, "all_of", [], {}, {"kind": None}, {"kind": "any_of", "on_satisfied": 5}, {"kind": []}]
 KIND: list[Any] = [5, True, "", "success", b"success_only", ["success_only"], "nul\0"]
-REVISION = [bad for bad in COUNT if bad is not None]
+REVISION = [*(bad for bad in COUNT if bad not in (None, 2**63)), 2**64]
 KEY: list[Any] = [None, 5, b"a.b", "", "nodot", "A.b", "a.b\0", "\ud800.x"]
 NODE: list[Any] = [None, 5, "node", {"execution_id": MEMBERS[0]}]
 

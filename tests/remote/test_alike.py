@@ -154,3 +154,11 @@ async def test_every_error_arrives_as_it_was(error: errors.FabricError, monkeypa
     assert raised.value == error
     assert raised.value.retryable == error.retryable
     await engine.close()
+
+
+@pytest.mark.parametrize(
+    "url", ["http://", "http://:80", "https://[::1", "http://host:99999", "http://host:0/", "http://h?a=b"]
+)
+def test_an_address_that_cannot_be_read_is_refused_before_anybody_is_asked(url: str) -> None:
+    with pytest.raises(errors.InvalidInput, match="url: "):
+        RemoteEngine(url)

@@ -103,7 +103,7 @@ def test_any_text_parses_as_an_execution_id_or_is_invalid_input(text: str) -> No
 # UUIDs
 
 
-@pytest.mark.parametrize("text", [UUID, UUID.upper(), UUID.replace("-", ""), NIL])
+@pytest.mark.parametrize("text", [UUID, UUID.upper(), UUID.replace("-", ""), NIL, f"urn:uuid:{UUID}", f"{{{UUID}}}"])
 def test_a_uuid_of_any_version_and_case_is_written_in_one_way(text: str) -> None:
     assert parse_uuid(text) == str(stdlib_uuid.UUID(text))
 

@@ -259,6 +259,45 @@ async def test_a_circle_is_refused_however_long_it_is(flow: Flowing) -> None:
     assert await numbers(flow) == (7, 4, 3)
 
 
+async def test_the_search_for_a_circle_gives_up_after_so_many_nodes(
+    flow: Flowing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flowfabric.engine.flows.SEARCHED_NODES", 4)
+    await flow.begin("abcdeu")
+    for upstream, downstream in ("ab", "bc", "cd", "de"):
+        await flow.stage(upstream, downstream)
+
+    await flow.stage("u", "b")  # b, c, d, e: all were seen, and u was not among them
+    with pytest.raises(errors.CycleDetected):
+        await flow.stage("u", "a")
+
+
+async def test_an_edge_is_refused_for_the_first_reason_that_applies(flow: Flowing) -> None:
+    await flow.begin("abc")
+    known = await flow.stage("a", "b")
+    a, b, c, stranger, nowhere = (*(flow.names[name] for name in "abc"), flow.new_id(), flow.engine.minter.uuid())
+
+    async def refusal(flow_id: str, upstream: str, downstream: str, revision: int) -> str:
+        with pytest.raises(errors.FabricError) as caught:
+            await flow.engine.stage_dependency_edge(
+                flow_id, known, upstream, downstream, expected_graph_revision=revision
+            )
+        return caught.value.kind
+
+    assert await refusal(nowhere, a, a, 9) == "self_referencing_edge"
+    assert await refusal(nowhere, stranger, b, 9) == "flow_not_found"
+    assert await refusal(flow.id, stranger, b, 9) == "stale_graph_revision"
+    assert await refusal(flow.id, stranger, b, 4) == "execution_not_in_flow"
+    assert await refusal(flow.id, b, stranger, 4) == "execution_not_in_flow"
+    assert await refusal(flow.id, b, a, 4) == "cycle_detected"
+    assert await refusal(flow.id, b, c, 4) == "dependency_already_exists"
+    await flow.engine.cancel_flow(flow.id, policy="flow_only")
+    assert await refusal(flow.id, stranger, b, 9) == "flow_already_terminal"
+    described = await flow.engine.describe_flow(flow.id)
+    assert described is not None
+    assert (described.graph_revision, described.edge_count) == (4, 1)
+
+
 async def test_an_endpoint_outside_of_the_flow_is_refused(flow: Flowing) -> None:
     await flow.begin("a")
     await flow.create("x")
@@ -277,6 +316,19 @@ async def test_an_old_revision_is_refused_and_names_the_current_one(flow: Flowin
 
     assert (caught.value.expected, caught.value.actual) == (1, 2)
     assert await numbers(flow) == (2, 2, 0)
+
+
+async def test_a_revision_that_no_graph_will_ever_have_is_a_stale_one(flow: Flowing) -> None:
+    await flow.begin("ab")
+
+    with pytest.raises(errors.StaleGraphRevision):
+        await flow.stage("a", "b", expected_graph_revision=2**64 - 1)
+
+    edge_id = await flow.stage("a", "b")
+    applied = await flow.engine.apply_dependency_to_child(
+        flow.id, edge_id, flow.names["b"], flow.names["a"], graph_revision=2**64 - 1
+    )
+    assert applied == flow_answers.Applied(1)
 
 
 async def test_of_two_edges_on_one_revision_one_is_staged(flow: Flowing) -> None:

@@ -294,6 +294,25 @@ async def test_s_051_filtered_reconciler_leaves_foreign_members(flow: Flowing) -
     assert flow.engine.meters.levels["ff_cancel_backlog_depth", ()] == 0
 
 
+async def test_members_that_a_filter_leaves_alone_do_not_keep_the_others_from_their_turn(
+    flow: Flowing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flowfabric.engine.flow_sweeps.MEMBERS", 2)
+    await flow.begin()
+    in_order = sorted([flow.new_id() for _ in range(6)])
+    for name, execution_id in zip("abcdef", in_order, strict=True):
+        flow.names[name] = execution_id
+        await flow.engine.create_execution(execution_id=execution_id, namespace="n1" if name in "def" else "n2")
+        await flow.engine.add_execution_to_flow(flow.id, execution_id)
+    await flow.engine.cancel_flow_header(flow.id, grace_ms=0)
+
+    done = [await flow.engine.sweep_once("cancel_reconciler", Filter(namespace="n1")) for _ in range(2)]
+
+    assert [one.processed for one in done] == [2, 1]
+    assert (await flow.backlog())[1] == ["a", "b", "c"]
+    assert await flow.state(*"abcdef") == "waiting waiting waiting cancelled cancelled cancelled"
+
+
 async def test_ex_085_flow_member_of_a_cancelled_flow(flow: Flowing) -> None:
     await flow.begin("a")
     await flow.engine.cancel_flow_header(flow.id, reason="r")

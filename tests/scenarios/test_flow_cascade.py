@@ -168,6 +168,21 @@ async def test_parking_after_the_join_was_met_does_not_wait_either(flow: Flowing
     assert await flow.state("b") == "waiting"
 
 
+async def test_parking_a_replayed_execution_does_not_wait_for_a_join_that_became_impossible(flow: Flowing) -> None:
+    await flow.begin("ab")
+    await flow.edge("a", "b")
+    await flow.cancel("b")
+    await flow.fail("a")
+    await flow.cascade("a")
+    await flow.engine.replay_execution(flow.names["b"])
+    assert await flow.counts("b") == "0/1/0 of 1 impossible"
+
+    moved = await flow.engine.wait_children((await flow.run("b")).handle)
+
+    assert moved == Moved(flow.names["b"], "waiting")  # type: ignore[arg-type]
+    assert await flow.vector("b") == WAITING.replace("pending_first_attempt", "attempt_interrupted")
+
+
 async def test_ex_051_waiting_for_children(flow: Flowing) -> None:
     await flow.begin("ab")
     held = await flow.run("b")
@@ -300,6 +315,24 @@ async def test_a_filtered_reconciler_resolves_only_what_it_may_see(flow: Flowing
     assert await flow.state("b", "c") == "waiting waiting_children"
 
 
+async def test_a_filtered_reconciler_leaves_the_many_others_that_wait_for_the_same_end(
+    flow: Flowing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flowfabric.rules.successors.FEW", 2)
+    await flow.begin("a")
+    for name in "bcde":
+        await flow.add(name, namespace="n1" if name in "bc" else "n2")
+        await flow.edge("a", name)
+    await flow.succeed("a")
+
+    await flow.engine.sweep_once("dependency_reconciler", Filter(namespace="n1"))
+    assert await flow.state("b", "c", "d", "e") == "waiting waiting waiting_children waiting_children"
+    await flow.sweep("dependency_reconciler")
+
+    assert await flow.state("d", "e") == "waiting waiting"
+    assert [await flow.counts(name) for name in "bcde"] == ["1/0/0 of 1 satisfied"] * 4
+
+
 async def test_the_end_by_a_cascading_cancel_is_left_to_the_reconciler(flow: Flowing) -> None:
     await flow.begin("ab")
     await flow.edge("a", "b")
@@ -311,3 +344,19 @@ async def test_the_end_by_a_cascading_cancel_is_left_to_the_reconciler(flow: Flo
     assert await flow.state("b") == "waiting_children"
     await flow.sweep("dependency_reconciler")
     assert await flow.state("b") == "skipped"
+
+
+@pytest.mark.parametrize(("looked_at", "passes"), [(500, 1), (10, 3)])
+async def test_an_end_that_nobody_noted_is_found_behind_any_number_of_edges_that_still_wait(
+    flow: Flowing, monkeypatch: pytest.MonkeyPatch, looked_at: int, passes: int
+) -> None:
+    monkeypatch.setattr("flowfabric.engine.flow_sweeps.LOOKED_AT", looked_at)
+    names = [f"u{number:02}" for number in range(25)]
+    await flow.begin([*names, "b"])
+    await flow.join(names, "b")
+    last = max(names, key=lambda name: flow.edges[name, "b"])
+    await flow.engine.cancel_execution(flow.names[last], reason="r", source="flow_cascade")
+
+    await flow.sweep("dependency_reconciler", passes)
+
+    assert (await flow.state("b"), await flow.counts("b")) == ("skipped", "0/1/0 of 25 impossible")

@@ -258,3 +258,29 @@ async def test_the_payload_of_an_ended_child_is_never_replaced(flow: Flowing) ->
 
     assert (await flow.state("b"), await flow.payload("b")) == ("cancelled", b"orig")
     assert await flow.counts("b") == "1/0/0 of 1 satisfied"
+
+
+@pytest.mark.parametrize("together", [False, True])
+async def test_a_result_that_came_before_the_join_became_impossible_is_the_input_of_the_replayed_child(
+    flow: Flowing, together: bool
+) -> None:
+    await flow.begin("abcd", input_payload=b"orig")
+    await flow.edge("a", "d", data_passing_ref="r")
+    await flow.edge("b", "d")
+    await flow.edge("c", "d", data_passing_ref="r")
+    ends = [("a", b"A"), ("b", None), ("c", b"C")]
+    for name, result in ends:
+        await (flow.fail(name) if result is None else flow.succeed(name, result=result))
+        if not together:
+            await flow.cascade(name)
+        flow.clock.pass_ms(1)
+    if together:
+        await flow.sweep("completion_dispatch")
+    assert (await flow.state("d"), await flow.counts("d")) == ("skipped", "2/1/0 of 3 impossible")
+
+    for name in "bd":
+        await flow.engine.replay_execution(flow.names[name])
+    await flow.succeed("b")
+    await flow.cascade("b")
+
+    assert (await flow.state("d"), await flow.payload("d")) == ("waiting", b"A")  # c came when d had ended

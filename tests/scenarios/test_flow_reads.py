@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from flowfabric import errors
 from flowfabric.ids import FlowId, flow_partition
+from flowfabric.model.execution import Execution
 from flowfabric.model.flow import Flow
 from flowfabric.rules.change import Patch
+from flowfabric.stores.base import Loaded, Want
 from tests.scenarios.flowing import Flowing, any_of, quorum
 
 
@@ -96,6 +100,28 @@ async def test_a_replayed_member_brings_its_flow_back_to_the_projector(flow: Flo
     summary = await flow.engine.get_flow_summary(flow.id)
     assert summary is not None
     assert (summary.members_waiting, summary.public_flow_state) == (1, "open")
+
+
+async def test_a_member_that_is_replayed_while_its_flow_is_summed_up_keeps_the_flow_with_the_projector(
+    flow: Flowing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await flow.begin("a")
+    await flow.fail("a")
+    load = flow.engine.load
+
+    async def load_then_replay(wants: Sequence[Want]) -> Loaded:
+        found = await load(wants)
+        if any(want.row is Execution for want in wants):
+            monkeypatch.undo()
+            await flow.engine.replay_execution(flow.names["a"])
+        return found
+
+    monkeypatch.setattr(flow.engine, "load", load_then_replay)
+    await flow.sweep("flow_projector", 2)
+
+    summary = await flow.engine.get_flow_summary(flow.id)
+    assert summary is not None
+    assert (summary.members_waiting, summary.members_failed, summary.public_flow_state) == (1, 0, "open")
 
 
 async def test_s_037_edge_listing_and_lookup(flow: Flowing) -> None:

@@ -9,6 +9,7 @@ from flowfabric.model.event import Topic
 from flowfabric.model.execution import Execution
 from flowfabric.model.flow import EdgeGroup, PendingCancelGroup
 from flowfabric.model.flow_answers import SiblingDrain, SiblingReconcile
+from flowfabric.rules import flow_cancel
 from flowfabric.rules.change import Change, Delete, Patch, Put
 from tests.scenarios.flowing import WAITING, Flowing, any_of, quorum
 
@@ -170,3 +171,14 @@ async def test_what_becomes_of_siblings_is_counted(flow: Flowing) -> None:
     found = {name: meters.counted("ff_sibling_cancel_disposition", disposition=name) for name in DISPOSITIONS}
     assert found == {"cancelled": 1, "already_terminal": 1, "not_found": 1}
     assert meters.counted("ff_sibling_cancel_reconcile", action="no_op") == 1
+
+
+async def test_an_upstream_that_still_runs_when_its_edge_is_resolved_by_hand_is_a_sibling_too(flow: Flowing) -> None:
+    await flow.begin("b123")
+    await flow.join("123", "b", any_of("cancel_remaining"))
+    await flow.run("1")
+
+    assert await flow.resolve("1", "b", "success") == "satisfied"
+
+    group = await flow.group("b")
+    assert flow_cancel.siblings(group) == flow.ids("123")

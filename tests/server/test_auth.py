@@ -299,6 +299,10 @@ def test_the_environment_is_read_as_the_reference_reads_it() -> None:
         ("FF_LEASE_EXPIRY_INTERVAL_MS", "1.5"),
         ("FF_MAX_CONCURRENT_STREAM_OPS", "0"),
         ("FF_POSTGRES_POOL_SIZE", "0"),
+        ("FF_SQLITE_POOL_SIZE", "0"),
+        ("FF_RATE_LIMIT", "nan"),
+        ("FF_RATE_LIMIT", "-1"),
+        ("FF_LOG", "loud"),
     ],
 )
 def test_a_bad_variable_is_named(name: str, value: str) -> None:
@@ -306,6 +310,19 @@ def test_a_bad_variable_is_named(name: str, value: str) -> None:
         from_environment({name: value})
     assert str(refused.value).startswith(f"invalid value for {name}: ")
     assert value not in ("abc",) or "abc" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "level"),
+    [
+        ({}, "info"),
+        ({"FF_LOG": "warn", "RUST_LOG": "debug"}, "warning"),
+        ({"RUST_LOG": "off"}, "critical"),
+        ({"RUST_LOG": "ff_server"}, "debug"),
+    ],
+)
+def test_the_references_log_filter_never_stops_the_start(given: dict[str, str], level: str) -> None:
+    assert from_environment(given).log == level
 
 
 async def test_no_secret_is_logged_and_operators_are(

@@ -179,3 +179,11 @@ async def test_a_bug_is_a_500_without_its_story(ask: Asking, engine: Engine, mon
     answer = await ask.get("/v1/lanes")
 
     assert (answer.status_code, answer.json()) == (500, {"error": "engine: bug", "retryable": False})
+
+
+@pytest.mark.parametrize("what", ["explain", "progress", "snapshot", "end", "pending-waitpoints"])
+async def test_of_an_execution_that_is_not_there_nothing_is_told(ask: Asking, what: str) -> None:
+    answer = await ask.get(path(fresh(), what))
+
+    assert answer.status_code == 404
+    assert "not found" in answer.json()["error"]

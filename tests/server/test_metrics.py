@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from flowfabric import errors
 from flowfabric.engine.engine import Engine
 from flowfabric.model.states import PublicState
 from flowfabric.server import ServerSettings
+from flowfabric.server.metrics import KNOWN
 from tests.server.asking import Asking, path
 
 SPECIFIED = {
@@ -40,6 +43,8 @@ SPECIFIED = {
     "ff_workers": "gauge",
     "ff_completions_total": "counter",
 }
+METRIC = re.compile(r"\bff_\w+")
+SERIES = re.compile(r"_(?:bucket|sum|count)$")  # of a histogram
 SAMPLE = re.compile(r'(\w+)(?:\{((?:\w+="[^"]*",?)+)\})? ([0-9.]+)')
 
 
@@ -122,3 +127,19 @@ async def test_levels_tell_of_the_states_that_are_queues(ask: Asking) -> None:
 
     states = {labels.partition('state="')[2][:-1] for name, labels in told if name == "ff_queue_depth"}
     assert states == {PublicState.WAITING.value, PublicState.DELAYED.value}
+
+
+# -- the dashboard ------------------------------------------------------------------------------------------------
+
+
+def test_every_panel_of_the_dashboard_shows_what_is_told() -> None:
+    dashboard = json.loads((Path(__file__).parents[2] / "examples/grafana/flowfabric-ops.json").read_text())
+    panels = dashboard["panels"]
+    shown = {name for panel in panels for target in panel["targets"] for name in METRIC.findall(target["expr"])}
+
+    assert (dashboard["uid"], dashboard["refresh"], dashboard["schemaVersion"]) == ("flowfabric-ops", "30s", 39)
+    assert len(panels) == 11
+    assert {name for name in shown if SERIES.sub("", name) not in KNOWN and name not in KNOWN} == set()
+    sources = [one["datasource"]["uid"] for panel in panels for one in (panel, *panel["targets"])]
+    assert set(sources) == {"${datasource}"}
+    assert [one["name"] for one in dashboard["templating"]["list"]] == ["datasource"]

@@ -379,6 +379,9 @@ async def test_what_the_caller_may_leave_out_is_filled_in(ask: Asking) -> None:
         {"tags": {"a.b": 1}},
         {"policy": []},
         {"priority": "high"},
+        {"priority": 2**31},
+        {"partition_id": 65_536},
+        {"execution_id": ""},
         {"input_payload_b64": "aGk="},
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from urllib.parse import quote
 
 import pytest
 
@@ -247,3 +248,16 @@ async def test_r57_create(ask: Asking) -> None:
     ]
     shown = (await ask.get(f"/v1/quotas/{quota['quota_policy_id']}")).json()
     assert (shown["max_requests_per_window"], shown["active_concurrency_cap"]) == (5, 2)
+
+
+@pytest.mark.parametrize("form", ["{}", "urn:uuid:{}", "{{{}}}"])
+async def test_a_flow_is_the_same_however_its_id_is_written(ask: Asking, form: str) -> None:
+    flow_id, (member,) = await ask.flow(1)
+    written = form.format(flow_id.upper())
+    body = {"flow_id": written, "flow_kind": "dag", "namespace": "ns", "now": NOW}
+
+    assert (await ask.post("/v1/flows", body)).json() == {"AlreadySatisfied": {"flow_id": flow_id}}
+    where = f"/v1/flows/{quote(written, safe='')}"
+    assert (await ask.get(where)).json()["flow_id"] == flow_id
+    again = await ask.post(f"{where}/members", {"flow_id": flow_id, "execution_id": member, "now": NOW})
+    assert again.json() == {"AlreadyMember": {"execution_id": member, "node_count": 1}}

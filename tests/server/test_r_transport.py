@@ -69,6 +69,16 @@ async def test_r06_unknown_path_with_auth_off(ask: Asking) -> None:
     assert (answer.status_code, answer.content) == (404, b"")
 
 
+@pytest.mark.parametrize(
+    "where",
+    ["/", "/v1", "/v1/", "/v1/executions/", "//v1/executions", "/V1/executions", "/healthz/", "/v1/workers//claim"],
+)
+async def test_a_path_that_is_nearly_right_is_unknown(ask: Asking, where: str) -> None:
+    answer = await ask.get(f"http://ff{where}")
+
+    assert (answer.status_code, answer.content) == (404, b"")
+
+
 async def test_r07_wrong_method(ask: Asking) -> None:
     answer = await ask("DELETE", "/v1/executions")
 
@@ -84,6 +94,22 @@ async def test_r08_metrics_need_no_token(guarded: Asking) -> None:
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
     assert 'ff_http_requests_total{method="GET",path="/v1/executions",status="401"} 1' in answer.text
     assert 'path="/metrics"' not in answer.text
+
+
+async def test_metrics_stand_outside_of_tokens_cors_and_counts(engine: Engine) -> None:
+    ask = Asking(engine, ServerSettings(api_token=Secret("s3cret"), cors_origins=("*",)))
+    origin = {"Origin": "https://a.example"}
+    answers = [
+        await ask.get("/metrics", headers=origin),
+        await ask.post("/metrics", headers=origin),
+        await ask("OPTIONS", "/metrics", headers=origin | {"Access-Control-Request-Method": "GET"}),
+    ]
+
+    assert [one.status_code for one in answers] == [200, 405, 405]
+    assert not [name for one in answers for name in one.headers if name.startswith("access-control")]
+    assert 'path="/metrics"' not in (await ask.get("/metrics")).text
+    hidden = Asking(engine, ServerSettings(api_token=Secret("s3cret"), serve_metrics=False))
+    assert (await hidden.get("/metrics")).status_code == 404
 
 
 async def test_r09_missing_required_field(ask: Asking) -> None:
@@ -133,6 +159,9 @@ async def test_a_body_in_chunks_is_counted_while_it_comes(ask: Asking) -> None:
         ("application/json", b"", 400, "invalid JSON: Bad Request"),
         ("application/json", b"{", 400, "invalid JSON: Bad Request"),
         ("application/json", b"\xff", 400, "invalid JSON: Bad Request"),
+        ("application/json", b"[1,", 400, "invalid JSON: Bad Request"),
+        ("application/json", b'{"flow_id": 1} {', 400, "invalid JSON: Bad Request"),
+        ("application/json", b'{"flow_id": 1, "flow_kind"', 400, "invalid JSON: Bad Request"),
         ("application/json", b"[]", 422, "invalid JSON: Unprocessable Entity"),
         ("application/vnd.ff+json; charset=utf-8", b"[]", 422, "invalid JSON: Unprocessable Entity"),
     ],

@@ -7,14 +7,14 @@ import re
 from collections.abc import AsyncIterator
 from enum import StrEnum
 from html import escape, unescape
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import pytest
 
 from flowfabric import Context, Fabric
 from flowfabric.sdk.worker import Worker
-from tests.server.asking import Asking
+from tests.server.asking import Asking, until
 
 NASTY = "<script>alert(1)</script>\"'&"
 
@@ -26,7 +26,7 @@ class Choice(StrEnum):
 
 class Decision(msgspec.Struct):
     choice: Choice
-    amount: int
+    amount: Annotated[int, msgspec.Meta(ge=1, le=100)]
     note: str = "fine"
     urgent: bool = False
 
@@ -106,7 +106,7 @@ async def test_a_link_shows_what_is_decided_and_takes_the_decision(ask: Asking, 
     assert "<script" not in page.text
     assert "&lt;script&gt;" in page.text
     assert '<select name="value.choice" required>' in page.text
-    assert '<input type="number" step="1" name="value.amount" required>' in page.text
+    assert '<input type="number" step="1" name="value.amount" min="1" max="100" required>' in page.text
     assert '<input type="text" name="value.note" value="fine">' in page.text
     form = hidden(page.text) | {"value.choice": option(page.text, "pay"), "value.amount": "7"}
     form |= {"value.note": "ok", "value.urgent": option(page.text, "yes"), "by": "ana"}
@@ -139,6 +139,7 @@ async def test_a_form_sent_twice_is_one_vote(ask: Asking, asked: Asked) -> None:
     [
         ({"value.choice": "0"}, "amount is missing"),
         ({"value.choice": "0", "value.amount": "many"}, "amount: a whole number is needed"),
+        ({"value.choice": "0", "value.amount": "101"}, "amount: at most 100 is needed"),
         ({"value.choice": "9", "value.amount": "1"}, "choice: choose one of the options"),
         ({"value.choice": NASTY, "value.amount": "1"}, "choice: choose one of the options"),
     ],
@@ -164,3 +165,31 @@ async def test_a_wrong_link_tells_nothing(ask: Asking, asked: Asked) -> None:
 
     assert {page.status_code for page in pages} == {404}
     assert len({page.text for page in pages}) == 1
+
+
+async def test_a_second_decision_with_one_link_is_told_that_the_first_one_counts(app: Fabric, ask: Asking) -> None:
+    links: list[str] = []
+
+    @app.task(name="both")
+    async def both(ctx: Context) -> list[bool]:
+        approval = await ctx.approval("agree", bool, need=2, approvers=2)
+        links.extend(map(str, approval.links))
+        return [vote.value for vote in await approval]
+
+    async def votes(link: str, words: str) -> tuple[int, str]:
+        page = (await ask.get(link)).text
+        answer = await post(ask, link, hidden(page) | {"value": option(page, words)})
+        return answer.status_code, answer.text
+
+    worker = Worker(app, slots=1)
+    working = asyncio.create_task(worker.work())
+    run = await both.submit()
+    await until(lambda: len(links) == 2)
+    assert (await votes(links[0], "yes"))[0] == 200
+    status, told = await votes(links[0], "no")
+    assert (status, "given with this link before. That one counts" in told) == (409, True)
+    assert (await votes(links[1], "yes"))[0] == 200
+    async with asyncio.timeout(10):
+        assert await run.result() == [True, True]
+    worker.stop()
+    await working

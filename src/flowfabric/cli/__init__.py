@@ -7,18 +7,30 @@ completion answer at once.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
 from flowfabric.cli import admin, bench, demo, executions, resources, serve, upkeep, waits, watching, worker
 
 app = typer.Typer(
     name="ff",
-    help="FlowFabric, from the command line.",
     epilog="The store is --store, else FLOWFABRIC_URL, else what FF_BACKEND says, else sqlite:///flowfabric.db.",
     no_args_is_help=True,
     rich_markup_mode=None,  # its help pages alone take 0.3 s to import
     pretty_exceptions_enable=False,
 )
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=upkeep.tell_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """FlowFabric, from the command line."""
+
+
 for page in (upkeep, executions, watching, waits, resources, worker, serve, admin, demo, bench):
     page.add_to(app)
 

@@ -1,20 +1,64 @@
-"""`ff admin`: what whoever plans a deployment wants to know."""
+"""`ff admin`: what whoever plans or keeps a deployment wants to know and to do."""
 
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flowfabric.cli.telling import JsonOption, document, table
+from flowfabric.cli.stores import StoreOption, chosen_store, must_be_a_store, on_store
+from flowfabric.cli.telling import JsonOption, document, table, telling_errors
+
+if TYPE_CHECKING:
+    from flowfabric import Engine
 
 
 def add_to(app: typer.Typer) -> None:
     """Hang the commands up."""
-    admin = typer.Typer(help="For whoever plans a deployment.", no_args_is_help=True)
-    admin.command("partition-collisions")(partition_collisions)
+    admin = typer.Typer(help="For whoever plans or keeps a deployment.", no_args_is_help=True)
+    for name, command in (("partition-collisions", partition_collisions), ("rotate-secret", rotate_secret)):
+        admin.command(name)(command)
+        app.command(name, hidden=True)(command)  # understood without `admin`, too
     app.add_typer(admin, name="admin")
+
+
+def rotate_secret(
+    kid: Annotated[str, typer.Argument(metavar="KID", help="A name for the new key, as k2.")],
+    secret_file: Annotated[
+        typer.FileText | None,
+        typer.Option(
+            metavar="<path>",
+            help="A file with the secret in hex, - is stdin; otherwise a random one.",
+            show_default=False,
+        ),
+    ] = None,
+    grace: Annotated[str, typer.Option(help="How long the key before still verifies.")] = "24h",
+    store: StoreOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Let another key sign the tokens of waitpoints; the same key and secret again change nothing."""
+    import secrets
+
+    secret = secrets.token_hex(32) if secret_file is None else secret_file.read().strip()
+
+    async def rotated(engine: Engine) -> list[Any]:
+        from flowfabric.errors import FabricError
+        from flowfabric.sdk.durations import to_ms
+
+        done = await engine.rotate_waitpoint_hmac_secret_all(kid, secret, to_ms(grace, "grace"))
+        for refused in (one.result for one in done if isinstance(one.result, FabricError)):
+            raise refused
+        return done
+
+    with telling_errors():
+        must_be_a_store(chosen_store(store), "ask it: POST /v1/admin/rotate-waitpoint-secret")
+    done = on_store(store, rotated)
+    before = getattr(done[0].result, "previous_kid", None)
+    if json:
+        document({"rotated": len(done), "failed": [], "new_kid": kid, "previous_kid": before})
+    else:
+        typer.echo(f"✓ {kid} signs" + (f"; {before} verifies for {grace} more" if before else ""))
 
 
 def partition_collisions(json: JsonOption = False) -> None:

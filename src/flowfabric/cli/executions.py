@@ -100,6 +100,8 @@ def show(execution_id: IdArgument, store: StoreOrServerOption = None, json: Json
         document(found)
         return
     _show_snapshot(found["execution"], found["result"])
+    if not found["attempts"]:
+        return
     table(
         "Attempts",
         ("#", "type", "state", "worker", "epoch", "started", "ended", "failure"),

@@ -106,11 +106,13 @@ def hint_for(error: FabricError) -> str | None:
             )
         case errors.Unavailable(op="open"):
             return "`ff migrate` makes or updates the store; --store or FLOWFABRIC_URL names another"
+        case errors.StoreUnavailable(backend="SQLite"):
+            return "is it the right file, and may you write to it and to its folder? `ff doctor` looks closer"
         case errors.StoreUnavailable():
             return "is the address right and the server up? `ff doctor` looks closer"
         case errors.Unauthorized():
             return "FLOWFABRIC_TOKEN holds the token for the server; ask whoever runs it for one that is good for this"
-        case errors.NotFound(entity="budget"):
+        case errors.NotFound(entity="budget") | ids.InvalidUuid(facts={"field": "budget_id"}):
             return "`ff budgets` shows which budgets there are"
         case errors.NotFound():
             return "`ff ls` shows which executions there are"

@@ -30,6 +30,13 @@ def version() -> None:
     typer.echo(f"flowfabric {__version__}")
 
 
+def tell_version(asked: bool) -> None:
+    """The same for `ff --version`."""
+    if asked:
+        version()
+        raise typer.Exit
+
+
 def migrate(store: StoreOption = None, json: JsonOption = False) -> None:
     """Bring the store's schema up to this release; a store that is up to date stays as it is."""
 

@@ -50,11 +50,22 @@ class Cancelling:
                 found = (await self._core.store.load([Want(Execution, (name,)) for name in left])).rows
             except errors.StoreUnavailable as away:
                 return done | dict.fromkeys(left, away)
+            except errors.FabricError as unreadable:
+                if len(left) == 1:
+                    return done | {left[0]: unreadable}
+                half = len(left) // 2  # until the one that cannot be read is alone
+                for part in (left[:half], left[half:]):
+                    done |= await self._cancel_part(part, reason)
+                return done
             changes: list[Change] = []
             asked: list[str] = []
             known: list[Rows] = []
             for name, rows in zip(left, found, strict=True):
-                decision = cancel.cancel(first(rows), Fence(), lease.OPERATOR_OVERRIDE, reason)
+                try:
+                    decision = cancel.cancel(first(rows), Fence(), lease.OPERATOR_OVERRIDE, reason)
+                except errors.FabricError as unreadable:
+                    done[name] = unreadable
+                    continue
                 if decision.change is None:
                     done[name] = _disposition(decision.answer)
                 else:

@@ -188,9 +188,16 @@ class Dispatcher:
         return _with(change, [(one, _unseen(row, one)) for one in alone])
 
     async def carry(self, change: Change, row: Execution) -> Change:
-        """The same, after a look at those that need one."""
+        """The same, after a look at those that need one; without them when what is found cannot be read."""
         if (known := self.carried(change, row)) is not None:
             return known
+        try:
+            return await self._carry_seen(change, row)
+        except errors.Corruption as fault:
+            logger.error("%s ends without those who wait for it: %s", row.execution_id, fault)
+            return change
+
+    async def _carry_seen(self, change: Change, row: Execution) -> Change:
         alone = self._alone(row)
         wants: list[Want] = []
         for one in alone:
@@ -292,8 +299,7 @@ def _step(rows: Rows, *, carry: bool) -> Decision[_Step]:
         groups, children = rows[2 + 2 * place], rows[3 + 2 * place]
         # The only edge that was staged, and one was applied: so it was this one.
         if carry and groups and groups[0].staged == 1 and children and not edge.data_passing_ref:
-            settlement = Settlement(_dependency(edge), owed.outcome)
-            known = joins.advance(groups[0], children[0], settlement, Surroundings())
+            known = _advanced(groups[0], children[0], Settlement(_dependency(edge), owed.outcome))
         if known is not None:
             guards += known.guards
             writes += known.writes
@@ -302,6 +308,13 @@ def _step(rows: Rows, *, carry: bool) -> Decision[_Step]:
             unfolded.append(Settled(Child(owed.flow_id, child), edge.edge_id))
     change = Change(guards=tuple(guards), writes=tuple(writes))
     return Decision(_Step(len(edges), tuple(unfolded), is_last), change)
+
+
+def _advanced(group: EdgeGroup, child: Execution, settlement: Settlement) -> Change | None:
+    try:
+        return joins.advance(group, child, settlement, Surroundings())
+    except errors.Corruption:
+        return None  # told of when it is folded
 
 
 def _dependency(edge: Edge) -> Dependency:

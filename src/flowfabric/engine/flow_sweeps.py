@@ -36,7 +36,8 @@ from flowfabric.stores.base import Scan, Want, Where
 logger = logging.getLogger("flowfabric.sweeper")
 
 GROUPS = 50
-EDGES = 20  # of one group that waits, looked at in one pass
+EDGES = 20  # of one group that waits, resolved in one pass
+LOOKED_AT = 500  # of its edges, to find those; the next pass looks at the next ones
 FLOWS = 100
 BACKLOGS = 50
 MEMBERS = 500  # of one backlog, cancelled in one pass
@@ -77,6 +78,7 @@ class FlowSweeps:
         key = ("flow_id", "downstream_execution_id")
         self._flagged = Rotation(PendingCancelGroup, "flagged_at", key, GROUPS)
         self._reconciled = Rotation(PendingCancelGroup, "flagged_at", key, GROUPS)
+        self._looks = 0
 
     def sweeps(self, chosen: Filter | None = None) -> tuple[Sweep, ...]:
         """The sweeps by their names; `chosen` restricts those that act on single executions."""
@@ -98,35 +100,48 @@ class FlowSweeps:
 
     async def dispatch_completions(self, batch: int) -> Pass:
         """Carry on with ends that a process wrote and did not live to follow up."""
-        owed = await self._engine.store.due(Dispatch, "due_at", limit=batch)
-        processed = 0
-        for row in owed.rows:
-            processed += await self._engine.dispatcher.deliver(row.execution_id)
+        delivered = await self._deliver(batch)
         noted = await self._engine.store.due(Dependency, "unfolded_at", limit=batch)
-        processed += await self._fold([_noted(one) for one in noted.rows])
-        return Pass(processed, 0, noted.now)
+        folded = await self._fold([_noted(one) for one in noted.rows])
+        return Pass(delivered.processed + folded.processed, delivered.errors + folded.errors, noted.now)
 
     async def reconcile_dependencies(self, choice: Choice) -> Pass:
         """Resolve edges whose upstream has ended, whether or not anybody noted it, and cascade the skips."""
         noted = await self._engine.store.due(Dependency, "unfolded_at", limit=GROUPS * EDGES)
         settled = [_noted(one) for one in noted.rows]
-        for row in (await self._engine.store.due(Dispatch, "due_at", limit=GROUPS)).rows:
-            await self._engine.dispatcher.deliver(row.execution_id)
+        # An end with many edges goes to all of them, whoever may be chosen.
+        delivered = await self._deliver(GROUPS) if not choice.filters else Pass(0, 0)
         settled += await self._unnoticed(await self._waiting.page(self._engine))
-        return Pass(await self._fold(await self._accepted(settled, choice)), 0, noted.now)
+        folded = await self._fold(await self._accepted(settled, choice))
+        return Pass(folded.processed, delivered.errors + folded.errors, noted.now)
+
+    async def _deliver(self, limit: int) -> Pass:
+        """Go on with the ends that have many edges; what is processed are edges."""
+        processed = faults = 0
+        for row in (await self._engine.store.due(Dispatch, "due_at", limit=limit)).rows:
+            try:
+                processed += await self._engine.dispatcher.deliver(row.execution_id)
+            except errors.StoreUnavailable:
+                raise
+            except errors.FabricError:
+                logger.exception("the end of %s was left for the next pass", row.execution_id)
+                faults += 1
+        return Pass(processed, faults)
 
     async def _unnoticed(self, groups: Sequence[EdgeGroup]) -> list[Settled]:
         """Unresolved edges of waiting groups whose upstream is terminal."""
         if not groups:
             return []
         found = await self._load([Want(Dependency, (group.downstream_execution_id,)) for group in groups])
-        open_edges = [one for each in found for one in [one for one in each if one.outcome is None][:EDGES]]
+        self._looks += 1
+        open_edges = [one for each in found for one in _some([one for one in each if one.outcome is None], self._looks)]
         upstreams = await self._load([Want(Execution, (one.upstream_execution_id,)) for one in open_edges])
-        return [
-            Settled(Child(one.flow_id, one.downstream_execution_id), one.edge_id, rows[0].terminal_outcome)
-            for one, rows in zip(open_edges, upstreams, strict=True)
-            if rows and rows[0].lifecycle_phase is LifecyclePhase.TERMINAL
-        ]
+        ended: dict[Child, list[Settled]] = {}
+        for one, rows in zip(open_edges, upstreams, strict=True):
+            if rows and rows[0].lifecycle_phase is LifecyclePhase.TERMINAL:
+                child = Child(one.flow_id, one.downstream_execution_id)
+                ended.setdefault(child, []).append(Settled(child, one.edge_id, rows[0].terminal_outcome))
+        return [one for each in ended.values() for one in each[:EDGES]]
 
     async def _accepted(self, settled: list[Settled], choice: Choice) -> list[Settled]:
         if not choice.filters:
@@ -134,11 +149,11 @@ class FlowSweeps:
         rows = await self._load([Want(Execution, (one.child.execution_id,)) for one in settled])
         return [one for one, row in zip(settled, rows, strict=True) if choice.accepts(first(row))]
 
-    async def _fold(self, settled: list[Settled]) -> int:
+    async def _fold(self, settled: list[Settled]) -> Pass:
         folds = await self._engine.folding.fold(settled)
         skipped = [fold.child.execution_id for fold in folds if fold.skipped]
         more = await self._engine.dispatcher.cascade(skipped) if skipped else (0, 0)
-        return sum(fold.resolved for fold in folds) + more[0]
+        return Pass(sum(fold.resolved for fold in folds) + more[0], sum(fold.refused is not None for fold in folds))
 
     # -- summaries ------------------------------------------------------------------------------------------------
 
@@ -171,13 +186,13 @@ class FlowSweeps:
         if not flows or not pending:
             await self._drop(flow_id)
             return 1, 0 if _is_uuid(flow_id) else 1
-        names = [one.execution_id for one in pending[:MEMBERS]]
-        broken = [name for name in names if not _is_execution_id(name)]
-        names = [name for name in names if name not in broken]
+        broken = [one.execution_id for one in pending if not _is_execution_id(one.execution_id)]
+        names = [one.execution_id for one in pending if one.execution_id not in broken]
         if choice.filters:
             rows = await self._load([Want(Execution, (name,)) for name in names])
             names = [name for name, row in zip(names, rows, strict=True) if choice.accepts(first(row))]
-        done = await self._engine.cancelling.cancel_many(names, flow_cancel.member_reason(first(flows)))
+        reason = flow_cancel.member_reason(first(flows))
+        done = await self._engine.cancelling.cancel_many(names[:MEMBERS], reason)
         gone = list(broken)
         faults = len(broken)
         for name, one in done.items():
@@ -235,6 +250,13 @@ class FlowSweeps:
 
 def _noted(one: Dependency) -> Settled:
     return Settled(Child(one.flow_id, one.downstream_execution_id), one.edge_id)
+
+
+def _some(edges: list[Dependency], turn: int) -> list[Dependency]:
+    """As many edges as are looked at in one turn, other ones in the next turn if there are more."""
+    turns = max(1, -(-len(edges) // LOOKED_AT))
+    start = turn % turns * LOOKED_AT
+    return edges[start : start + LOOKED_AT]
 
 
 def _is_uuid(text: str) -> bool:

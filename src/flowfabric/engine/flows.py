@@ -130,8 +130,7 @@ class FlowVerbs(Executions):
     ) -> flow_answers.Staged:
         """Add an edge to the graph; without an expected revision none is asked for."""
         flow = intake.flow(flow_id)
-        if expected_graph_revision is not None:
-            limits.integer("expected_graph_revision", expected_graph_revision, least=0)
+        expected = intake.revision("expected_graph_revision", expected_graph_revision)
         edge = GraphEdge(
             intake.member("upstream", upstream),
             intake.member("downstream", downstream),
@@ -141,7 +140,7 @@ class FlowVerbs(Executions):
         ask = msgspec.structs.replace(
             self._staged(flow, edge),
             edge_id=intake.edge(edge_id),
-            expected_graph_revision=expected_graph_revision,
+            expected_graph_revision=expected,
         )
         wants = (
             Want(Flow, (flow,)),
@@ -197,8 +196,7 @@ class FlowVerbs(Executions):
         data_passing_ref: str | None = None,
     ) -> flow_answers.Applied | flow_answers.AlreadyApplied:
         """Let the downstream of a staged edge wait for its upstream; what is left out is taken from the edge."""
-        if graph_revision is not None:
-            limits.integer("graph_revision", graph_revision, least=0)
+        seen = intake.revision("graph_revision", graph_revision)
         ask = ApplyDependency(
             intake.flow(flow_id),
             intake.edge(edge_id),
@@ -206,7 +204,7 @@ class FlowVerbs(Executions):
             intake.member("downstream", downstream),
             None if dependency_kind is None else intake.parsed(flows.parse_kind(dependency_kind)),
             limits.optional_text("data_passing_ref", data_passing_ref),
-            graph_revision,
+            None if seen is None else min(seen, limits.MAX_INTEGER),  # a note for people; no graph has come that far
         )
         wants = (
             Want(Execution, (ask.downstream,)),
@@ -254,6 +252,8 @@ class FlowVerbs(Executions):
         child = Child(intake.flow(flow_id), intake.member("downstream", downstream))
         edge = intake.edge(edge_id)
         [fold] = await self.folding.fold([Settled(child, edge, ended)])
+        if fold.refused is not None:
+            raise fold.refused
         if edge not in fold.verdicts:
             raise errors.InvalidDependency(f"edge {edge} was never applied to {downstream}")
         return _RESOLUTION[fold.verdicts[edge]]

@@ -2,12 +2,14 @@
 
 One fold loads the groups, children and dependencies of a whole batch together, and then only what their tallies ask
 for: the other upstreams when siblings are to be cancelled, a result when it is handed on, the flow when a child is
-skipped. Each child is a change of its own; a change that came too late is decided again.
+skipped. Each child is a change of its own; a change that came too late is decided again. A child whose rows make no
+sense, or cannot be read, is told of and holds up nobody else.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +25,8 @@ from flowfabric.rules import joins
 from flowfabric.rules.change import Change, joined
 from flowfabric.rules.joins import Folded, Settlement, Surroundings, Tally, Verdict
 from flowfabric.stores.base import Want
+
+logger = logging.getLogger("flowfabric.folding")
 
 CHILDREN = 250  # folded together
 EDGES = 2000  # looked at together
@@ -50,6 +54,7 @@ class Fold(msgspec.Struct, frozen=True):
     verdicts: dict[str, Verdict]
     resolved: int = 0
     skipped: bool = False
+    refused: errors.FabricError | None = None  # why nothing could be done for it
 
 
 class _Case(msgspec.Struct):
@@ -78,7 +83,7 @@ class Folding:
         alone, misses, pause = False, 0, Pause()
         while todo:
             batch = _batch(todo)
-            folds = await self._fold_once(batch, pause, alone=alone)
+            folds = await self._fold_batch(batch, pause, alone=alone)
             for fold in folds:
                 todo[fold.child] = todo[fold.child][len(batch[fold.child]) :]
                 if not todo[fold.child]:
@@ -89,6 +94,24 @@ class Folding:
             if alone:
                 await asyncio.sleep(self._core.chance() * min(0.05, 0.001 * 2**misses))
         return done
+
+    async def _fold_batch(self, batch: dict[Child, list[Settled]], pause: Pause, *, alone: bool) -> list[Fold]:
+        try:
+            return await self._fold_once(batch, pause, alone=alone)
+        except errors.StoreUnavailable:
+            raise
+        except errors.FabricError as fault:
+            if len(batch) == 1:
+                [child] = batch
+                logger.error("the edges of %s cannot be counted: %s", child.execution_id, fault)
+                return [Fold(child, {}, refused=fault)]
+        each = [*batch.items()]  # nothing was written: halves, until the one that is wrong is alone
+        half = len(each) // 2
+        return [
+            fold
+            for part in (each[:half], each[half:])
+            for fold in await self._fold_batch(dict(part), pause, alone=alone)
+        ]
 
     async def _fold_once(self, batch: dict[Child, list[Settled]], pause: Pause, *, alone: bool) -> list[Fold]:
         cases = await self._cases(batch)
@@ -174,8 +197,10 @@ class Folding:
         await self._look_for_results(cases)
 
     async def _look_at_siblings(self, flagging: Sequence[_Case], inbound: list[list[Any]]) -> None:
-        """Who has not ended is seen from the edges; only whose end was noted may live again, and is looked at."""
-        ended = sorted({one.upstream_execution_id for edges in inbound for one in edges if one.outcome is not None})
+        """Who has not ended is seen from the edges; where an end came, the upstream may live again and is looked at."""
+        told = [one.dependency for case in flagging for one in case.tally.counted]
+        told += [one for edges in inbound for one in edges if one.outcome is not None]
+        ended = sorted({one.upstream_execution_id for one in told})
         again: dict[str, Execution] = {}
         if ended:
             found = (await self._core.load([Want(Execution, (name,)) for name in ended])).rows

@@ -21,6 +21,7 @@ T = TypeVar("T")
 
 MAX_ATTEMPT_INDEX = 2**32 - 1
 MAX_EPOCH = 2**64 - 1
+MAX_REVISION = 2**64 - 1
 
 
 class ClaimOrder(msgspec.Struct, frozen=True, gc=False):
@@ -106,6 +107,11 @@ def optional_instant(name: str, value: object) -> int | None:
 def optional_duration(name: str, value: object) -> int | None:
     """A length of time, zero included, or nothing."""
     return None if value is None else limits.duration(name, value, least=0)
+
+
+def revision(name: str, value: object) -> int | None:
+    """A revision of a graph that a caller has seen or believes in, or nothing; there may be none that high."""
+    return None if value is None else limits.integer(name, value, least=0, most=MAX_REVISION)
 
 
 def chosen(given: object) -> Filter:

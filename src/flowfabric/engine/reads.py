@@ -121,7 +121,9 @@ class Reads(Core):
 
     async def read_progress(self, execution_id: str) -> tuple[int | None, str | None]:
         """What the holder last said of its progress: percentage and message."""
-        row = await self._known(execution_id)
+        row = await self._row(execution_id)
+        if row is None:
+            raise errors.NotFound("execution", execution_id=execution_id)
         return row.progress_pct, row.progress_message
 
     async def get_execution_namespace(self, execution_id: str) -> str | None:

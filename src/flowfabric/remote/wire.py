@@ -188,8 +188,12 @@ def _transport(most: int | None) -> httpx2.AsyncHTTPTransport:
 
 
 def _checked(url: str) -> str:
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+    try:
+        parts = urlsplit(url)
+        host = parts.hostname if parts.port != 0 else None  # a port that is none is told when it is looked at
+    except ValueError as fault:
+        raise errors.InvalidInput(f"url: {fault}") from fault
+    if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment:
         raise errors.InvalidInput("url: write http://host:port or https://host/path of a server")
     if parts.username or parts.password:
         raise errors.InvalidInput("url: a token goes into FLOWFABRIC_TOKEN or token=, not into the address")

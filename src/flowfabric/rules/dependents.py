@@ -159,9 +159,10 @@ def wait_children(
 ) -> Decision[Moved]:
     """Put active work away until its dependencies are met; with none unresolved it is claimable at once.
 
-    Decided on the group too: one that fires meanwhile must not leave the execution parked.
+    A group that has become impossible will never set it free, so it does not wait for that one either: it runs because
+    somebody replayed it. Decided on the group too: one that fires meanwhile must not leave the execution parked.
     """
-    unresolved = group is not None and group.n > 0 and group.group_state is not GroupState.SATISFIED
+    unresolved = group is not None and group.n > 0 and group.group_state is GroupState.PENDING
     decision = delay.wait_children(row, fence, source, unresolved=unresolved, now=now)
     if decision.change is None or row is None or row.flow_id is None:
         return decision

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from functools import lru_cache
+from itertools import takewhile
 from typing import Any
 
 import msgspec
@@ -91,12 +92,13 @@ class Tally(msgspec.Struct, frozen=True):
 
     def carriers(self, group: EdgeGroup, child: Execution | None) -> list[Dependency]:
         """The edges whose upstream's result becomes the child's input: the first of them that has a result does."""
-        if not _is_open(child) or self.state is GroupState.IMPOSSIBLE:
+        if not _is_open(child) or group.group_state is not GroupState.PENDING:
             return []
         if group.policy_variant is PolicyVariant.ALL_OF:
-            found = [one.dependency for one in self.counted if satisfies(one.dependency.dependency_kind, one.outcome)]
+            # Up to the end that made it impossible: a replay of the child goes on from what had come until then.
+            found = [one.dependency for one in takewhile(ends_well, self.counted)]
         else:
-            found = [] if self.fired_by is None else [self.fired_by]
+            found = [] if self.fired_by is None or self.state is GroupState.IMPOSSIBLE else [self.fired_by]
         return [one for one in reversed(found) if one.data_passing_ref]
 
 
@@ -109,6 +111,11 @@ def satisfies(kind: DependencyKind, outcome: TerminalOutcome) -> bool:
     if kind is DependencyKind.ANY_OUTCOME:
         return True
     return (outcome is TerminalOutcome.SUCCESS) == (kind is DependencyKind.SUCCESS_ONLY)
+
+
+def ends_well(one: Settlement) -> bool:
+    """Whether the upstream ended as its edge asks."""
+    return satisfies(one.dependency.dependency_kind, one.outcome)
 
 
 def evaluate(group: EdgeGroup, succeeded: int, unsuccessful: int) -> GroupState:
@@ -132,7 +139,7 @@ def tally(group: EdgeGroup, settlements: Sequence[Settlement]) -> Tally:
             verdicts.append(Verdict.ALREADY_RESOLVED)
             continue
         counted.append(one)
-        if satisfies(one.dependency.dependency_kind, one.outcome):
+        if ends_well(one):
             succeeded += 1
         elif one.outcome is TerminalOutcome.SKIPPED:
             skipped += 1
@@ -163,7 +170,7 @@ class Surroundings(msgspec.Struct, frozen=True):
 
 
 def siblings(inbound: Sequence[Dependency], counts: Tally, again: Mapping[str, Execution]) -> list[str]:
-    """The upstreams that have not ended: no end was noted on their edges, or they live again since (`again`)."""
+    """The upstreams that have not ended: no end came to their edges, or they live all the same (`again`)."""
     over = {one.dependency.upstream_execution_id for one in counts.counted}
     going = {one.upstream_execution_id for one in inbound if one.outcome is None} - over
     going |= {name for name, row in again.items() if row.lifecycle_phase is not LifecyclePhase.TERMINAL}
@@ -320,9 +327,8 @@ def flagged(siblings: Sequence[str], *, satisfied: bool) -> dict[str, Any]:
 
 
 def _resolved(one: Settlement) -> Patch:
-    satisfied = satisfies(one.dependency.dependency_kind, one.outcome)
     fields = {
-        "state": DependencyState.SATISFIED if satisfied else DependencyState.IMPOSSIBLE,
+        "state": DependencyState.SATISFIED if ends_well(one) else DependencyState.IMPOSSIBLE,
         "outcome": one.outcome,
         "last_resolved_at": NOW,
         "unfolded_at": None,

@@ -60,8 +60,10 @@ def replay(row: Execution | None, *, branch: str = "normal", groups_reset: int |
     writes: tuple[Write, ...] = (step.moved(row, fields), Delete(Result, (row.execution_id,)))
     if lease.keeps_success(row):  # the sheet needs the room
         writes += (lease.attempt_ended(row, AttemptRecordState.ENDED_SUCCESS, ended_at=row.completed_at),)
-    if row.flow_id is not None:  # the summary of its flow may have been closed
-        writes += (Patch(Flow, (row.flow_id,), {"project_at": NOW}, unless="project_at"),)
+    if row.flow_id is not None:
+        # The summary of its flow may have been closed. Written even if it is open: a projector that has just seen all
+        # members ended would close it.
+        writes += (Patch(Flow, (row.flow_id,), {"project_at": NOW}),)
     change = Change(
         guards=(seen(row),),
         writes=writes + _forgotten(row),

@@ -96,7 +96,8 @@ class App:
         shown = headers.get(b"x-request-id")
         request_id = shown.decode() if shown and _REQUEST_ID(shown) else self.engine.minter.uuid()
         resource, params = self.table.find(_path(scope))
-        if (preflight := self._cors.preflight(method, headers)) is not None:
+        is_apart = resource is not None and resource.is_apart
+        if not is_apart and (preflight := self._cors.preflight(method, headers)) is not None:
             await _whole(send, preflight, request_id, method)
             return
         ask: Ask[Any] = Ask(self, params, scope["query_string"], headers, ANYBODY, request_id, receive)
@@ -104,14 +105,14 @@ class App:
         template = "unknown" if resource is None else resource.template
         with self.spans.request(method, template, headers):
             reply = await self._answered(ask, method, _path(scope), resource, operation)
-        allowing = self._cors.allowing(headers) if self._cors.is_on else ()
+        allowing = self._cors.allowing(headers) if self._cors.is_on and not is_apart else ()
         if isinstance(reply, Live):
             status = 200
             await _live(send, reply, request_id, method, allowing)
         else:
             status = reply.status
             await _whole(send, reply, request_id, method, allowing)
-        if template != "/metrics":
+        if not is_apart:
             seconds = perf_counter() - began
             self.http.note(method, template, status, seconds)
             logs.note_request(method, template, status, seconds, request_id, ask.principal.name)
@@ -123,7 +124,7 @@ class App:
         try:
             if sum(map(len, ask.headers.values())) > MOST_HEADER_BYTES:
                 raise Refused(431, "headers too large")
-            if operation is None or operation.scope is not None:
+            if (operation is None or operation.scope is not None) and not (resource and resource.is_apart):
                 ask.principal = await self.guard.admit(ask.headers.get(b"authorization"))
                 self._rate.take(ask.principal.name)
             if resource is None:
@@ -212,9 +213,18 @@ class App:
         try:
             ask.body = _around(body, ask.headers.get(_FIELDS, b"{}"), operation) if is_bytes else decoder.decode(body)
         except msgspec.ValidationError:
-            raise Refused(422, _UNPROCESSABLE) from None
+            raise (Refused(422, _UNPROCESSABLE) if is_bytes or _is_json(body) else Refused(400, _MALFORMED)) from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             raise Refused(400, _MALFORMED) from None
+
+
+def _is_json(body: bytes) -> bool:
+    """Whether all of a body is well-formed; of a wrong shape the decoder tells before it has read to the end."""
+    try:
+        msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
+    return True
 
 
 def _around(octets: bytes, fields: bytes, operation: Operation) -> Any:

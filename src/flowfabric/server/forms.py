@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from html import escape
+from math import isfinite
 from typing import Any
 
 import msgspec
@@ -62,15 +63,20 @@ def _input(schema: Schema, name: str) -> str:
     filled = "" if default is None else f' value="{escape(str(default), quote=True)}"'
     match schema.get("type"):
         case "integer":
-            return f'<input type="number" step="1" name="{known}"{filled}{must}>'
+            return f'<input type="number" step="1" name="{known}"{_bounds(schema)}{filled}{must}>'
         case "number":
-            return f'<input type="number" step="any" name="{known}"{filled}{must}>'
+            return f'<input type="number" step="any" name="{known}"{_bounds(schema)}{filled}{must}>'
         case "string":
             length = schema.get("maxLength")
             most = f' maxlength="{length}"' if isinstance(length, int) else ""
             return f'<input type="text" name="{known}"{most}{filled}{must}>'
         case _:
             return f'<textarea name="{known}" rows="4" placeholder="JSON"{must}></textarea>'
+
+
+def _bounds(schema: Schema) -> str:
+    given = ((name, schema.get(key)) for name, key in (("min", "minimum"), ("max", "maximum")))
+    return "".join(f' {name}="{bound}"' for name, bound in given if isinstance(bound, int | float))
 
 
 def _options(schema: Schema) -> list[Any] | None:
@@ -119,7 +125,7 @@ def _read(text: str, schema: Schema, name: str) -> Any:
             case "integer":
                 return int(text)
             case "number":
-                return float(text)
+                return _finite(text)
             case "string":
                 return text
             case _:
@@ -127,6 +133,14 @@ def _read(text: str, schema: Schema, name: str) -> Any:
     except ValueError:
         needed = {"integer": "a whole number", "number": "a number"}.get(schema.get("type", ""), "JSON")
         raise NotFilledIn(f"{label}: {needed} is needed") from None
+
+
+def _finite(text: str) -> float:
+    """A number that JSON can write."""
+    number = float(text)
+    if not isfinite(number):
+        raise ValueError(text)
+    return number
 
 
 def _json(text: str) -> Any:

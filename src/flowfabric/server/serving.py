@@ -18,7 +18,7 @@ from flowfabric.engine.engine import Engine
 from flowfabric.server import logs
 from flowfabric.server.app import App, create_app
 from flowfabric.server.protocol import BoundedProtocol
-from flowfabric.server.settings import ServerSettings
+from flowfabric.server.settings import ConfigError, ServerSettings
 
 KEEP_ALIVE_S = 75
 
@@ -50,8 +50,12 @@ class Server(uvicorn.Server):
         self.listening = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to listen."""
-        await super().startup(sockets)
+        """Begin to listen; `ConfigError` when the address cannot be had."""
+        try:
+            await super().startup(sockets)
+        except SystemExit as gone:  # uvicorn would end the process here, with an exit code of its own
+            config = self.config
+            raise ConfigError(f"cannot listen on {config.host}:{config.port}: {gone.__context__}") from None
         if self.started:
             logs.logger.info("listening", extra={"fields": {"host": self.config.host, "port": self.port}})
         self.listening.set()

@@ -18,6 +18,7 @@ T = TypeVar("T")
 
 DEFAULT_ADDRESS = "127.0.0.1:9090"
 GRACE_MS = 24 * 60 * 60 * 1000
+_LEVELS = {"trace": "debug", "warn": "warning", "off": "critical"}
 
 
 class ConfigError(InvalidInput):
@@ -69,6 +70,9 @@ def is_loopback(host: str) -> bool:
 def from_environment(environ: Mapping[str, str] = os.environ) -> ServerSettings:
     """The settings that the environment names; `ConfigError` names the variable that is wrong."""
     read = _Environment(environ)
+    read.number(
+        "FF_SQLITE_POOL_SIZE", 4, least=1
+    )  # the reference's; without a meaning here, a slip is told all the same
     host, port = address(environ.get("FF_LISTEN_ADDR") or DEFAULT_ADDRESS)
     return ServerSettings(
         host=host,
@@ -83,7 +87,7 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> ServerSettings:
         run_sweeps=not read.flag("FF_NO_SWEEPS"),
         serve_metrics=not read.flag("FF_NO_METRICS"),
         request_timeout_ms=read.number("FF_REQUEST_TIMEOUT_MS", 0),
-        rate_limit=read.value("FF_RATE_LIMIT", 0.0, float),
+        rate_limit=read.value("FF_RATE_LIMIT", 0.0, _decimal),
         max_connections=read.number("FF_MAX_CONNECTIONS", 0),
         log=_log_level(environ),
         engine=Settings(
@@ -201,15 +205,22 @@ class _Environment:
 
 
 def _seconds(text: str) -> int | None:
-    if not re.fullmatch(r"\d+(?:\.\d+)?", text):
-        raise ValueError(f"{text!r} is not a number of seconds")
-    return round(float(text) * 1000)
+    return round(_decimal(text, "a number of seconds") * 1000)
+
+
+def _decimal(text: str, what: str = "a number") -> float:
+    if not re.fullmatch(r"[0-9]+(?:\.[0-9]+)?", text):
+        raise ValueError(f"{text!r} is not {what}")
+    return float(text)
 
 
 def _log_level(environ: Mapping[str, str]) -> str:
-    """FF_LOG, or the coarsest reading of the reference's filter: its first level."""
-    text = environ.get("FF_LOG") or environ.get("RUST_LOG") or "info"
-    found = re.search(r"\b(trace|debug|info|warn|warning|error)\b", text.lower())
+    """FF_LOG, or the coarsest reading of the reference's filter: its first level, or all when it has none."""
+    name = "FF_LOG" if environ.get("FF_LOG") else "RUST_LOG"
+    text = environ.get(name) or "info"
+    found = re.search(r"\b(trace|debug|info|warn|warning|error|off)\b", text.lower())
     if found is None:
+        if name == "RUST_LOG":
+            return "debug"
         raise ConfigError(f"invalid value for FF_LOG: {text!r} names no level")
-    return {"trace": "debug", "warn": "warning"}.get(found[1], found[1])
+    return _LEVELS.get(found[1], found[1])

@@ -25,6 +25,7 @@ OCTETS = "application/octet-stream"
 FIELDS = "x-ff-fields"  # the header with the other fields of a body that is sent as the bytes themselves
 EVENTS = "text/event-stream"
 HTML = "text/html; charset=utf-8"
+METRICS = "/metrics"
 
 
 class Subject(StrEnum):
@@ -166,6 +167,11 @@ class Resource:
     def __init__(self, template: str) -> None:
         self.template = template
         self.methods: dict[str, Operation] = {}
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether the layers around the others pass this by: it needs no token, has no CORS, and is not counted."""
+        return self.template == METRICS
 
     @property
     def allow(self) -> str:

@@ -19,6 +19,8 @@ MAX_WAIT_MS = 30_000  # how long a request may wait on purpose
 Octet = Annotated[int, Meta(ge=0, le=255)]
 Octets = list[Octet]
 Natural = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+U16 = Annotated[int, Meta(ge=0, le=2**16 - 1)]
+I32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 Whole = Annotated[int, Meta(ge=-(2**63) + 1, le=2**63 - 1)]
 
 CURSOR = Param("cursor", {"type": "string"})

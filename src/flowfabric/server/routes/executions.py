@@ -19,7 +19,19 @@ from flowfabric.server import traces
 from flowfabric.server.ask import Ask, encode, found, json, same, tagged, variant
 from flowfabric.server.problems import bad_request, told
 from flowfabric.server.table import BULK_LIMIT, CREATE_LIMIT, OCTETS, Param, Reply, Routes, Subject
-from flowfabric.server.wire import CURSOR, LIMIT, MAX_WAIT_MS, Body, Octets, Whole, checked, octets, variants
+from flowfabric.server.wire import (
+    CURSOR,
+    I32,
+    LIMIT,
+    MAX_WAIT_MS,
+    U16,
+    Body,
+    Octets,
+    Whole,
+    checked,
+    octets,
+    variants,
+)
 
 routes = Routes("executions")
 
@@ -37,7 +49,7 @@ class CreateBody(Body, frozen=True):
     execution_id: str | None = None
     input_payload: Octets | UnsetType = UNSET
     input_payload_b64: bytes | None = None
-    priority: Whole = 0
+    priority: I32 = 0  # kept within 0..9000
     creator_identity: str = ""
     payload_encoding: str | None = None
     idempotency_key: str | None = None
@@ -46,7 +58,7 @@ class CreateBody(Body, frozen=True):
     delay_until: Whole | None = None
     execution_deadline_at: Whole | None = None
     parent_id: str | None = None
-    partition_id: Whole | None = None  # the id's own partition decides
+    partition_id: U16 | None = None  # the id's own partition decides
     now: Whole | None = None  # the store's clock decides
 
     def __post_init__(self) -> None:
@@ -241,7 +253,7 @@ async def cancel_execution(ask: Ask[CancelBody]) -> Reply:
 
 
 class PriorityBody(Body, frozen=True):
-    new_priority: Whole
+    new_priority: I32
 
 
 @routes.put(

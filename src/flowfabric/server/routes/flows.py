@@ -19,13 +19,15 @@ from flowfabric.server.ask import Ask, execution_in, found, json, same, tagged, 
 from flowfabric.server.problems import bad_request
 from flowfabric.server.routes.executions import CreateBody, creation
 from flowfabric.server.table import BULK_LIMIT, Param, Reply, Routes, Subject
-from flowfabric.server.wire import CURSOR, LIMIT, Body, Natural, Whole, checked, variants
+from flowfabric.server.wire import CURSOR, LIMIT, Body, Whole, checked, variants
 
 routes = Routes("flows")
 
 ONE = "/v1/flows/{id}"
 NO_FLOW = "not found: flow"
 TEXT = {"type": "string"}
+
+Revision = Annotated[int, Meta(ge=0)]
 
 
 class FlowBody(Body, frozen=True):
@@ -155,7 +157,7 @@ class EdgeBody(Body, frozen=True):
 
 class StageBody(EdgeBody, frozen=True):
     dependency_kind: str = "success_only"
-    expected_graph_revision: Natural | None = None
+    expected_graph_revision: Revision | None = None
 
 
 @routes.post(
@@ -171,7 +173,7 @@ async def stage_dependency_edge(ask: Ask[StageBody]) -> Reply:
 
 
 class ApplyBody(EdgeBody, frozen=True):
-    graph_revision: Natural | None = None
+    graph_revision: Revision | None = None
     dependency_kind: str | None = None
 
 

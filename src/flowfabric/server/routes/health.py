@@ -12,7 +12,7 @@ from flowfabric.server import logs
 from flowfabric.server.ask import JSON, Ask, encode, json
 from flowfabric.server.metrics import CONTENT_TYPE, exposition
 from flowfabric.server.problems import Problem
-from flowfabric.server.table import Reply, Routes
+from flowfabric.server.table import METRICS, Reply, Routes
 
 routes = Routes("health")
 
@@ -42,7 +42,7 @@ async def readyz(ask: Ask[None]) -> Reply:
     return json(Status("ready"))
 
 
-@routes.get("/metrics", {200: CONTENT_TYPE}, scope=None, refusals=(404,))
+@routes.get(METRICS, {200: CONTENT_TYPE}, scope=None, refusals=(404,))
 async def metrics(ask: Ask[None]) -> Reply:
     """What was counted, as Prometheus reads it."""
     if not ask.app.settings.serve_metrics:

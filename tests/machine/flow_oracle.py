@@ -1,0 +1,166 @@
+"""The second telling of flows: joins, skips, data passing and replays, read from the specification (2.5 to 2.12, 4).
+
+It knows nothing of rules, rows or folds: members, edges and joins are objects in dictionaries, and one end after the
+other is told to each who waits for it. Siblings of a fired join are cancelled when the ends at hand have been told.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+OUTCOMES = {
+    "completed": "success",
+    "failed": "failed",
+    "cancelled": "cancelled",
+    "expired": "expired",
+    "skipped": "skipped",
+}
+
+
+class Member:
+    def __init__(self, payload: bytes) -> None:
+        self.state = "waiting"
+        self.attempt = "pending_first_attempt"
+        self.payload = payload
+        self.result: bytes | None = None
+        self.has_run = False
+        self.replays = 0
+
+    @property
+    def is_over(self) -> bool:
+        return self.state in OUTCOMES
+
+
+class Edge:
+    def __init__(self, upstream: str, downstream: str, kind: str, *, passes: bool) -> None:
+        self.upstream, self.downstream, self.kind, self.passes = upstream, downstream, kind, passes
+        self.state = "unsatisfied"
+
+    def ends_well(self, outcome: str) -> bool:
+        return self.kind == "any_outcome" or (outcome == "success") == (self.kind == "success_only")
+
+
+class Join:
+    def __init__(self, kind: str = "all_of", k: int = 1, on_satisfied: str | None = None) -> None:
+        self.kind, self.k, self.on_satisfied = kind, k, on_satisfied
+        self.staged = self.n = self.succeeded = self.failed = self.skipped = 0
+        self.state = "pending"
+
+    def evaluate(self) -> str:
+        bad, needed = self.failed + self.skipped, self.n if self.kind == "all_of" else self.k
+        if self.succeeded >= needed:
+            return "satisfied"
+        return "impossible" if bad > self.n - needed else "pending"
+
+    def __str__(self) -> str:
+        return f"{self.succeeded}/{self.failed}/{self.skipped} of {self.n} {self.state}"
+
+
+class FlowOracle:
+    """One flow."""
+
+    def __init__(self) -> None:
+        self.members: dict[str, Member] = {}
+        self.joins: dict[str, Join] = {}
+        self.edges: dict[str, Edge] = {}
+        self._ended: deque[str] = deque()
+        self._siblings: list[str] = []
+
+    def join(self, name: str) -> Join:
+        return self.joins.setdefault(name, Join())
+
+    # -- what callers do ----------------------------------------------------------------------------------------------
+
+    def apply(self, edge_id: str, edge: Edge) -> None:
+        join, child = self.join(edge.downstream), self.members[edge.downstream]
+        join.n += 1
+        if join.kind == "all_of" and join.state == "satisfied":
+            join.state = "pending"
+        self.edges[edge_id] = edge
+        if child.state in ("waiting", "waiting_children") and join.state != "satisfied":
+            child.state = "waiting_children"
+
+    def claim(self, name: str) -> None:
+        member = self.members[name]
+        member.state, member.attempt, member.has_run = "active", "running_attempt", True
+
+    def park(self, name: str) -> None:
+        join, member = self.joins.get(name), self.members[name]
+        waits = join is not None and join.n > 0 and join.state == "pending"
+        member.state, member.attempt = "waiting_children" if waits else "waiting", "attempt_interrupted"
+
+    def end(self, name: str, state: str, result: bytes | None = None) -> None:
+        member = self.members[name]
+        member.state, member.result = state, result
+        if member.has_run:
+            member.attempt = "attempt_terminal"
+        self._ended.append(name)
+
+    def replay(self, name: str) -> None:
+        member = self.members[name]
+        was, member.state = member.state, "waiting"
+        member.result, member.attempt, member.replays = None, "pending_replay_attempt", member.replays + 1
+        if was != "skipped":
+            return
+        inbound = [edge for edge in self.edges.values() if edge.downstream == name]
+        for edge in inbound:
+            if edge.state == "impossible":
+                edge.state = "unsatisfied"
+        join = self.joins[name]
+        join.succeeded, join.failed, join.skipped = sum(edge.state == "satisfied" for edge in inbound), 0, 0
+        join.state = "satisfied" if join.evaluate() == "satisfied" else "pending"
+        if join.state == "pending":
+            member.state = "waiting_children"
+        else:
+            self._flag(name)
+
+    # -- what the system does by itself -------------------------------------------------------------------------------
+
+    def carry_on(self) -> None:
+        """Tell every end to those who wait for it, until nothing follows from it any more."""
+        while self._ended or self._siblings:
+            while self._ended:
+                name = self._ended.popleft()
+                for edge_id in sorted(key for key, edge in self.edges.items() if edge.upstream == name):
+                    self._resolve(self.edges[edge_id])
+            siblings, self._siblings = self._siblings, []
+            for name in siblings:
+                if not self.members[name].is_over:
+                    self.end(name, "cancelled")
+
+    def reconcile(self) -> None:
+        """Find the edges whose upstream had ended before they were applied or reset."""
+        for edge_id in sorted(self.edges):
+            if self.members[self.edges[edge_id].upstream].is_over:
+                self._resolve(self.edges[edge_id])
+        self.carry_on()
+
+    def _resolve(self, edge: Edge) -> None:
+        if edge.state != "unsatisfied":
+            return
+        upstream, child, join = self.members[edge.upstream], self.members[edge.downstream], self.joins[edge.downstream]
+        well = edge.ends_well(OUTCOMES[upstream.state])
+        edge.state = "satisfied" if well else "impossible"
+        join.succeeded += well
+        join.skipped += not well and upstream.state == "skipped"
+        join.failed += not well and upstream.state != "skipped"
+        if join.state != "pending":
+            return
+        join.state = join.evaluate()
+        hands_on = well and edge.passes and (join.kind == "all_of" or join.state == "satisfied")
+        if hands_on and upstream.result is not None and not child.is_over:
+            child.payload = upstream.result
+        if join.state == "pending":
+            return
+        self._flag(edge.downstream)
+        if join.state == "satisfied" and child.state == "waiting_children":
+            child.state = "waiting"
+        if join.state == "impossible" and not child.is_over:
+            had_open_attempt = child.attempt in ("running_attempt", "attempt_interrupted")
+            child.state, child.attempt = "skipped", "attempt_terminal" if had_open_attempt else "none"
+            self._ended.append(edge.downstream)
+
+    def _flag(self, name: str) -> None:
+        if self.joins[name].on_satisfied == "cancel_remaining":
+            upstreams = {edge.upstream for edge in self.edges.values() if edge.downstream == name}
+            self._siblings += sorted(one for one in upstreams if not self.members[one].is_over)

@@ -1,0 +1,106 @@
+"""Rows of a flow that make no sense, or cannot be read, are told of and hold up nobody else."""
+
+from __future__ import annotations
+
+import pytest
+
+from flowfabric import errors
+from flowfabric.clock import ManualClock
+from flowfabric.engine.engine import Engine
+from flowfabric.engine.flow_cancels import WaitIndefinite
+from flowfabric.ids import SeededMinter
+from flowfabric.model.execution import Execution
+from flowfabric.model.flow import EdgeGroup
+from flowfabric.model.flow_answers import CascadeOutcome, PartiallyCancelled
+from flowfabric.rules.change import Patch
+from flowfabric.settings import Settings
+from flowfabric.stores.base import Store
+from tests.scenarios.flowing import Flowing, any_of
+
+
+@pytest.fixture
+async def still(store: Store, clock: ManualClock) -> Flowing:
+    """A flow that nobody watches: what is wrong with its rows is meant to be."""
+    return Flowing(Engine(store, minter=SeededMinter(1), settings=Settings(dispatch=False)), clock)
+
+
+@pytest.fixture
+async def lively(store: Store, clock: ManualClock) -> Flowing:
+    """The same, with its ends carried on at once."""
+    return Flowing(Engine(store, minter=SeededMinter(1)), clock)
+
+
+async def spoil(flow: Flowing, name: str) -> None:
+    """Terms that nobody could have written."""
+    await flow.write(Patch(Execution, (flow.names[name],), {"terms": "[]"}))
+
+
+async def join_with_too_many_ends(flow: Flowing) -> None:
+    """Two joins of the ends of a and x, one of which claims to have counted both before a has ended."""
+    await flow.begin("abcdx")
+    for name in "bc":
+        await flow.join("xa", name)
+    await flow.edge("a", "d")
+    await flow.succeed("x")
+    await (flow.engine.dispatched() if flow.engine.dispatcher._enabled else flow.cascade("x"))
+    await flow.write(Patch(EdgeGroup, (flow.id, flow.names["b"]), {"succeeded": 2}))
+    await flow.succeed("a")
+
+
+async def test_a_cascade_goes_on_past_a_join_that_cannot_be_counted(still: Flowing) -> None:
+    await join_with_too_many_ends(still)
+
+    assert await still.cascade("a") == [CascadeOutcome(2, 0)]
+
+    assert await still.state("b", "c", "d") == "waiting_children waiting waiting"
+    assert await still.counts("b") == "2/0/0 of 2 pending"
+    with pytest.raises(errors.BugError, match="invariant_violation"):
+        await still.resolve("a", "b", "success")
+
+
+@pytest.mark.parametrize("sweep", ["completion_dispatch", "dependency_reconciler"])
+async def test_a_sweep_goes_on_past_a_join_that_cannot_be_counted(still: Flowing, sweep: str) -> None:
+    await join_with_too_many_ends(still)
+
+    done = await still.engine.sweep_once(sweep)
+
+    assert (done.processed, done.errors) == (2, 1)
+    assert await still.state("b", "c", "d") == "waiting_children waiting waiting"
+
+
+async def test_an_end_reaches_the_others_past_a_join_that_cannot_be_counted(lively: Flowing) -> None:
+    await join_with_too_many_ends(lively)
+
+    await lively.engine.dispatched()
+
+    assert await lively.state("b", "c", "d") == "waiting_children waiting waiting"
+
+
+@pytest.mark.parametrize("few", [128, 1])
+async def test_an_execution_ends_whatever_became_of_those_who_wait_for_it(
+    lively: Flowing, monkeypatch: pytest.MonkeyPatch, few: int
+) -> None:
+    monkeypatch.setattr("flowfabric.rules.successors.FEW", few)
+    await lively.begin("abc")
+    await lively.join("a", "b", any_of("let_run"))
+    await lively.join("a", "c", any_of("let_run"))
+    await spoil(lively, "b")
+
+    await lively.succeed("a")
+    await lively.engine.dispatched()
+
+    assert await lively.state("a", "b", "c") == "completed waiting_children waiting"
+
+
+async def test_a_member_that_cannot_be_cancelled_is_told_and_given_up(still: Flowing) -> None:
+    await still.begin("abc")
+    await spoil(still, "b")
+
+    answer = await still.engine.cancel_flow(still.id, reason="r", wait=WaitIndefinite())
+
+    assert answer == PartiallyCancelled("cancel_all", still.ids("abc"), still.ids("b"))  # type: ignore[arg-type]
+    assert await still.state("a", "b", "c") == "cancelled waiting cancelled"
+    assert (await still.backlog())[1] == ["b"]
+    still.clock.pass_ms(30_000)
+    assert (await still.engine.sweep_once("cancel_reconciler")).errors == 1
+    assert await still.backlog() == (None, [])
