@@ -12,7 +12,6 @@ longer behaves the same, and no later sum with "now" can overflow, in any store.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from functools import lru_cache
 from math import isfinite
 from typing import Final, TypeAlias, TypeGuard, TypeVar, assert_never
@@ -381,10 +380,7 @@ def _as_text(value: object, field: str) -> str:
 
 
 def _as_ids(values: list[object] | tuple[object, ...], field: str) -> list[str]:
-    """The ids among these texts. A text that is none is passed over: it limits nothing, like an id nobody defined."""
-    found = []
-    for value in values:
-        text = _as_text(value, field)
-        with suppress(InvalidInput):
-            found.append(parse_uuid(text, field))
-    return found
+    try:
+        return [parse_uuid(_as_text(value, field), field) for value in values]
+    except InvalidInput as error:
+        raise InvalidPolicyJson(f"{field}:not_a_uuid") from error
