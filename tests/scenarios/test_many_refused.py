@@ -163,15 +163,3 @@ async def test_a_block_that_fails_holds_nobody_up(play: Play, road: str, monkeyp
     assert await ask(play, road) == free
 
     assert await play.vector(stuck) == WAITING
-
-
-@pytest.mark.parametrize("road", ROADS)
-async def test_names_that_are_no_ids_limit_nothing(play: Play, road: str) -> None:
-    terms, blocked = await exhausted_budget(play)
-    free = await play.create(policy={"budget_ids": ["?"], "quota_policy_id": "?", "quota_policy_ids": ["?"]})
-    stopped = await play.create(policy={"budget_ids": ["?", *terms["budget_ids"]]}, priority=5)
-
-    assert await ask(play, road) == free
-
-    assert await play.vector(stopped) == blocked
-    assert (await play.core(stopped))["budget_ids"] == B
