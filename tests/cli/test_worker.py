@@ -96,6 +96,7 @@ def test_a_worker_works_and_sigterm_drains_it(yard: Yard) -> None:
 
     assert yard.process is not None
     yard.process.send_signal(signal.SIGTERM)
+    yard.until(lambda: "draining" in yard.said())  # before, the next one would still be taken
     (yard.folder / "hold").unlink()
 
     assert yard.process.wait(30) == 0, yard.said()
@@ -122,7 +123,7 @@ def test_a_second_sigterm_hands_work_back_without_costing_an_attempt(yard: Yard)
 
     assert yard.process is not None
     yard.process.send_signal(signal.SIGTERM)
-    time.sleep(0.05)  # two signals of one number at the same instant are one
+    yard.until(lambda: "draining" in yard.said())  # two signals of one number at the same instant are one
     yard.process.send_signal(signal.SIGTERM)
 
     assert yard.process.wait(30) == 0, yard.said()
