@@ -95,8 +95,11 @@ class Floor:
         return self.engines[-1]
 
     async def at_rest(self) -> None:
-        """What the dead had sent has arrived, too."""
+        """What the dead had begun or sent has come to its end, too."""
         for engine in self.engines:
+            for chain in list(engine.quota_chains._chains.values()):
+                if chain._running is not None:
+                    await asyncio.wait([chain._running])
             await engine.commits.drained()
             await engine.delivered()
 

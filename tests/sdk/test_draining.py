@@ -26,8 +26,9 @@ async def serving(app: Fabric, *, grace: str) -> AsyncIterator[Process]:
 
 async def until_said(worker: Process, words: str) -> None:
     def said() -> bool:
-        assert worker.process.poll() is None, "".join(worker.said)
-        return worker.heard(words)
+        heard = worker.heard(words)
+        assert heard or worker.process.poll() is None, "".join(worker.said)
+        return heard
 
     await until_so(said, 30)
 
