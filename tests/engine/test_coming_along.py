@@ -128,6 +128,13 @@ async def test_claims_that_find_nothing_wait_on(engine: Engine, rests: asyncio.Q
     assert sorted(one.execution_id for one in claimed) == sorted(ids)
 
 
+async def admitted(engine: Engine, namespaces: list[str] | None = None) -> Claimed:
+    [claimed] = await engine.claim_admitted(
+        LANE, 1, worker_id="w", worker_instance_id="w-1", namespaces=namespaces, max_wait_ms=60_000
+    )
+    return claimed
+
+
 async def fair(engine: Engine, key: str) -> str:
     execution_id = engine.new_execution_id(LANE)
     await engine.create_execution(execution_id=execution_id, lane_id=LANE, policy={"fairness_key": key})
@@ -146,13 +153,8 @@ async def test_claims_that_read_before_they_take_hear_of_everything(engine: Engi
 
 
 async def test_claims_of_some_namespaces_hear_of_everything(engine: Engine, rests: asyncio.Queue[None]) -> None:
-    async def own() -> Claimed:
-        ways = {"worker_id": "w", "worker_instance_id": "w-1", "namespaces": ["ns"], "max_wait_ms": 60_000}
-        [claimed] = await engine.claim_admitted(LANE, 1, **ways)  # type: ignore[arg-type]
-        return claimed
-
     for _ in range(3):
-        waiting = asyncio.create_task(own())
+        waiting = asyncio.create_task(admitted(engine, namespaces=["ns"]))
         await rests.get()
         execution_id = engine.new_execution_id(LANE)
         await engine.create_execution(execution_id=execution_id, lane_id=LANE, namespace="ns")
@@ -163,13 +165,8 @@ async def test_work_behind_a_limit_is_heard_of(engine: Engine, rests: asyncio.Qu
     quota = "0b000000-0000-4000-8000-000000000002"
     await engine.create_quota_policy(quota, window_seconds=60, max_requests_per_window=1000, max_concurrent=10)
 
-    async def admitted() -> Claimed:
-        ways = {"worker_id": "w", "worker_instance_id": "w-1", "max_wait_ms": 60_000}
-        [claimed] = await engine.claim_admitted(LANE, 1, **ways)  # type: ignore[arg-type]
-        return claimed
-
     for limited in (True, False, True, False):
-        waiting = asyncio.create_task(admitted())
+        waiting = asyncio.create_task(admitted(engine))
         await rests.get()
         execution_id = engine.new_execution_id(LANE)
         policy = {"quota_policy_id": quota} if limited else {}

@@ -42,6 +42,16 @@ class Job:
         self.result: Any = None
         self.error: Exception | None = None
 
+    def do(self, db: apsw.Connection) -> bool:
+        """Do the work; whether it went well. Trouble with the file is raised: it is everybody's."""
+        try:
+            self.result = self.work(db)
+        except Exception as error:
+            self.error = translated(error)
+            if isinstance(self.error, StoreUnavailable):
+                raise
+        return self.error is None
+
     def settle(self) -> None:
         """Hand the outcome to whoever still waits; runs on the waiter's loop."""
         if self.future.done():
@@ -131,12 +141,7 @@ class Desk:
     def perform(self, db: apsw.Connection, jobs: list[Job]) -> None:
         """Do the work; an error that comes out of here means that all of it failed and the connection is spoilt."""
         (job,) = jobs
-        try:
-            job.result = job.work(db)
-        except Exception as error:
-            job.error = translated(error)
-            if isinstance(job.error, StoreUnavailable):
-                raise
+        job.do(db)
 
     def _drop(self) -> None:
         if self._db is not None:
@@ -201,12 +206,7 @@ class WritingDesk(Desk):
         """Do one piece; when it fails, what it wrote is taken back, and nothing else."""
         if not first:
             db.execute("SAVEPOINT job")
-        try:
-            job.result = job.work(db)
-        except Exception as error:
-            job.error = translated(error)
-            if isinstance(job.error, StoreUnavailable):
-                raise
+        if not job.do(db):
             self._lines.undone()
             db.execute("ROLLBACK; BEGIN IMMEDIATE" if first else "ROLLBACK TO job")
         if not first:
