@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from flowfabric import CreateExecution, errors
 from flowfabric.clock import ManualClock
+from flowfabric.engine import intake
 from flowfabric.engine.engine import Engine
 from flowfabric.ids import SeededMinter
 from flowfabric.model.answers import Created
 from flowfabric.model.execution import Execution, Payload
-from flowfabric.rules.create import Defaults, alike, create
+from flowfabric.rules.create import Defaults, alike, create, create_all
 from flowfabric.stores.base import Store, Want
 
 ONE, OTHER = "{fp:3}:11111111-1111-4111-8111-111111111111", "{fp:3}:22222222-2222-4222-8222-222222222222"
@@ -57,6 +58,17 @@ def test_a_shared_decision_is_the_one_that_the_rule_would_make(
         assert first.idempotency_key or first.policy or first.delay_until is not None, "only for a reason"
 
 
+@given(first=asks, second=asks, now=st.sampled_from([0, 5, 6]))
+def test_what_is_decided_one_after_the_other_is_what_each_would_get_alone(
+    first: CreateExecution, second: CreateExecution, now: int
+) -> None:
+    together = [first, msgspec.structs.replace(first, execution_id=OTHER, input_payload=b"second"), second, first]
+
+    decisions = list(create_all(together, now, defaults=Defaults(1000)))
+
+    assert decisions == [create(None, None, one, now, defaults=Defaults(1000)) for one in together]
+
+
 def ask(execution_id: Any = ONE, **fields: Any) -> CreateExecution:
     return CreateExecution(
         **{"partition": 0, "namespace": "shop", "lane_id": "default", "execution_kind": "mail", **fields},
@@ -64,21 +76,30 @@ def ask(execution_id: Any = ONE, **fields: Any) -> CreateExecution:
     )
 
 
-@pytest.mark.parametrize(
-    "second",
-    [
-        ask(OTHER),
-        ask(OTHER, input_payload=b"{}"),
-        ask(ELSEWHERE),
-        ask(OTHER, lane_id="slow"),
-        ask(OTHER, namespace="other"),
-        ask(OTHER, tags={"app.team": "blue"}),
-        ask(OTHER, priority=1),
-        ask(OTHER, policy='{"execution_deadline_ms": 7000}'),
-        ask(OTHER, delay_until=10**12),
-        ask(OTHER, idempotency_key="key"),
-    ],
-)
+GOOD = [
+    ask(OTHER),
+    ask(OTHER, input_payload=b"{}"),
+    ask(ELSEWHERE),
+    ask(OTHER, lane_id="slow"),
+    ask(OTHER, namespace="other"),
+    ask(OTHER, tags={"app.team": "blue"}),
+    ask(OTHER, priority=1),
+    ask(OTHER, policy='{"execution_deadline_ms": 7000}'),
+    ask(OTHER, delay_until=10**12),
+    ask(OTHER, idempotency_key="key"),
+]
+BAD = [
+    (ask("mail"), "execution_id"),
+    (ask(7), "execution_id"),
+    (ask(OTHER, input_payload="text"), "input_payload"),
+    (ask(OTHER, priority=True), "priority"),
+    (ask(OTHER, priority=0.0), "priority"),
+    (ask(OTHER, execution_deadline_at=0.0), "execution_deadline_at"),
+    (ask(OTHER, namespace=["shop"]), "namespace"),
+]
+
+
+@pytest.mark.parametrize("second", GOOD)
 async def test_the_second_of_two_becomes_what_it_would_alone(
     store: Store, clock: ManualClock, second: CreateExecution
 ) -> None:
@@ -105,18 +126,7 @@ async def kept(store: Store, one: CreateExecution) -> tuple[Execution, Payload]:
     return msgspec.structs.replace(row, execution_id="", revision=0), msgspec.structs.replace(payload, execution_id="")
 
 
-@pytest.mark.parametrize(
-    ("second", "refusal"),
-    [
-        (ask("mail"), "execution_id"),
-        (ask(7), "execution_id"),
-        (ask(OTHER, input_payload="text"), "input_payload"),
-        (ask(OTHER, priority=True), "priority"),
-        (ask(OTHER, priority=0.0), "priority"),
-        (ask(OTHER, execution_deadline_at=0.0), "execution_deadline_at"),
-        (ask(OTHER, namespace=["shop"]), "namespace"),
-    ],
-)
+@pytest.mark.parametrize(("second", "refusal"), BAD)
 async def test_what_looks_like_the_first_is_refused_all_the_same(
     store: Store, second: CreateExecution, refusal: str
 ) -> None:
@@ -128,3 +138,23 @@ async def test_what_looks_like_the_first_is_refused_all_the_same(
     assert isinstance(refused, errors.InvalidInput)
     assert refusal in str(refused)
     assert isinstance(third, Created)
+
+
+@pytest.mark.parametrize("first", [ask(), ask(delay_until=1), ask(execution_deadline_at=1), ask(priority=1)])
+@pytest.mark.parametrize("second", GOOD)
+def test_a_node_of_a_graph_is_accepted_as_it_would_be_alone(first: CreateExecution, second: CreateExecution) -> None:
+    assert intake.creations([first, second, first]) == [*map(intake.creation, (first, second, first))]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "refusal"),
+    [
+        *((ask(), second, refusal) for second, refusal in BAD),
+        (ask(delay_until=1), ask(OTHER, delay_until=True), "delay_until"),
+        (ask(execution_deadline_at=1), ask(OTHER, execution_deadline_at=1.0), "execution_deadline_at"),
+        (ask(), "a node", "CreateExecution"),
+    ],
+)
+def test_a_node_that_looks_like_the_first_is_refused_all_the_same(first: Any, second: Any, refusal: str) -> None:
+    with pytest.raises(errors.InvalidInput, match=refusal):
+        intake.creations([first, second])

@@ -23,7 +23,7 @@ from flowfabric.model import answers
 from flowfabric.model.execution import Execution, IdempotencyKey
 from flowfabric.rules import limits
 from flowfabric.rules.change import Change, Decision, Insert, Put
-from flowfabric.rules.create import Alike, CreateExecution, Defaults, alike, create
+from flowfabric.rules.create import Alike, CreateExecution, Defaults, alike, are_alike, create
 from flowfabric.stores.base import Inside, Want
 
 Answer = answers.Created | answers.Duplicate
@@ -111,11 +111,7 @@ class BulkCreate:
         model = self._model
         if model is None or type(ask) is not CreateExecution or type(ask.priority) is not int:
             return None
-        first = model.ask
-        same = msgspec.structs.replace(
-            ask, execution_id=first.execution_id, partition=first.partition, input_payload=first.input_payload
-        )
-        if same != first:
+        if not are_alike(ask, model.ask):
             return None
         execution_id = intake.execution(ask.execution_id)
         if ids.partition_of(execution_id) != model.partition:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Set
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -83,13 +83,15 @@ class FlowVerbs(Executions):
         here = ids.flow_partition(flow, self.partitions)
         if not isinstance(policies or {}, Mapping):
             raise errors.InvalidInput("policies: not a mapping")
+        members = [_on(here, node) for node in intake.creations(nodes)]
+        names = {node.execution_id for node in members}
         ask = CreateGraph(
             flow,
             here,
             kind,
             namespace,
-            [_on(here, intake.creation(node)) for node in intake.each("nodes", nodes)],
-            [self._staged(flow, _an_edge(edge)) for edge in intake.each("edges", edges)],
+            members,
+            [self._staged(flow, _an_edge(edge, names)) for edge in intake.each("edges", edges)],
             {self._member_id(flow, name): _policy(policy) for name, policy in (policies or {}).items()},
         )
         if refused := graph.check(ask):
@@ -321,11 +323,13 @@ def _on(here: int, node: CreateExecution) -> CreateExecution:
     return node
 
 
-def _an_edge(given: object) -> GraphEdge:
+def _an_edge(given: object, names: Set[str]) -> GraphEdge:
+    """An edge whose ends are ids, which those of members are known to be."""
     if not isinstance(given, GraphEdge):
         raise errors.InvalidInput("edges: not a GraphEdge")
-    intake.member("upstream", given.upstream)
-    intake.member("downstream", given.downstream)
+    for part, end in (("upstream", given.upstream), ("downstream", given.downstream)):
+        if type(end) is not str or end not in names:
+            intake.member(part, end)
     return given
 
 

@@ -13,7 +13,7 @@ import msgspec
 from flowfabric import errors, ids
 from flowfabric.rules import capabilities, expiry, limits
 from flowfabric.rules.claim import GrantOrder
-from flowfabric.rules.create import CreateExecution
+from flowfabric.rules.create import CreateExecution, are_alike
 from flowfabric.rules.feeds import Filter
 from flowfabric.rules.lease import Fence, Holder
 
@@ -165,6 +165,33 @@ def creation(ask: object) -> CreateExecution:
         execution_deadline_at=optional_instant("execution_deadline_at", ask.execution_deadline_at),
         parent_id=_parent(ask.parent_id, execution_id),
     )
+
+
+def creations(asks: object) -> list[CreateExecution]:
+    """Creates that come together: what one shares with the one before it was looked at there."""
+    accepted: list[CreateExecution] = []
+    model: CreateExecution | None = None
+    for ask in each("nodes", asks):
+        if model is not None and _is_plain(ask) and are_alike(ask, model):
+            execution_id = execution(ask.execution_id)
+            accepted.append(
+                msgspec.structs.replace(
+                    accepted[-1],
+                    execution_id=execution_id,
+                    partition=ids.partition_of(execution_id),
+                    input_payload=limits.payload("input_payload", ask.input_payload),
+                )
+            )
+        else:
+            accepted.append(creation(ask))
+            timed = ask.delay_until is not None or ask.execution_deadline_at is not None
+            model = ask if _is_plain(ask) and not timed and ask.parent_id is None else None
+    return accepted
+
+
+def _is_plain(ask: object) -> bool:
+    """Whether one that equals it is as good as it: True equals 1, and is no number."""
+    return type(ask) is CreateExecution and type(ask.priority) is int
 
 
 def _parent(parent_id: object, child_id: ids.ExecutionId) -> ids.ExecutionId | None:

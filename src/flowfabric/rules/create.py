@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -145,6 +146,28 @@ def alike(decision: Decision[Created | Duplicate]) -> Alike | None:
         ):
             return Alike(row, payload)
     return None
+
+
+def create_all(
+    asks: Iterable[CreateExecution], now: int, *, defaults: Defaults = NO_DEFAULTS
+) -> Iterator[Decision[Created | Duplicate]]:
+    """One after the other what `create` says of each when it meets nothing; most are like the one before."""
+    model: CreateExecution | None = None
+    shared: Alike | None = None
+    for ask in asks:
+        if model is not None and shared is not None and are_alike(ask, model) and ask.partition == model.partition:
+            yield shared.create(ask.execution_id, ask.input_payload)
+            continue
+        decision = create(None, None, ask, now, defaults=defaults)
+        model, shared = ask, alike(decision)
+        yield decision
+
+
+def are_alike(ask: CreateExecution, other: CreateExecution) -> bool:
+    """Whether two asks differ in nothing but their ids and their inputs."""
+    return other == replace(
+        ask, execution_id=other.execution_id, partition=other.partition, input_payload=other.input_payload
+    )
 
 
 def _born(ask: CreateExecution, terms: Terms, terms_text: str | None, delay_until: int | None) -> Execution:

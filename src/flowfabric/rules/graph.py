@@ -14,7 +14,7 @@ from flowfabric.model.flow_answers import AlreadySatisfied, GraphCreated
 from flowfabric.model.states import PublicState
 from flowfabric.rules import joins
 from flowfabric.rules.change import Change, Decision, Guard, Insert, Write, absent, at, refuse
-from flowfabric.rules.create import NO_DEFAULTS, CreateExecution, Defaults, create
+from flowfabric.rules.create import NO_DEFAULTS, CreateExecution, Defaults, create_all
 from flowfabric.rules.flows import Policy, StageEdge, edge_row, new_group
 from flowfabric.rules.successors import Successor, listed, successor
 
@@ -108,8 +108,7 @@ def create_graph(
     not_after: list[int] = []
     not_before: list[int] = []
     born: dict[str, Execution] = {}
-    for node in ask.nodes:
-        decision = create(None, None, node, now, defaults=defaults)
+    for node, decision in zip(ask.nodes, create_all(ask.nodes, now, defaults=defaults), strict=True):
         if isinstance(decision.answer, errors.FabricError):
             return Decision(decision.answer)
         assert decision.change is not None
