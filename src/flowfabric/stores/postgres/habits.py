@@ -43,6 +43,14 @@ def words_of_list(parameters: Parameters, kind: str, habit: int) -> str:
     return parameters.one(f"{kind}[]")
 
 
+def travelling(kind: str, values: Sequence[Any]) -> tuple[int, Any]:
+    """A list of values without gaps as it travels, and the habit that says so."""
+    if kind in _WHOLE:
+        return LISTED, " ".join(map(str, values))
+    text = joined(values) if kind == "text" else None
+    return (LISTED | ARRAY, values) if text is None else (LISTED, text)
+
+
 class Habits:
     """What is known of the columns of each shape."""
 
@@ -96,7 +104,7 @@ class Habits:
         if kind == "text":
             habit |= VALUES
             if not habit & ARRAY:
-                text = _joined(values)
+                text = joined(values)
                 if text is not None:
                     lists.append(text)
                     return habit
@@ -130,7 +138,7 @@ _INTS = frozenset({int})
 _NOT_WHOLE = frozenset({str, bytes, float, bool})
 
 
-def _joined(values: Sequence[Any]) -> str | None:
+def joined(values: Sequence[Any]) -> str | None:
     """The texts as one, or None when the server could not tell them apart again."""
     unset = values.count(None)
     try:

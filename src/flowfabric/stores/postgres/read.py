@@ -14,6 +14,8 @@ from flowfabric.model.execution import Execution, LineKey
 from flowfabric.stores.base import Due, Loaded, Scan, Tally, Want, Where
 from flowfabric.stores.codec import CODEC, LineAt, LineOf, encode
 from flowfabric.stores.postgres.commit import CLOCK
+from flowfabric.stores.postgres.habits import travelling, words_of_list
+from flowfabric.stores.postgres.pieces import KEY_TYPES
 from flowfabric.stores.postgres.sql import Parameters, Row, column_type, columns_of, matched, quoted
 from flowfabric.stores.rows import TABLE, index_of
 
@@ -23,8 +25,14 @@ async def load(connection: Any, wants: Sequence[Want], clock: int | None) -> Any
     kinds: dict[tuple[Row, int], list[tuple[Any, ...]]] = {}
     for number, want in enumerate(wants):
         kinds.setdefault((want.row, len(want.key)), []).append((number, *want.key))
-    arrays = [array for given in kinds.values() for array in zip(*given, strict=True)]
-    return await connection.fetchrow(_load_words(tuple(kinds)), clock, *arrays)
+    shapes: list[tuple[Row, tuple[int, ...]]] = []
+    lists: list[Any] = []
+    for (row, width), given in kinds.items():
+        types = ("int", *KEY_TYPES[row][:width])
+        habit, values = zip(*map(travelling, types, zip(*given, strict=True)), strict=True)
+        shapes.append((row, habit))
+        lists += values
+    return await connection.fetchrow(_load_words(tuple(shapes)), clock, *lists)
 
 
 def loaded(answer: Any, wants: Sequence[Want], line_at: LineAt) -> Loaded:
@@ -39,15 +47,15 @@ def loaded(answer: Any, wants: Sequence[Want], line_at: LineAt) -> Loaded:
 
 
 @cache
-def _load_words(kinds: tuple[tuple[Row, int], ...]) -> str:
+def _load_words(shapes: tuple[tuple[Row, tuple[int, ...]], ...]) -> str:
     parameters = Parameters()
     answers = [f"select {CLOCK.format(given=parameters.one('bigint'))}"]
-    for row, width in kinds:
+    for row, habit in shapes:
         table = TABLE[row]
-        kind = {column.name: column_type(column) for column in table.columns}
-        start = table.key[:width]
+        start = table.key[: len(habit) - 1]
         given = ["number", *start]
-        arrays = ", ".join(parameters.one(f"{kind.get(name, 'int')}[]") for name in given)
+        types = ("int", *KEY_TYPES[row][: len(start)])
+        arrays = ", ".join(words_of_list(parameters, *each) for each in zip(types, habit, strict=True))
         found = f"select * from {table.name} t where {matched(start, 't', 'x') or 'true'} order by {quoted(table.key)}"
         answers.append(
             f"array(select row(x.number, {columns_of(table, 't.')})"
