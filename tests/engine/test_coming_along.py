@@ -15,6 +15,7 @@ from flowfabric.ids import SeededMinter
 from flowfabric.model.answers import Claimed
 from flowfabric.rules.change import Change, Insert
 from flowfabric.stores.base import Store, Take, Taken
+from tests.engine.losing import LosingStore, Loss
 from tests.stores.samples import change, execution
 
 LANE = "mail"
@@ -56,7 +57,12 @@ def rests(monkeypatch: pytest.MonkeyPatch) -> asyncio.Queue[None]:
 
 @pytest.fixture
 async def engine(counting: Counting) -> Engine:
-    engine = Engine(counting, minter=SeededMinter(7))
+    return await begun(counting)
+
+
+async def begun(store: Any) -> Engine:
+    """An engine that has had work in the lane before."""
+    engine = Engine(store, minter=SeededMinter(7))
     engine.poll_s = 60  # nobody looks without a hint
     await create(engine)  # so that the line is known
     claimed = await claim(engine)
@@ -215,3 +221,22 @@ async def test_work_beside_something_that_cannot_be_written_is_heard_of(
     execution_id = await create(engine)
 
     assert (await asyncio.wait_for(waiting, 20)).execution_id == execution_id
+
+
+@pytest.mark.parametrize("loss", Loss)
+async def test_a_claim_has_its_work_once_whatever_got_lost_on_the_way(
+    store: Store, rests: asyncio.Queue[None], loss: Loss
+) -> None:
+    losing = LosingStore(store)
+    engine = await begun(losing)
+    waiting = await at_rest(engine, rests)
+
+    losing.next_loss = loss
+    execution_id = await create(engine)
+    claimed = await asyncio.wait_for(waiting, 20)
+
+    assert losing.losses == 1
+    assert claimed.execution_id == execution_id
+    assert await engine.claim(LANE, worker_id="w", worker_instance_id="w-2") is None
+    await engine.complete(claimed.handle, result=b"done")
+    assert (await engine.describe_execution(execution_id)).total_attempt_count == 1
