@@ -239,4 +239,4 @@ async def test_a_claim_has_its_work_once_whatever_got_lost_on_the_way(
     assert claimed.execution_id == execution_id
     assert await engine.claim(LANE, worker_id="w", worker_instance_id="w-2") is None
     await engine.complete(claimed.handle, result=b"done")
-    assert (await engine.describe_execution(execution_id)).total_attempt_count == 1
+    assert len(await engine.attempt_history(execution_id)) == 1
