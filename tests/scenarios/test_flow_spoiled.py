@@ -68,6 +68,15 @@ async def test_a_sweep_goes_on_past_a_join_that_cannot_be_counted(still: Flowing
     assert await still.state("b", "c", "d") == "waiting_children waiting waiting"
 
 
+async def test_a_sweep_of_few_edges_comes_to_those_behind_a_join_that_cannot_be_counted(still: Flowing) -> None:
+    await join_with_too_many_ends(still)
+
+    passes = [await still.engine.sweep_once("completion_dispatch", batch=1) for _ in range(3)]
+
+    assert sorted((one.processed, one.errors) for one in passes) == [(0, 1), (1, 0), (1, 0)]
+    assert await still.state("b", "c", "d") == "waiting_children waiting waiting"
+
+
 async def test_an_end_reaches_the_others_past_a_join_that_cannot_be_counted(lively: Flowing) -> None:
     await join_with_too_many_ends(lively)
 

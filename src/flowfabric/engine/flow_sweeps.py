@@ -47,22 +47,23 @@ PERMANENT = (errors.ValidationError, errors.BugError)
 class Rotation:
     """Pages of a table by an instant, going round: the next page begins after one that could not be moved."""
 
-    def __init__(self, row: type[msgspec.Struct], column: str, key: tuple[str, ...], limit: int) -> None:
+    def __init__(self, row: type[msgspec.Struct], column: str, key: tuple[str, ...], limit: int = 0) -> None:
         self._row = row
         self._order = (column, *key)
         self._limit = limit
         self._after: tuple[Any, ...] | None = None
 
-    async def page(self, engine: FlowCancels, *where: Where) -> list[Any]:
+    async def page(self, engine: FlowCancels, *where: Where, limit: int = 0) -> list[Any]:
         """The next rows whose instant has come, earliest first."""
+        most = limit or self._limit
         now = await engine.store.ping()
         engine.estimate.hear(now)
         due = (Where(self._order[0], "<=", now), *where)
-        rows = await engine.store.scan(Scan(self._row, due, self._order, self._after, self._limit))
+        rows = await engine.store.scan(Scan(self._row, due, self._order, self._after, most))
         if not rows and self._after is not None:
             self._after = None
-            rows = await engine.store.scan(Scan(self._row, due, self._order, None, self._limit))
-        self._after = tuple(getattr(rows[-1], name) for name in self._order) if len(rows) == self._limit else None
+            rows = await engine.store.scan(Scan(self._row, due, self._order, None, most))
+        self._after = tuple(getattr(rows[-1], name) for name in self._order) if len(rows) == most else None
         return rows
 
 
@@ -78,6 +79,10 @@ class FlowSweeps:
         key = ("flow_id", "downstream_execution_id")
         self._flagged = Rotation(PendingCancelGroup, "flagged_at", key, GROUPS)
         self._reconciled = Rotation(PendingCancelGroup, "flagged_at", key, GROUPS)
+        edge = ("downstream_execution_id", "edge_id")
+        self._noted = Rotation(Dependency, "unfolded_at", edge)
+        self._renoted = Rotation(Dependency, "unfolded_at", edge, GROUPS * EDGES)
+        self._owed = Rotation(Dispatch, "due_at", ("execution_id",))
         self._looks = 0
 
     def sweeps(self, chosen: Filter | None = None) -> tuple[Sweep, ...]:
@@ -101,24 +106,22 @@ class FlowSweeps:
     async def dispatch_completions(self, batch: int) -> Pass:
         """Carry on with ends that a process wrote and did not live to follow up."""
         delivered = await self._deliver(batch)
-        noted = await self._engine.store.due(Dependency, "unfolded_at", limit=batch)
-        folded = await self._fold([_noted(one) for one in noted.rows])
-        return Pass(delivered.processed + folded.processed, delivered.errors + folded.errors, noted.now)
+        folded = await self._fold([_noted(one) for one in await self._noted.page(self._engine, limit=batch)])
+        return Pass(delivered.processed + folded.processed, delivered.errors + folded.errors)
 
     async def reconcile_dependencies(self, choice: Choice) -> Pass:
         """Resolve edges whose upstream has ended, whether or not anybody noted it, and cascade the skips."""
-        noted = await self._engine.store.due(Dependency, "unfolded_at", limit=GROUPS * EDGES)
-        settled = [_noted(one) for one in noted.rows]
+        settled = [_noted(one) for one in await self._renoted.page(self._engine)]
         # An end with many edges goes to all of them, whoever may be chosen.
         delivered = await self._deliver(GROUPS) if not choice.filters else Pass(0, 0)
         settled += await self._unnoticed(await self._waiting.page(self._engine))
         folded = await self._fold(await self._accepted(settled, choice))
-        return Pass(folded.processed, delivered.errors + folded.errors, noted.now)
+        return Pass(folded.processed, delivered.errors + folded.errors)
 
     async def _deliver(self, limit: int) -> Pass:
         """Go on with the ends that have many edges; what is processed are edges."""
         processed = faults = 0
-        for row in (await self._engine.store.due(Dispatch, "due_at", limit=limit)).rows:
+        for row in await self._owed.page(self._engine, limit=limit):
             try:
                 processed += await self._engine.dispatcher.deliver(row.execution_id)
             except errors.StoreUnavailable:
