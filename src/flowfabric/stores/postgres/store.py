@@ -90,7 +90,7 @@ class PostgresStore:
             batch = Batch(changes, self._habits)
         with self._wake.along(hint) as carried:
             now, yes = await self._links.write(lambda connection: commit(connection, batch, self._now(), carried))
-        if carried is None and True in yes:
+        if hint and carried is None and True in yes:
             self._wake.send(hint)
         return [now if accepted else None for accepted in yes]
 
