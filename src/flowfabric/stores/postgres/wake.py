@@ -31,8 +31,9 @@ from flowfabric.stores.postgres.links import Links, in_transaction
 CHANNEL = "ff_wake"
 MOST_BYTES = 7900  # of topics; the server refuses messages of 8000 and more
 SENDER = "from:"  # begins what a message says first: who sent it
-REST_S, LONGEST_REST_S = 0.015, 0.5  # of a process between two commits that carry a hint ...
+REST_S, LONGEST_REST_S = 0.005, 0.5  # of a process between two commits that carry a hint ...
 RESTS = 5  # ... within these bounds so many times as long as such a commit took
+TURNS = 3  # of the loop, after which whoever goes on in this process because of a commit has asked for what it needs
 FEW = 3  # hints of whomever in that time; when more were heard, no commit carries one
 _SEND = f"select set_config('synchronous_commit', 'off', true), pg_notify('{CHANNEL}', $1)"
 
@@ -121,7 +122,8 @@ class Wake:
                 else:
                     await in_transaction(connection, partial(_notify, payload=payload))
             await self._work.wait()
-            await asyncio.sleep(0)  # whoever was woken in this process goes first
+            for _ in range(TURNS):
+                await asyncio.sleep(0)
 
     def _heard(self, connection: Any, pid: int, channel: str, payload: str) -> None:
         """A message came, perhaps one of our own, or one that was on its way when the connection ended."""
