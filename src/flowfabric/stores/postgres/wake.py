@@ -34,7 +34,7 @@ SENDER = "from:"  # begins what a message says first: who sent it
 REST_S, LONGEST_REST_S = 0.005, 0.5  # of a process between two commits that carry a hint ...
 RESTS = 5  # ... within these bounds so many times as long as such a commit took
 TURNS = 3  # of the loop, after which whoever goes on in this process because of a commit has asked for what it needs
-FEW = 3  # hints of whomever in that time; when more were heard, no commit carries one
+FEW = 3  # when so many hints, of whomever, were heard in that time, no commit carries one
 _SEND = f"select set_config('synchronous_commit', 'off', true), pg_notify('{CHANNEL}', $1)"
 
 Callback = Callable[[frozenset[str]], None]
