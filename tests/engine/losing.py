@@ -49,8 +49,8 @@ class LosingStore:
     async def scan(self, scan: Scan) -> list[Any]:
         return await self._looking(self.store.scan(scan))
 
-    async def commit(self, changes: Sequence[Change]) -> list[int | None]:
-        return await self._losing(lambda: self.store.commit(changes))
+    async def commit(self, changes: Sequence[Change], hint: frozenset[str] = frozenset()) -> list[int | None]:
+        return await self._losing(lambda: self.store.commit(changes, hint))
 
     async def take(self, take: Take) -> Taken:
         return await self._losing(lambda: self.store.take(take))

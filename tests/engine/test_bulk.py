@@ -25,7 +25,7 @@ class Narrow(MemoryStore):
         super().__init__(clock)
         self.under_way = self.most = self.batches = self.away = 0
 
-    async def commit(self, changes: Sequence[Change]) -> list[int | None]:
+    async def commit(self, changes: Sequence[Change], hint: frozenset[str] = frozenset()) -> list[int | None]:
         self.batches += 1
         self.under_way += 1
         self.most = max(self.most, self.under_way)
@@ -35,7 +35,7 @@ class Narrow(MemoryStore):
         if self.away:
             self.away -= 1
             raise StoreUnavailable("away", backend="memory", source="transport", in_doubt=False)
-        return await super().commit(changes)
+        return await super().commit(changes, hint)
 
 
 def asks(engine: Engine, count: int, **more: str) -> list[CreateExecution]:

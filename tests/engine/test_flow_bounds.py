@@ -32,9 +32,9 @@ class Weighing:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.store, name)
 
-    async def commit(self, changes: Sequence[Change]) -> list[int | None]:
+    async def commit(self, changes: Sequence[Change], hint: frozenset[str] = frozenset()) -> list[int | None]:
         self.heaviest = max([self.heaviest, *(len(change.writes) for change in changes)])
-        return await self.store.commit(changes)
+        return await self.store.commit(changes, hint)
 
 
 @pytest.fixture

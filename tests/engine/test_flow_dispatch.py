@@ -112,9 +112,9 @@ def asked(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     def counted(verb: str) -> Any:
         ask = getattr(crew.store, verb)
 
-        async def told(given: Any) -> Any:
+        async def told(given: Any, *more: Any) -> Any:
             trips.append((verb, len(given)))
-            return await ask(given)
+            return await ask(given, *more)
 
         return told
 

@@ -53,9 +53,9 @@ class Shuffled:
         await self._held_up()
         return await self.store.load(wants)
 
-    async def commit(self, changes: Sequence[Change]) -> list[int | None]:
+    async def commit(self, changes: Sequence[Change], hint: frozenset[str] = frozenset()) -> list[int | None]:
         await self._held_up()
-        verdicts = await self.store.commit(changes)
+        verdicts = await self.store.commit(changes, hint)
         self.commits += 1
         await self._look()
         return verdicts

@@ -75,10 +75,10 @@ class Refusing:
     def __getattr__(self, name: str) -> object:
         return getattr(self._store, name)
 
-    async def commit(self, changes: list[Change]) -> list[int | None]:
+    async def commit(self, changes: list[Change], hint: frozenset[str] = frozenset()) -> list[int | None]:
         if any(guard.key == (self._execution,) for one in changes for guard in one.guards):
             raise Unstorable("a broken page")
-        return await self._store.commit(changes)
+        return await self._store.commit(changes, hint)
 
 
 async def test_s_041_partial_failure_is_reported(flow: Flowing) -> None:
@@ -383,10 +383,10 @@ class Stuck:
     def __getattr__(self, name: str) -> object:
         return getattr(self._store, name)
 
-    async def commit(self, changes: list[Change]) -> list[int | None]:
+    async def commit(self, changes: list[Change], hint: frozenset[str] = frozenset()) -> list[int | None]:
         if any(guard.key == (self._execution,) for one in changes for guard in one.guards):
             await self.freed.wait()
-        return await self._store.commit(changes)
+        return await self._store.commit(changes, hint)
 
 
 async def test_a_wait_that_takes_too_long_is_a_timeout_and_the_backlog_finishes(flow: Flowing) -> None:

@@ -53,11 +53,11 @@ class Unlucky:
     def __getattr__(self, name: str) -> object:
         return getattr(self._store, name)
 
-    async def commit(self, changes: list[Change]) -> list[int | None]:
+    async def commit(self, changes: list[Change], hint: frozenset[str] = frozenset()) -> list[int | None]:
         if self.failures and any(guard.key == (self._execution,) for one in changes for guard in one.guards):
             self.failures -= 1
             raise errors.StoreUnavailable("unplugged", source="transport")
-        return await self._store.commit(changes)
+        return await self._store.commit(changes, hint)
 
 
 async def test_s_023_transient_failure_keeps_the_group(flow: Flowing) -> None:

@@ -47,9 +47,9 @@ class Watched:
     def peek(self, wants: Sequence[Want]) -> Loaded | None:
         return None  # every look is a load
 
-    async def commit(self, changes: Sequence[Change]) -> list[int | None]:
+    async def commit(self, changes: Sequence[Change], hint: frozenset[str] = frozenset()) -> list[int | None]:
         self.calls["commit"] += 1
-        verdicts = await self.store.commit(changes)
+        verdicts = await self.store.commit(changes, hint)
         await self._look()
         return verdicts
 

@@ -30,10 +30,10 @@ def watch_ends(store: Any, monkeypatch: pytest.MonkeyPatch, before: Callable[[in
     """Have `before` awaited before a commit that ends so many."""
     commit = store.commit
 
-    async def committing(changes: Sequence[Change]) -> list[int | None]:
+    async def committing(changes: Sequence[Change], *hint: Any) -> list[int | None]:
         if ends := sum(change.form is not None for change in changes):
             await before(ends)
-        result: list[int | None] = await commit(changes)
+        result: list[int | None] = await commit(changes, *hint)
         return result
 
     monkeypatch.setattr(store, "commit", committing)

@@ -51,10 +51,10 @@ async def test_the_next_one_runs_while_the_end_of_the_last_one_is_on_its_way(
     store = (await app.engine()).store
     commit, may_land = store.commit, asyncio.Event()
 
-    async def slow(changes: Sequence[Change]) -> list[int | None]:
+    async def slow(changes: Sequence[Change], *hint: Any) -> list[int | None]:
         if any(change.form is not None for change in changes):
             await may_land.wait()
-        return await commit(changes)
+        return await commit(changes, *hint)
 
     monkeypatch.setattr(store, "commit", slow)
 

@@ -7,8 +7,14 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from flowfabric.stores.postgres import PostgresStore
+from flowfabric.model.execution import Execution, Payload
+from flowfabric.rules.change import Delete, Guard, Insert, Patch
+from flowfabric.stores.base import Want
+from flowfabric.stores.postgres import PostgresStore, wake
 from tests.conftest import Rival
+from tests.stores.samples import change, execution, payload
+
+MAIL = frozenset({"mail"})
 
 LISTENER = """
 select pid from pg_stat_activity
@@ -131,3 +137,115 @@ async def test_a_hint_that_meets_a_closing_store_is_dropped(database: str, rival
         await closing
 
     assert wrong == []
+
+
+class TestAHintThatGoesWithACommit:
+    """It is heard at the instant of the commit, and sent by nobody else."""
+
+    @pytest.fixture(autouse=True)
+    def sent(self, ears: tuple[Ear, Ear], monkeypatch: pytest.MonkeyPatch) -> list[frozenset[str]]:
+        """What is handed over to be sent after a commit; it is kept back."""
+        sent: list[frozenset[str]] = []
+        for ear in ears:
+            monkeypatch.setattr(ear.store._wake, "send", sent.append)
+        return sent
+
+    @pytest.fixture
+    def at_rest(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Every commit comes after a rest."""
+        monkeypatch.setattr(wake, "LONGEST_REST_S", -1)
+
+    async def test_is_heard_by_others_and_sent_by_nobody(
+        self, ears: tuple[Ear, Ear], sent: list[frozenset[str]]
+    ) -> None:
+        one, other = ears
+
+        assert await one.store.commit([change(Insert(execution()))], MAIL) != [None]
+
+        await other.until(lambda: other.topics == MAIL)
+        assert sent == []
+
+    @pytest.mark.usefixtures("at_rest")
+    async def test_is_not_heard_by_its_sender(self, ears: tuple[Ear, Ear]) -> None:
+        one, other = ears
+
+        await one.store.commit([change(Insert(execution("a")))], MAIL)
+        await other.until(lambda: other.topics == MAIL)
+        await other.store.commit([change(Insert(execution("b")))], frozenset({"back"}))
+        await one.until(lambda: bool(one.heard))
+
+        assert one.topics == {"back"}
+
+    @pytest.mark.usefixtures("at_rest")
+    async def test_is_not_heard_when_everything_was_refused(
+        self, ears: tuple[Ear, Ear], sent: list[frozenset[str]]
+    ) -> None:
+        one, other = ears
+        await one.store.commit([change(Insert(execution("a", priority=3)))])
+
+        refused = change(Patch(Execution, ("a",), {"priority": 9}), guards=[Guard(Execution, ("a",), 0)])
+        assert await one.store.commit([refused], frozenset({"refused"})) == [None]
+        assert await one.store.commit([change(Insert(execution("b")))], MAIL) != [None]
+        await other.until(lambda: bool(other.heard))
+
+        assert other.topics == MAIL
+        assert sent == []
+        [[row]] = (await one.store.load([Want(Execution, ("a",))])).rows
+        assert row.priority == 3
+
+    @pytest.mark.usefixtures("at_rest")
+    async def test_is_heard_when_the_commit_goes_in_steps(self, ears: tuple[Ear, Ear]) -> None:
+        one, other = ears
+        await one.store.commit([change(Insert(payload("a")))])
+
+        again = change(Delete(Payload, ("a",)), Insert(payload("a")))
+        assert await one.store.commit([again], MAIL) != [None]
+
+        await other.until(lambda: other.topics == MAIL)
+
+    async def test_goes_with_one_commit_between_two_rests(
+        self, ears: tuple[Ear, Ear], sent: list[frozenset[str]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        one, other = ears
+        monkeypatch.setattr(wake, "RESTS", 10**9)
+        monkeypatch.setattr(wake, "LONGEST_REST_S", 60)
+
+        for number in range(20):
+            await one.store.commit([change(Insert(execution(f"{number}")))], frozenset({f"{number}"}))
+        await other.until(lambda: bool(other.heard))
+
+        assert other.topics == {"0"}
+        assert sent == [{f"{number}"} for number in range(1, 20)]
+
+    async def test_goes_with_one_of_the_commits_that_are_on_their_way(
+        self, ears: tuple[Ear, Ear], sent: list[frozenset[str]]
+    ) -> None:
+        one, _ = ears
+        rows = [change(Insert(execution(name))) for name in "ab"]
+
+        await asyncio.gather(*(one.store.commit([row], MAIL) for row in rows))
+
+        assert sent == [MAIL]
+
+    async def test_is_sent_afterwards_while_many_are_heard(
+        self, ears: tuple[Ear, Ear], sent: list[frozenset[str]], rival: Rival, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        one, _ = ears
+        one.store._wake._rest_s = 60
+        for number in range(wake.FEW):
+            await rival.fetch(f"select pg_notify('ff_wake', '[\"{number}\"]')")
+        await one.until(lambda: len(one.heard) == wake.FEW)
+
+        await one.store.commit([change(Insert(execution()))], MAIL)
+
+        assert sent == [MAIL]
+
+    @pytest.mark.parametrize("endless", [frozenset({"x" * 9000}), frozenset(f"{n:0100}" for n in range(300))])
+    async def test_is_sent_afterwards_when_it_is_too_long_for_a_message(
+        self, ears: tuple[Ear, Ear], sent: list[frozenset[str]], endless: frozenset[str]
+    ) -> None:
+        one, _ = ears
+
+        assert await one.store.commit([change(Insert(execution()))], endless) != [None]
+
+        assert sent == [endless]

@@ -3,6 +3,9 @@
 While one batch is on its way the next one fills; there is no timer, so an idle engine adds no delay and a busy one
 writes hundreds of changes per round trip. A batch never holds two changes about one root: the second waits for the
 next batch, sees the first, and is decided again if need be.
+
+What there is to tell other processes is known before the commit, which takes it along: they are told once it is there.
+A change that is refused beside others that are not is told as well, which costs its hearers a look in vain.
 """
 
 from __future__ import annotations
@@ -13,10 +16,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from flowfabric import errors
+from flowfabric.engine.wakes import topics_of
 from flowfabric.rules.change import Change
 from flowfabric.stores.base import Collision, Store, Unstorable
 
 Verdict = int | None | errors.FabricError
+MOST_UNTOLD = 1000  # changes in doubt that are remembered; most are never heard of again
 
 
 class Commits:
@@ -27,6 +32,8 @@ class Commits:
         self._store = store
         self._announce = announce
         self.announced: set[int] = set()  # ids of changes on their way whose lanes have been woken already
+        self.owed: set[str] = set()  # what others are to be told later, unless a commit tells it before
+        self.untold: set[int] = set()  # ids of changes whose answers got lost, and with them perhaps their hints
         self._waiting: deque[tuple[Change, asyncio.Future[int | None]]] = deque()
         self._under_way: set[asyncio.Task[Any]] = set()
         self._running = 0  # counted by the lanes themselves: a task that has just returned is not running any more
@@ -96,8 +103,9 @@ class Commits:
 
     async def _write(self, changes: Sequence[Change]) -> list[Verdict]:
         """Commit; a batch that the store cannot keep is halved until the one at fault stands alone."""
+        hint = frozenset(topics_of(changes))
         try:
-            return list(await self._store.commit(changes))
+            verdicts = await self._store.commit(changes, hint)
         except Unstorable as fault:
             if len(changes) == 1:
                 return [None if isinstance(fault, Collision) else _refused(fault)]
@@ -105,9 +113,14 @@ class Commits:
             half = len(changes) // 2
             return await self._write(changes[:half]) + await self._write(changes[half:])
         except errors.FabricError as error:
+            if isinstance(error, errors.StoreUnavailable) and error.in_doubt and len(self.untold) < MOST_UNTOLD:
+                self.untold.update(change.id for change in changes)
             return [error] * len(changes)
         except Exception as bug:  # whatever it is, every caller of this batch must hear of it and no lane may die
             return [_bug(bug)] * len(changes)
+        if self.owed and any(at is not None for at in verdicts):
+            self.owed -= hint
+        return list(verdicts)
 
 
 def _answer(waiter: asyncio.Future[int | None], verdict: Verdict) -> None:

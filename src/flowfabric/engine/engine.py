@@ -37,7 +37,6 @@ from flowfabric.ids import ExecutionId, LaneId, Minter, RandomMinter, mint_solo,
 from flowfabric.model.flow import Dependency, Dispatch, PendingCancelGroup
 from flowfabric.model.gate import ChildEnd
 from flowfabric.model.outbox import Message
-from flowfabric.model.stream import Stream
 from flowfabric.rules.feeds import Filter
 from flowfabric.settings import Settings
 from flowfabric.stores.base import Schema as Schema  # part of the engine's own vocabulary
@@ -85,7 +84,6 @@ class Engine(
         self.together = Together(self)
         self.stream_ops = StreamOps(self.settings.max_concurrent_stream_ops)
         self.writers, self.taking_in, self.folds = {}, {}, set()
-        self.follow(self.follow_streams, Stream)
         self.follow(self.follow_children, ChildEnd)
         self._turns = {}
         self._background = set()

@@ -1,14 +1,15 @@
 """Noting: what a written change means to this process and to others.
 
-A process remembers the sheets it holds and the lines it knows, wakes its own tasks that wait for what was written, has
-its followers act on it, and sends one hint to the other processes. All of that is help, never truth: whoever hears
-nothing looks again within a poll interval.
+A process remembers the sheets it holds and the lines it knows, wakes its own tasks that wait for what was written, and
+has its followers act on it. The other processes get a hint: with the commit, which is given what there is to tell
+(`Commits`), or from here when that may not have arrived. All of that is help, never truth: whoever hears nothing looks
+again within a poll interval.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -17,10 +18,10 @@ from flowfabric.clock import Estimate
 from flowfabric.engine.commits import Commits
 from flowfabric.engine.meters import Meters
 from flowfabric.engine.outcomes import Outcomes
-from flowfabric.engine.wakes import FEED, LANE, Wakes, due_topic, end_topic, lane_topic
+from flowfabric.engine.wakes import LANE, Wakes, due_topic, lane_topic, line_of, topics_of
 from flowfabric.model.execution import Execution, LineKey
 from flowfabric.model.states import LifecyclePhase, OwnershipState
-from flowfabric.rules.change import Change, Delete, FromNow, Patch, Write
+from flowfabric.rules.change import Change, Delete, FromNow, Patch
 from flowfabric.stores.base import Store
 
 Row = type[msgspec.Struct]
@@ -46,7 +47,6 @@ class Noting:
         self.followers: dict[Row, list[Follow]] = {}  # what to do when such a row was written
         self._seen: dict[str, Execution] = {}
         self._lines: dict[str, set[LineKey]] = {}
-        self._untold: set[str] = set()
         self._telling = False
         self._late: asyncio.TimerHandle | None = None
         self._decided_lanes: set[str] = set()  # lanes where this process put work that is claimed by decision
@@ -63,44 +63,47 @@ class Noting:
         self.note_all(((change, rows),), committed_at)
 
     def note_all(self, written: Sequence[tuple[Change, Rows]], committed_at: int) -> None:
-        """The same for changes that were written together: they are told in one hint."""
+        """The same for changes that were written together."""
         self.estimate.hear(committed_at)
-        topics: set[str] = set()
-        known: set[str] = set()  # of these, what this process was told when the changes were on their way
         for change, rows in written:
-            found = self._noted(change, rows, committed_at)
-            topics |= found
-            if change.id in self.commits.announced:
-                self.commits.announced.discard(change.id)
-                known.update(topic for topic in found if topic.startswith(LANE))
+            self._noted(change, rows, committed_at)
         if formed := [(change, first(first(rows))) for change, rows in written if change.form is not None]:
-            self._note_forms(formed, committed_at, topics)
-        if topics:
-            self.tell(topics, but_here=known)
+            self._note_forms(formed, committed_at)
+        self._wake_here([change for change, _ in written])
         for change, rows in written:
             for follow in self._following(change):
                 follow(change, rows)
 
-    def _noted(self, change: Change, rows: Rows, committed_at: int) -> set[str]:
-        """Remember what a change writes and tells beyond its form; what there is to tell."""
-        topics: set[str] = set()
+    def _noted(self, change: Change, rows: Rows, committed_at: int) -> None:
+        """Remember what a change writes and tells beyond its form."""
         if self.planned:
             self._note_due(change, committed_at)
         for write in change.writes:  # compared by type: this runs for every change
-            row: Any = write.row
-            if type(write) is Patch:
-                if row is Execution:
-                    self._note_line(write.fields.get("line"), topics)
-                    self._note_sheet(write.key[0], write.fields, change.id, rows, committed_at)
-            elif type(write) is not Delete and type(row) is Execution:
-                self._note_line(row.line, topics)
+            if (line := line_of(write)) is not None:
+                self.note_line(line)
+                if line.decided:
+                    self._decided_lanes.add(line.lane_id)
+            if type(write) is Patch and write.row is Execution:
+                self._note_sheet(write.key[0], write.fields, change.id, rows, committed_at)
         for event in change.events:
-            topics.add(FEED)
-            if event.outcome is not None:
-                topics.add(end_topic(event.execution_id))
             if event.outcome is not None or event.lease == "released":
                 self.outcomes.note(event, change, _sheet_of(event.execution_id, rows), committed_at)
-        return topics
+
+    def _wake_here(self, changes: Sequence[Change]) -> None:
+        """Wake whoever waits in this process for what was written; the others were told with the commit, or are now."""
+        commits = self.commits
+        for change in changes:
+            if change.id in commits.untold:
+                commits.untold.discard(change.id)
+                self.tell(topics_of((change,)))
+        if not self.wakes and not commits.announced:
+            return
+        topics = topics_of(changes)
+        for change in changes:
+            if change.id in commits.announced:  # its lanes were told of it when it was on its way
+                commits.announced.discard(change.id)
+                topics.difference_update([topic for topic in topics_of((change,)) if topic.startswith(LANE)])
+        self.wakes.fire(topics)
 
     def _following(self, change: Change) -> Iterable[Follow]:
         """What is to be done about a change, once each."""
@@ -116,27 +119,24 @@ class Noting:
         return found
 
     def note_alike(self, ends: Sequence[tuple[Change, Execution]], committed_at: int) -> None:
-        """The same for ends of ordinary work, of which the forms say it all: many are told in one hint."""
+        """The same for ends of ordinary work, of which the forms say it all."""
         if Execution in self.followers:
             self.note_all([(change, [[row]]) for change, row in ends], committed_at)
             return
         self.estimate.hear(committed_at)
-        topics: set[str] = set()
-        self._note_forms(ends, committed_at, topics)
-        self.tell(topics)
+        self._note_forms(ends, committed_at)
+        self._wake_here([change for change, _ in ends])
 
-    def _note_forms(self, ends: Sequence[tuple[Change, Execution]], committed_at: int, topics: set[str]) -> None:
+    def _note_forms(self, ends: Sequence[tuple[Change, Execution]], committed_at: int) -> None:
         forms = {change.form for change, _ in ends if change.form is not None}
         for change, row in ends:
             assert change.form is not None
             self._seen.pop(row.execution_id, None)
-            topics.add(end_topic(row.execution_id))
             self.outcomes.formed(row, change.form.event["outcome"], committed_at)
         for column, planned_at in self.planned.get(Execution, NOTHING).items():
             for form in forms:
                 if isinstance(instant := form.fields.get(column), FromNow):
                     self._note_instant(Execution, column, committed_at + instant.offset, planned_at)
-        topics.add(FEED)
 
     def _announce(self, changes: Sequence[Change]) -> None:
         """Wake the claims of this process that wait for lanes where these changes put work, so that they come along.
@@ -145,7 +145,7 @@ class Noting:
         lines before it takes sees nothing yet: it is woken when the changes are written.
         """
         for change in changes:
-            lines = {line for write in change.writes if (line := _line_of(write)) is not None}
+            lines = {line for write in change.writes if (line := line_of(write)) is not None}
             topics = [lane_topic(line.lane_id) for line in lines]
             if not any(map(self.wakes.waiting, topics)):
                 continue
@@ -160,13 +160,10 @@ class Noting:
             return False
         return not line.decided and line in known and len({one.fairness_key for one in known}) == 1
 
-    def tell(self, topics: Collection[str], *, at_once: bool = True, but_here: Set[str] = frozenset()) -> None:
-        """Wake whoever waits for these, here and in other processes; there with the next hint if that will do.
-
-        `but_here` are those that this process was told before.
-        """
-        self.wakes.fire([topic for topic in topics if topic not in but_here] if but_here else topics)
-        self._untold.update(topics)
+    def tell(self, topics: Collection[str], *, at_once: bool = True) -> None:
+        """Wake whoever waits for these, here and in other processes; there with the next hint if that will do."""
+        self.wakes.fire(topics)
+        self.commits.owed.update(topics)
         if at_once and not self._telling:
             self._telling = True
             asyncio.get_running_loop().call_soon(self._tell_others)
@@ -174,11 +171,13 @@ class Noting:
             self._late = asyncio.get_running_loop().call_later(LATER_S, self._tell_others)
 
     def _tell_others(self) -> None:
-        """One hint for everything that a turn of the loop brought about."""
+        """One hint for everything that a turn of the loop brought about, unless a commit told it meanwhile."""
         if self._late is not None:
             self._late.cancel()
-        topics, self._untold, self._telling, self._late = frozenset(self._untold), set(), False, None
-        self.store.notify(topics)
+        topics, self._telling, self._late = frozenset(self.commits.owed), False, None
+        self.commits.owed.clear()
+        if topics:
+            self.store.notify(topics)
 
     def note_line(self, line: LineKey) -> bool:
         """Know a line; True when it is news."""
@@ -210,14 +209,6 @@ class Noting:
             for taken in rows:
                 self._note_instant(Execution, column, getattr(taken, column), planned_at)
 
-    def _note_line(self, line: LineKey | None, topics: set[str]) -> None:
-        if line is None:
-            return
-        self.note_line(line)
-        topics.add(lane_topic(line.lane_id))
-        if line.decided:
-            self._decided_lanes.add(line.lane_id)
-
     def _note_sheet(
         self, execution_id: str, fields: dict[str, Any], revision: int, rows: Rows, committed_at: int
     ) -> None:
@@ -240,14 +231,6 @@ class Noting:
         seen[row.execution_id] = row
         if len(seen) > SEEN_LIMIT:
             del seen[next(iter(seen))]
-
-
-def _line_of(write: Write) -> LineKey | None:
-    """The line that a write puts an execution into."""
-    row: Any = write.row
-    if type(write) is Patch:
-        return write.fields.get("line") if row is Execution else None
-    return row.line if type(row) is Execution else None
 
 
 def first(rows: Sequence[Any]) -> Any:

@@ -24,7 +24,6 @@ from flowfabric.handles import Handle
 from flowfabric.model.execution import Execution
 from flowfabric.model.stream import Frame, FrameKind, FrameMode, Stream, Summary
 from flowfabric.rules import frames, limits, streams
-from flowfabric.rules.change import Change, Patch, Put
 from flowfabric.rules.frames import Position, StreamPage, SummaryView
 from flowfabric.rules.lease import Fence
 from flowfabric.rules.streams import Appended, BestEffort, FrameArgs
@@ -167,15 +166,6 @@ class Streams(Core):
         """Wait until every frame that was handed in is written or refused."""
         while tasks := [writer.task for writer in self.writers.values() if writer.task is not None]:
             await asyncio.wait(tasks)
-
-    def follow_streams(self, change: Change, _: object) -> None:
-        """Wake those who wait for frames, or for the end of them."""
-        for write in change.writes:  # compared by type: this runs for every change
-            if type(write) is Put:
-                if type(write.row) is Stream:
-                    self.tell({stream_topic(write.row.execution_id)})
-            elif type(write) is Patch and write.row is Stream:
-                self.tell({stream_topic(write.key[0])})
 
     # -- read -----------------------------------------------------------------------------------------------------
 

@@ -1,9 +1,14 @@
-"""Hints: "look now". Losing one costs at most a poll interval."""
+"""Hints: "look now", and what a change has to tell. Losing one costs at most a poll interval."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from typing import Any
+
+from flowfabric.model.execution import Execution, LineKey
+from flowfabric.model.stream import Stream
+from flowfabric.rules.change import Change, Patch, Write
 
 
 class Wakes:
@@ -11,6 +16,10 @@ class Wakes:
 
     def __init__(self) -> None:
         self._waiters: dict[str, set[asyncio.Future[None]]] = {}
+
+    def __bool__(self) -> bool:
+        """Whether anyone waits for anything."""
+        return bool(self._waiters)
 
     def fire(self, topics: Iterable[str]) -> None:
         """Wake everyone who waits for one of these."""
@@ -76,3 +85,33 @@ def due_topic(row: type, column: str) -> str:
 
 FEED = "feed"
 LANE = "lane:"
+
+
+def line_of(write: Write) -> LineKey | None:
+    """The line that a write puts an execution into."""
+    row: Any = write.row
+    if type(write) is Patch:
+        return write.fields.get("line") if row is Execution else None
+    return row.line if type(row) is Execution else None
+
+
+def topics_of(changes: Iterable[Change]) -> set[str]:
+    """What there is to look at once these changes are written."""
+    topics: set[str] = set()
+    for change in changes:
+        for write in change.writes:  # compared by type: this runs for every change
+            row: Any = write.row
+            if (line := line_of(write)) is not None:
+                topics.add(lane_topic(line.lane_id))
+            elif row is Stream and type(write) is Patch:
+                topics.add(stream_topic(write.key[0]))
+            elif type(row) is Stream:
+                topics.add(stream_topic(row.execution_id))
+        if change.form is not None:
+            topics.add(FEED)
+            topics.add(end_topic(change.guards[0].key[0]))
+        for event in change.events:
+            topics.add(FEED)
+            if event.outcome is not None:
+                topics.add(end_topic(event.execution_id))
+    return topics

@@ -276,10 +276,11 @@ class Store(Protocol):
         """The same if it can be had in less time than it takes to wait for it; else None, whatever the reason."""
         ...
 
-    async def commit(self, changes: Sequence[Change]) -> list[int | None]:
+    async def commit(self, changes: Sequence[Change], hint: frozenset[str] = frozenset()) -> list[int | None]:
         """Per change: the commit's time when all its guards held and all was written, None when nothing was.
 
-        No two changes of one call guard or write the same root.
+        No two changes of one call guard or write the same root. When something was written, other processes are told
+        to look at the topics of `hint`, as by `notify`: with the commit or right after it, as suits the store.
         """
         ...
 

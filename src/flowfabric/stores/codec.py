@@ -109,13 +109,13 @@ def encode_column(values: Sequence[Any], line_of: LineOf, now: int) -> Sequence[
         if str in kinds and "\0" in "".join(filter(None, values)):
             raise Unstorable("a text contains NUL")
         return values
-    if kinds <= _PLAIN:
+    if kinds <= PLAIN:
         return values
     if FromNow in kinds:
         values = [value.offset + now if type(value) is FromNow else value for value in values]
     elif all(issubclass(kind, Enum) for kind in kinds):
         return [*map(CODES.__getitem__, map(id, values))]
-    return [value if type(value) in _PLAIN else encode(value, line_of) for value in values]
+    return [value if type(value) in PLAIN else encode(value, line_of) for value in values]
 
 
 def encode_row(values: Sequence[Any], line_of: LineOf, now: int) -> list[Any]:
@@ -136,12 +136,12 @@ def encode_row(values: Sequence[Any], line_of: LineOf, now: int) -> list[Any]:
 
 _TEXT = frozenset({str, type(None)})
 _BARE = frozenset({int, type(None), bytes, bool, float})
-_PLAIN = _TEXT | _BARE
+PLAIN = _TEXT | _BARE  # types whose values every column of theirs keeps as they are
 
 
 def encode(value: Any, line_of: LineOf) -> Any:
     """One value as its column keeps it."""
-    if type(value) in _PLAIN:
+    if type(value) in PLAIN:
         return value
     if type(value) is LineKey:
         return line_of(value)

@@ -183,7 +183,7 @@ class MemoryStore:
     def peek(self, wants: Sequence[Want]) -> Loaded | None:
         return None
 
-    async def commit(self, changes: Sequence[Change]) -> list[int | None]:
+    async def commit(self, changes: Sequence[Change], hint: frozenset[str] = frozenset()) -> list[int | None]:
         with self._lock:
             now = self._clock()
             lines = len(self._lines)
@@ -209,6 +209,8 @@ class MemoryStore:
             for change, accepted in zip(changes, verdicts, strict=True):
                 if accepted:
                     self._tell(change.events, now)
+            if hint and any(verdicts):
+                self.notify(hint)
             return [now if accepted else None for accepted in verdicts]
 
     async def take(self, take: Take) -> Taken:

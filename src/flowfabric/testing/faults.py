@@ -154,8 +154,8 @@ class FlakyStore:
     async def load(self, wants: Sequence[Want]) -> Loaded:
         return await self._sent("load", lambda: self.inner.load(wants))
 
-    async def commit(self, changes: Sequence[Change]) -> list[int | None]:
-        return await self._sent("commit", lambda: self.inner.commit(changes))
+    async def commit(self, changes: Sequence[Change], hint: frozenset[str] = frozenset()) -> list[int | None]:
+        return await self._sent("commit", lambda: self.inner.commit(changes, hint))
 
     async def take(self, take: Take) -> Taken:
         return await self._sent("take", lambda: self.inner.take(take))

@@ -15,9 +15,10 @@ Most batches are written by one statement. Two kinds are not:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from operator import itemgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec.structs import astuple
@@ -49,6 +50,7 @@ from flowfabric.stores.postgres.sql import Row
 from flowfabric.stores.rows import TABLE
 
 Values = list[Any]
+S = TypeVar("S", bound=tuple[Any, ...])
 
 MOST_EVENTS = 65536  # of a batch: its place in the feed leaves this much room
 
@@ -176,16 +178,21 @@ def _written(writes: list[tuple[int, int, Write]], habits: Habits) -> list[tuple
             new: Any = write.row
             rows.setdefault((type(new), type(write) is Put), []).append((no, change_id, new))
     found: list[tuple[Writes, Values]] = []
-    for (row, width), starts in sorted(deletes.items(), key=_by_name):
+    for (row, width), starts in _in_turn(deletes):
         numbers, *columns = zip(*starts, strict=True)
         types = KEY_TYPES[row][:width]
         known = habits.learn((row, width), types, numbers, columns, listed=0 if width else None)
         found.append((Deleted(row, width, *known[:2]), known[2]))
-    for (row, names, unless), given in sorted(patches.items(), key=_by_name):
+    for (row, names, unless), given in _in_turn(patches):
         found.append(_patched(row, names, unless, given, habits))
-    for (row, put), inserts in sorted(rows.items(), key=_by_name):
+    for (row, put), inserts in _in_turn(rows):
         found.append(_inserted(row, put, inserts, habits))
     return found
+
+
+def _in_turn(shapes: dict[S, list[Any]]) -> Iterable[tuple[S, list[Any]]]:
+    """The shapes of a batch in an order that does not depend on that of its changes."""
+    return sorted(shapes.items(), key=_by_name) if len(shapes) > 1 else shapes.items()
 
 
 def _by_name(item: tuple[tuple[Any, ...], Any]) -> tuple[Any, ...]:
@@ -196,17 +203,23 @@ def _by_name(item: tuple[tuple[Any, ...], Any]) -> tuple[Any, ...]:
 def _patched(
     row: Row, names: tuple[str, ...], unless: str | None, given: list[tuple[Any, ...]], habits: Habits
 ) -> tuple[Writes, Values]:
+    columns, types = _columns_of_patch(row, names)
+    numbers, keys, fields, ids = zip(*given, strict=True)
+    cells = [*zip(*keys, strict=True), *zip(*fields, strict=True)]
+    if len(columns) > len(names):
+        cells.append(ids)
+    counted, habit, values = habits.learn((row, names, unless), types, numbers, cells)
+    return Patched(row, columns, unless, counted, habit), values
+
+
+@lru_cache(maxsize=1000)
+def _columns_of_patch(row: Row, names: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The columns that a patch of these fields sets, a root's revision among them, and the types of key and columns."""
     kinds = COLUMN_TYPES[row]
     if unknown := set(names) - kinds.keys():
         raise Unstorable(f"{TABLE[row].name} has no column {sorted(unknown)}")
-    numbers, keys, fields, ids = zip(*given, strict=True)
-    columns = dict(zip(names, zip(*fields, strict=True), strict=True))
-    if CODEC[row].revision_place is not None:
-        columns["revision"] = ids
-    types = KEY_TYPES[row] + tuple(kinds[name] for name in columns)
-    cells = [*zip(*keys, strict=True), *columns.values()]
-    counted, habit, values = habits.learn((row, names, unless), types, numbers, cells)
-    return Patched(row, tuple(columns), unless, counted, habit), values
+    columns = names if CODEC[row].revision_place is None else (*names, "revision")
+    return columns, KEY_TYPES[row] + tuple(kinds[name] for name in columns)
 
 
 def _inserted(row: Row, put: bool, new: list[tuple[int, int, Any]], habits: Habits) -> tuple[Writes, Values]:

@@ -32,19 +32,24 @@ from flowfabric.stores.postgres.batch import Batch
 from flowfabric.stores.postgres.links import in_transaction
 from flowfabric.stores.postgres.pieces import Formed, Guards, Told, Writes
 from flowfabric.stores.postgres.sql import Parameters
+from flowfabric.stores.postgres.wake import CHANNEL
 
 CLOCK = "coalesce({given}, floor(extract(epoch from clock_timestamp()) * 1000)::bigint)"
 # Numbered only when all locks are held, since it asks for the verdict.
 BATCH = "batch as (insert into ff_batch (at) select now from verdict where true = any (yes) returning batch_id)"
+HINT = f", case when {{hint}} is not null and true = any (yes) then pg_notify('{CHANNEL}', {{hint}}) end"
 MOST_WORDINGS = 1000
 
 _wordings: dict[tuple[Any, ...], str] = {}
 
 
-async def commit(connection: Any, batch: Batch, clock: int | None) -> tuple[int, list[bool]]:
-    """Judge and write the batch; the commit's time and the verdicts, in the order of the changes."""
+async def commit(connection: Any, batch: Batch, clock: int | None, hint: str | None = None) -> tuple[int, list[bool]]:
+    """Judge and write the batch; the commit's time and the verdicts, in the order of the changes.
+
+    A hint goes out to those who listen at the instant of the commit, if anything was written.
+    """
     if batch.in_steps:
-        return await in_transaction(connection, lambda inside: _commit_in_steps(inside, batch, clock))
+        return await in_transaction(connection, lambda inside: _commit_in_steps(inside, batch, clock, hint))
     pieces = [*batch.guards, *batch.rounds[0]]
     arrays = [array for _, arrays in pieces for array in arrays]
     if batch.told is not None:
@@ -54,14 +59,16 @@ async def commit(connection: Any, batch: Batch, clock: int | None) -> tuple[int,
         tuple(piece for piece, _ in batch.rounds[0]),
         batch.told and batch.told[0],
     )
-    answer = await connection.fetchrow(words, clock, *arrays)
+    answer = await connection.fetchrow(words, clock, *arrays, hint)
     return answer["now"], answer["yes"]
 
 
-async def _commit_in_steps(connection: Any, batch: Batch, clock: int | None) -> tuple[int, list[bool]]:
+async def _commit_in_steps(
+    connection: Any, batch: Batch, clock: int | None, hint: str | None
+) -> tuple[int, list[bool]]:
     arrays = [array for _, given in batch.guards for array in given]
     words = _words(tuple(guard for guard, _ in batch.guards), (), None)
-    answer = await connection.fetchrow(words, clock, *arrays)
+    answer = await connection.fetchrow(words, clock, *arrays, hint)
     now, yes = answer["now"], answer["yes"]
     told = batch.told
     for pieces in batch.rounds:
@@ -101,7 +108,8 @@ def compose(guards: Sequence[Guards] | None, writes: Sequence[Writes], told: Tol
             parts.append(piece.then(name, parameters))
     if told is not None:
         parts.append(told.words(parameters))
-    return "with " + ",\n".join(parts) + "\nselect now, yes from verdict"
+    hinted = "" if guards is None else HINT.format(hint=parameters.one("text"))
+    return "with " + ",\n".join(parts) + f"\nselect now, yes{hinted} from verdict"
 
 
 def _verdict(guards: Sequence[Guards], parameters: Parameters) -> list[str]:

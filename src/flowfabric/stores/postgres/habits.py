@@ -17,7 +17,7 @@ from typing import Any
 
 from flowfabric.rules.change import FromNow
 from flowfabric.stores.base import Unstorable
-from flowfabric.stores.codec import LineOf, encode
+from flowfabric.stores.codec import PLAIN, LineOf, encode
 from flowfabric.stores.postgres.sql import Parameters
 
 # The habit of a column is a sum of these; nothing at all when no row sets it.
@@ -82,9 +82,18 @@ class Habits:
         if known[0] or any(map(ne, numbers, count(1))):
             known[0] = NUMBERS
             lists.append(" ".join(map(str, numbers)))
+        alone = len(numbers) == 1
         for place, values in enumerate(columns, start=1):
             habit = known[place]
             first = values[0]
+            if alone and habit < DIFFER:  # most columns of most changes at low load, so without detours
+                if first is None:
+                    if habit:
+                        single.append(None)
+                    continue
+                if habit == VALUES and type(first) in PLAIN:
+                    single.append(first)
+                    continue
             if not habit & DIFFER and values.count(first) == len(values):
                 if first is None:
                     if habit:

@@ -79,7 +79,7 @@ class PostgresStore:
     def peek(self, wants: Sequence[Want]) -> Loaded | None:
         return None
 
-    async def commit(self, changes: Sequence[Change]) -> list[int | None]:
+    async def commit(self, changes: Sequence[Change], hint: frozenset[str] = frozenset()) -> list[int | None]:
         if not changes:
             return []
         await self._lines.add({line for change in changes for line in change.lines})
@@ -88,7 +88,10 @@ class PostgresStore:
         except UnknownLine:
             await self._lines.add(lines_of(changes))
             batch = Batch(changes, self._habits)
-        now, yes = await self._links.write(lambda connection: commit(connection, batch, self._now()))
+        with self._wake.along(hint) as carried:
+            now, yes = await self._links.write(lambda connection: commit(connection, batch, self._now(), carried))
+        if hint and carried is None and True in yes:
+            self._wake.send(hint)
         return [now if accepted else None for accepted in yes]
 
     async def within(self, connection: Any) -> Within:

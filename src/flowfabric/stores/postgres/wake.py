@@ -1,17 +1,24 @@
-"""Hints between processes: LISTEN and NOTIFY, on a connection beside the others.
+"""Hints between processes: LISTEN and NOTIFY.
 
-A hint is sent after the commit, never with it: a transaction that notifies queues behind all others that do, through
-their fsync. Hints of one moment travel together, in transactions that do not wait for the disk. Losing one costs the
-others a poll interval, so every failure here is met by trying again later, or not at all. Where LISTEN is not possible
-(a pooler), nothing is ever heard and everything else works.
+A hint that goes out with a commit is heard at the instant of that commit. But a transaction that notifies queues behind
+all others that do, through their fsync. So only a process at rest lets its commit carry the hint: one that has carried
+none for a while, longer where commits take longer, and hears few. All other hints are sent after their commits, on a
+connection beside the others: those of one moment together, in transactions that do not wait for the disk.
+
+Losing a hint costs the others a poll interval, so every failure here is met by trying again later, or not at all. Where
+LISTEN is not possible (a pooler), nothing is ever heard and everything else works.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
+from math import inf
+from secrets import token_hex
+from time import monotonic
 from typing import Any
 
 import asyncpg
@@ -22,7 +29,12 @@ from flowfabric.stores.postgres.faults import BROKEN
 from flowfabric.stores.postgres.links import Links, in_transaction
 
 CHANNEL = "ff_wake"
-MOST_BYTES = 7900  # the server refuses 8000 and more
+MOST_BYTES = 7900  # of topics; the server refuses messages of 8000 and more
+SENDER = "from:"  # begins what a message says first: who sent it
+REST_S, LONGEST_REST_S = 0.005, 0.5  # of a process between two commits that carry a hint ...
+RESTS = 5  # ... within these bounds so many times as long as such a commit took
+TURNS = 3  # of the loop, after which whoever goes on in this process because of a commit has asked for what it needs
+FEW = 3  # when so many hints, of whomever, were heard in that time, no commit carries one
 _SEND = f"select set_config('synchronous_commit', 'off', true), pg_notify('{CHANNEL}', $1)"
 
 Callback = Callable[[frozenset[str]], None]
@@ -33,7 +45,11 @@ class Wake:
 
     def __init__(self, links: Links) -> None:
         self._links = links
+        self._name = SENDER + token_hex(6)
         self._callbacks: list[Callback] = []
+        self._rest_s = REST_S
+        self._carried_at = -inf
+        self._heard_at = deque([-inf] * FEW, maxlen=FEW)
         self._unsent: set[str] = set()
         self._work = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -44,6 +60,22 @@ class Wake:
         if topics:
             self._unsent |= topics
             self._stir()
+
+    @contextmanager
+    def along(self, topics: frozenset[str]) -> Iterator[str | None]:
+        """The message that a commit shall carry, or None when the topics are to be sent after it."""
+        began = monotonic()
+        at_rest = began - max(self._carried_at, self._heard_at[0]) > self._rest_s
+        messages = list(payloads(topics, self._name)) if at_rest else []
+        if len(messages) != 1:
+            yield None
+            return
+        self._carried_at = inf  # one at a time
+        try:
+            yield messages[0]
+        finally:
+            self._carried_at = monotonic()
+            self._rest_s = min(LONGEST_REST_S, max(REST_S, RESTS * (self._carried_at - began)))
 
     def on_wake(self, callback: Callback) -> None:
         """Call back whenever another process sent something."""
@@ -76,38 +108,44 @@ class Wake:
     async def _serve(self, connection: Any) -> None:
         """Listen and send until the connection ends."""
         connection.add_termination_listener(lambda _: self._work.set())
-        hear = partial(self._heard, connection.get_server_pid())
         listening = False
         while not connection.is_closed():
             self._work.clear()
             if self._callbacks and not listening:
                 listening = True
                 with suppress(asyncpg.PostgresError):
-                    await connection.add_listener(CHANNEL, hear)
+                    await connection.add_listener(CHANNEL, self._heard)
             topics, self._unsent = self._unsent, set()
-            for payload in payloads(topics):
+            for payload in payloads(topics, self._name):
                 if self._links.cached:
                     await _notify(connection, payload)
                 else:
                     await in_transaction(connection, partial(_notify, payload=payload))
             await self._work.wait()
+            for _ in range(TURNS):
+                await asyncio.sleep(0)
 
-    def _heard(self, own: int, connection: Any, pid: int, channel: str, payload: str) -> None:
-        """A message came, perhaps one that was on its way when the connection ended."""
-        if pid == own:
-            return
+    def _heard(self, connection: Any, pid: int, channel: str, payload: str) -> None:
+        """A message came, perhaps one of our own, or one that was on its way when the connection ended."""
+        self._heard_at.append(monotonic())
         with suppress(msgspec.DecodeError):
-            topics = frozenset(msgspec.json.decode(payload, type=list[str]))
+            topics = msgspec.json.decode(payload, type=list[str])
+            if self._name in topics:
+                return
+            told = frozenset(topic for topic in topics if not topic.startswith(SENDER))
             for callback in self._callbacks:
-                callback(topics)
+                callback(told)
 
 
 async def _notify(connection: Any, payload: str) -> None:
     await connection.execute(_SEND, payload)
 
 
-def payloads(topics: Iterable[str]) -> Iterator[str]:
-    """The topics as messages that are short enough; a topic that is too long on its own is left out."""
+def payloads(topics: Iterable[str], sender: str = SENDER) -> Iterator[str]:
+    """The topics as messages that are short enough; a topic that is too long on its own is left out.
+
+    Without a sender they are for everybody, the own process as well.
+    """
     some: list[str] = []
     size = 2
     for topic in sorted(topics):
@@ -115,9 +153,9 @@ def payloads(topics: Iterable[str]) -> Iterator[str]:
         if bytes_ > MOST_BYTES:
             continue
         if some and size + bytes_ > MOST_BYTES:
-            yield msgspec.json.encode(some).decode()
+            yield msgspec.json.encode([sender, *some]).decode()
             some, size = [], 2
         some.append(topic)
         size += bytes_
     if some:
-        yield msgspec.json.encode(some).decode()
+        yield msgspec.json.encode([sender, *some]).decode()

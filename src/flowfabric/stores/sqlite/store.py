@@ -97,8 +97,11 @@ class SQLiteStore:
             return None
         return self._glance(lambda db: reading.load(db, self._lines, wants, self._clock()))
 
-    async def commit(self, changes: Sequence[Change]) -> list[int | None]:
-        return await self._writer.do(lambda db: writing.commit(db, self._lines_of_writer, changes, self._clock()))
+    async def commit(self, changes: Sequence[Change], hint: frozenset[str] = frozenset()) -> list[int | None]:
+        done = await self._writer.do(lambda db: writing.commit(db, self._lines_of_writer, changes, self._clock()))
+        if hint and any(at is not None for at in done):
+            self.notify(hint)
+        return done
 
     async def take(self, take: Take) -> Taken:
         return await self._writer.do(lambda db: writing.take(db, self._lines_of_writer, take, self._clock()))
