@@ -123,7 +123,7 @@ class Planner:
             if node.get("Relation Name") in LARGE and node["Node Type"] != "ModifyTable":
                 found.append((node["Node Type"], node["Relation Name"], node.get("Index Name")))
                 assert "Seq Scan" not in node["Node Type"], node
-                assert node.get("Index Cond") or node["Relation Name"] == "ff_batch", node
+                assert node.get("Index Cond") or node.get("TID Cond") or node["Relation Name"] == "ff_batch", node
             for child in node.get("Plans", ()):
                 walk(child)
 
@@ -139,6 +139,19 @@ def numbers(line: LineKey) -> int:
     return LINES.index(line) + 1
 
 
+async def test_a_take_of_one_line_walks_its_index_and_writes_where_it_locked(planner: Planner) -> None:
+    take = a_take(100, LINES[0])
+
+    await taking.take(planner, take, take.stamps, [1], 200, None, numbers)
+
+    assert planner.scans() == [
+        ("Index Scan", "ff_exec_core", "ff_exec_core_line"),
+        ("Tid Scan", "ff_exec_core", None),
+        ("Index Scan", "ff_payload", "ff_payload_pkey"),
+    ]
+    assert '"Sort"' not in json.dumps(planner.plans)
+
+
 async def test_a_take_walks_the_index_of_lines(planner: Planner) -> None:
     take = a_take(100, *LINES)
 
@@ -147,7 +160,7 @@ async def test_a_take_walks_the_index_of_lines(planner: Planner) -> None:
     assert planner.scans() == [
         ("Index Scan", "ff_exec_core", "ff_exec_core_line"),
         ("Index Scan", "ff_exec_core", planner.scans()[1][2]),
-        ("Index Scan", "ff_exec_core", "ff_exec_core_pkey"),
+        ("Tid Scan", "ff_exec_core", None),
         ("Index Scan", "ff_payload", "ff_payload_pkey"),
     ]
 
@@ -155,14 +168,15 @@ async def test_a_take_walks_the_index_of_lines(planner: Planner) -> None:
 async def test_a_take_of_many_lines_walks_the_index_of_lines(planner: Planner) -> None:
     take = a_take(100, *(LineKey("mail", f"{number}") for number in range(taking.MANY + 1)))
 
-    await taking.take(planner, take, take.stamps, [1, 2], 200, None, numbers)
+    await taking.take(planner, take, take.stamps, list(range(taking.MANY + 1)), 200, None, numbers)
 
     assert [index for _, _, index in planner.scans()][:2] == ["ff_exec_core_line"] * 2
 
 
-async def test_a_take_reads_few_pages_whatever_the_table_holds(planner: Planner, large: str) -> None:
+@pytest.mark.parametrize("lines", [[1], [1, 2]], ids=["one line", "two lines"])
+async def test_a_take_reads_few_pages_whatever_the_table_holds(planner: Planner, lines: list[int]) -> None:
     take = a_take(100, *LINES)
-    words = taking.claim(take).words
+    words = taking.claim(take, lines).words
 
     class Analyst(Planner):
         async def fetch(self, words: str, *values: Any) -> list[Any]:
@@ -173,7 +187,7 @@ async def test_a_take_reads_few_pages_whatever_the_table_holds(planner: Planner,
             return []
 
     analyst = Analyst(planner.connection)
-    await taking.take(analyst, take, take.stamps, [1, 2], 200, None, numbers)
+    await taking.take(analyst, take, take.stamps, lines, 200, None, numbers)
 
     (plan,) = analyst.plans
     assert plan["Shared Hit Blocks"] + plan["Shared Read Blocks"] < 50 * 100, words

@@ -1,29 +1,17 @@
 -- name: take
 -- Claim the first rows of some lines: at most one a stamp, best rank first, then by id.
 --
--- The heads of the lines are read without locks, some more than wanted. They are locked in rank order, one by one,
--- passing over what someone else holds, until enough are locked; a locked row is asked again whether it still stands
--- there. `becomes` is what every taken row gets; no state is named here.
+-- Rows are locked in the order of the lines, one by one, passing over what someone else holds, until enough are locked;
+-- a locked row is asked again whether it still stands there. It is written at the `spot` where it was locked, which
+-- costs no second search. A row that someone changed between this statement's snapshot and its lock has its spot where
+-- the snapshot sees nothing: it is passed over, too. `becomes` is what every taken row gets; no state is named here.
 --
--- Answers with the time, the number of heads that were seen, and the rows as they are now with their payloads, in no
+-- Answers with the time, whether a second look might find more, and the rows as they are now with their payloads, in no
 -- order; with one row of nothing when nothing was taken. Columns that the caller has just given it does not hear back.
 with clock as materialized (select {clock} as now),
-{heads},
-locked as materialized (
-    select head.rank, held.execution_id
-      from heads head
-     cross join lateral (
-           select e.execution_id
-             from ff_exec_core e
-            where e.execution_id = head.execution_id
-              and e.line = head.line
-              and e.rank = head.rank
-              and (e.granted_until is null or e.granted_until <= (select now from clock))
-              for update skip locked) held
-     limit cardinality(:revisions::bigint[])
-),
+{locked},
 stamped as materialized (
-    select execution_id, row_number() over (order by rank, execution_id)::int as place from locked
+    select spot, place::int from unnest(array(select spot from locked)) with ordinality as s (spot, place)
 ),
 taken as (
     update ff_exec_core e
@@ -47,11 +35,11 @@ taken as (
            last_mutation_at = c.now,
            revision = (:revisions)[s.place]
       from stamped s, clock c
-     where e.execution_id = s.execution_id
+     where e.ctid = s.spot
  returning s.place, {columns}
 ),
 batch as (
-    insert into ff_batch (at) select now from clock where exists (select 1 from stamped) returning batch_id
+    insert into ff_batch (at) select now from clock where exists (select 1 from taken) returning batch_id
 ),
 events as (
     insert into ff_event (batch_id, ord, execution_id, namespace, tags, flow_id, lease, lease_id, lease_epoch,
@@ -61,11 +49,40 @@ events as (
            case when t.attempt_resumed_at is not null then 'claim_resumed' end
       from batch b, taken t
 )
-select c.now, (select count(*) from heads) as seen, t.*, {payload}
+select c.now, {more}(select count(*) from stamped) > (select count(*) from taken) as more, t.*, {payload}
   from clock c
   left join taken t on true
   left join lateral (
        select * from ff_payload p where p.execution_id = t.execution_id offset 0) p on true;
+
+-- name: locked_in_one
+-- The best rows of one line: the index of lines has them in order.
+locked as materialized (
+    select e.ctid as spot
+      from ff_exec_core e
+     where e.line = (:lines::int[])[1]
+       and (e.granted_until is null or e.granted_until <= (select now from clock))
+     order by e.rank, e.execution_id
+     limit cardinality(:revisions::bigint[])
+       for update skip locked
+);
+
+-- name: locked_in_some
+-- The heads of several lines are read without locks, some more than wanted.
+{heads},
+locked as materialized (
+    select held.spot
+      from heads head
+     cross join lateral (
+           select e.ctid as spot
+             from ff_exec_core e
+            where e.execution_id = head.execution_id
+              and e.line = head.line
+              and e.rank = head.rank
+              and (e.granted_until is null or e.granted_until <= (select now from clock))
+              for update skip locked) held
+     limit cardinality(:revisions::bigint[])
+);
 
 -- name: heads_of_few
 -- The best rows of some lines: the first of each line, through the index of lines, merged.
