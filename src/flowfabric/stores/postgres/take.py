@@ -14,6 +14,7 @@ from flowfabric.model.execution import Execution, Payload
 from flowfabric.stores.base import Held, Stamp, Take
 from flowfabric.stores.codec import CODEC, LineAt, LineOf, encode
 from flowfabric.stores.postgres.commit import CLOCK
+from flowfabric.stores.postgres.pieces import NUMBER, POINTER
 from flowfabric.stores.postgres.sql import column_type, numbered, pieces, quoted
 from flowfabric.stores.taking import PAYLOAD, heard, taken
 
@@ -39,6 +40,8 @@ class Claim:
             clock=_NOW,
             locked=_part("locked_in_one") if one else _part("locked_in_some").format(heads=_part(f"heads_of_{lines}")),
             more="" if one else "(select count(*) from heads) = :reach or ",
+            number=NUMBER,
+            told=POINTER.format(row="e"),
             becomes="".join(f'"{name}" = :value_{name}::{column_type(columns[name])}, ' for name in becomes),
             columns=quoted(heard(becomes), "e."),
             payload=quoted(PAYLOAD, "p."),
@@ -99,7 +102,7 @@ async def take(
 
 
 _RENEW = numbered(
-    _STATEMENTS["renew"].format(clock=_NOW),
+    _STATEMENTS["renew"].format(clock=_NOW, number=NUMBER),
     ("clock", "places", "execution_ids", "attempt_indexes", "attempt_ids", "lease_ids", "lease_epochs", "ttls"),
 )
 

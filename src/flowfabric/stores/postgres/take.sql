@@ -13,6 +13,7 @@ with clock as materialized (select {clock} as now),
 stamped as materialized (
     select spot, place::int from unnest(array(select spot from locked)) with ordinality as s (spot, place)
 ),
+number as materialized ({number} where exists (select 1 from stamped)),
 taken as (
     update ff_exec_core e
        set {becomes}lease_id = (:lease_ids::text[])[s.place],
@@ -33,21 +34,23 @@ taken as (
            attempt_timeout_at = c.now + e.next_timeout_ms,
            last_transition_at = c.now,
            last_mutation_at = c.now,
-           revision = (:revisions)[s.place]
+           revision = (:revisions)[s.place],
+           told = {told}
       from stamped s, clock c
      where e.ctid = s.spot
  returning s.place, {columns}
 ),
 batch as (
-    insert into ff_batch (at) select now from clock where exists (select 1 from taken) returning batch_id
-),
-events as (
-    insert into ff_event (batch_id, ord, execution_id, namespace, tags, flow_id, lease, lease_id, lease_epoch,
-                          attempt_id, attempt_index, worker_id, worker_instance_id, reason)
-    select b.batch_id, t.place - 1, t.execution_id, t.namespace, t.tags, t.flow_id, 'acquired',
-           (:lease_ids)[t.place], t.lease_epoch, t.attempt_id, t.attempt_index, :worker_id, :worker_instance_id,
-           case when t.attempt_resumed_at is not null then 'claim_resumed' end
-      from batch b, taken t
+    insert into ff_batch (batch_id, at, events)
+    select n.batch_id, c.now, array(
+           select row(t.execution_id, t.namespace, t.tags, t.flow_id, 'acquired', (:lease_ids)[t.place], t.lease_epoch,
+                      t.attempt_id, t.attempt_index, :worker_id, :worker_instance_id,
+                      case when t.attempt_resumed_at is not null then 'claim_resumed' end,
+                      null, null, null, null)::ff_told
+             from taken t
+            order by t.place)
+      from number n, clock c
+     where exists (select 1 from taken)
 )
 select c.now, {more}(select count(*) from stamped) > (select count(*) from taken) as more, t.*, {payload}
   from clock c
@@ -134,7 +137,8 @@ heads as materialized (
 
 -- name: renew
 -- Move the end of leases that are in force and match in everything; per lease, by its place, the new end.
--- The rows are locked in the order in which they are given, by id; the clock is read when all locks are held.
+-- The rows are locked in the order in which they are given, by id; the clock is read when all locks are held. Where it
+-- is told stands beside the row, not in it: a row that is renewed for days shall not grow.
 with held as materialized (
     select given.place, given.ttl, e.*
       from unnest(:places::int[], :execution_ids::text[], :attempt_indexes::bigint[], :attempt_ids::text[],
@@ -161,14 +165,20 @@ renewed as (
       from live l
      where e.execution_id = l.execution_id
 ),
+number as materialized ({number} where exists (select 1 from live)),
 batch as (
-    insert into ff_batch (at) select now from clock where exists (select 1 from live) returning batch_id
+    insert into ff_batch (batch_id, at, events)
+    select n.batch_id, c.now, array(
+           select row(l.execution_id, l.namespace, l.tags, l.flow_id, 'renewed', l.lease_id, l.lease_epoch,
+                      l.attempt_id, l.attempt_index, l.worker_id, l.worker_instance_id,
+                      null, null, null, null, null)::ff_told
+             from live l
+            order by l.place)
+      from number n, clock c
 ),
-events as (
-    insert into ff_event (batch_id, ord, execution_id, namespace, tags, flow_id, lease, lease_id, lease_epoch,
-                          attempt_id, attempt_index, worker_id, worker_instance_id)
-    select b.batch_id, l.place, l.execution_id, l.namespace, l.tags, l.flow_id, 'renewed', l.lease_id, l.lease_epoch,
-           l.attempt_id, l.attempt_index, l.worker_id, l.worker_instance_id
-      from batch b, live l
+pointers as (
+    insert into ff_told_in (execution_id, batch_id)
+    select l.execution_id, n.batch_id from live l, number n
+    on conflict do nothing
 )
 select place, until from live;
