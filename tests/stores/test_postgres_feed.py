@@ -22,9 +22,12 @@ from tests.stores.samples import change, event, execution, write
 
 # A batch as any process commits it, with one event of the given execution.
 BATCH = """
-with batch as (insert into ff_batch (at) values (0) returning batch_id)
-insert into ff_event (batch_id, ord, execution_id, namespace, lease)
-select batch_id, 0, '{}', 'default', 'told' from batch
+with batch as (
+    insert into ff_batch (at, events)
+    values (0, array[(jsonb_populate_record(null::ff_told,
+        jsonb_build_object('execution_id', '{0}', 'namespace', 'default', 'lease', 'told')))])
+    returning batch_id)
+insert into ff_told_in (execution_id, batch_id) select '{0}', batch_id from batch
 """
 
 
@@ -84,7 +87,7 @@ async def test_two_batches_about_one_row_are_told_in_the_order_of_their_commits(
     )
     commit = asyncio.create_task(pg.commit([second]))
     await rival.blocks()
-    await rival.connection.execute(BATCH.format("a").replace("told", "first"))
+    await rival.connection.execute(BATCH.format("a").replace("'told'", "'first'"))
     await rival.end()
 
     assert await commit != [None]
@@ -145,12 +148,9 @@ async def test_numberers_wait_for_each_other(pg: PostgresStore, rival: Rival) ->
 
 async def test_more_than_one_helping_of_batches_is_numbered(pg: PostgresStore, rival: Rival) -> None:
     await rival.connection.execute(
-        "insert into ff_batch (at) select 0 from generate_series(1, 2500)",
+        "insert into ff_batch (at, events) select 0, '{}' from generate_series(1, 2500)",
     )
-    await rival.connection.execute(
-        "insert into ff_event (batch_id, ord, execution_id, namespace, operator)"
-        " select max(batch_id), 0, 'a', 'default', 'paused' from ff_batch"
-    )
+    await write(pg, events=[event("a", operator="paused")])
 
     end = await pg.feed_end()
     page = await pg.feed(Topic.OPERATOR, 0, 10)  # a long way without an event of this topic

@@ -59,9 +59,14 @@ select md5(n::text), 7, 'default', 'mail', 0, n, n, n, 1, 0, 0, 1, 0, 1, 0, 0, 0
 insert into ff_payload (execution_id, execution_kind, creator_identity)
 select execution_id, 'task', 'me' from ff_exec_core;
 insert into ff_result (execution_id, payload) select execution_id, 'done' from ff_exec_core where line is null;
-insert into ff_batch (at, position) select n, nullif(n, 20001) from generate_series(1, 20001) n;
-insert into ff_event (batch_id, ord, execution_id, namespace, lease)
-select n / 10, n % 10, md5((n % 500)::text), 'default', 'acquired' from generate_series(0, 200000) n;
+insert into ff_batch (at, position, events)
+select n, nullif(n, 20001), array(
+       select (jsonb_populate_record(null::ff_told, jsonb_build_object(
+                'execution_id', md5(((10 * n + m) % 500)::text), 'namespace', 'default', 'lease', 'acquired')))
+         from generate_series(0, 9) m)
+  from generate_series(1, 20001) n;
+insert into ff_told_in (batch_id, execution_id)
+select b.batch_id, e.execution_id from ff_batch b cross join lateral unnest(b.events) e;
 analyze;
 """
 
@@ -87,7 +92,7 @@ async def planner(large: str, request: pytest.FixtureRequest) -> AsyncIterator[P
     await connection.close()
 
 
-LARGE = ("ff_exec_core", "ff_payload", "ff_result", "ff_event", "ff_batch")
+LARGE = ("ff_exec_core", "ff_payload", "ff_result", "ff_told_in", "ff_batch")
 
 
 class Planner:
@@ -123,7 +128,8 @@ class Planner:
             if node.get("Relation Name") in LARGE and node["Node Type"] != "ModifyTable":
                 found.append((node["Node Type"], node["Relation Name"], node.get("Index Name")))
                 assert "Seq Scan" not in node["Node Type"], node
-                assert node.get("Index Cond") or node["Relation Name"] == "ff_batch", node
+                by_key = {"Index Cond", "Recheck Cond", "TID Cond"} & node.keys()
+                assert by_key or node["Relation Name"] == "ff_batch", node
             for child in node.get("Plans", ()):
                 walk(child)
 
@@ -139,6 +145,19 @@ def numbers(line: LineKey) -> int:
     return LINES.index(line) + 1
 
 
+async def test_a_take_of_one_line_walks_its_index_and_writes_where_it_locked(planner: Planner) -> None:
+    take = a_take(100, LINES[0])
+
+    await taking.take(planner, take, take.stamps, [1], 200, None, numbers)
+
+    assert planner.scans() == [
+        ("Index Scan", "ff_exec_core", "ff_exec_core_line"),
+        ("Tid Scan", "ff_exec_core", None),
+        ("Index Scan", "ff_payload", "ff_payload_pkey"),
+    ]
+    assert '"e.rank"' not in json.dumps(planner.plans)  # the line is not sorted: the index has it in order
+
+
 async def test_a_take_walks_the_index_of_lines(planner: Planner) -> None:
     take = a_take(100, *LINES)
 
@@ -147,7 +166,7 @@ async def test_a_take_walks_the_index_of_lines(planner: Planner) -> None:
     assert planner.scans() == [
         ("Index Scan", "ff_exec_core", "ff_exec_core_line"),
         ("Index Scan", "ff_exec_core", planner.scans()[1][2]),
-        ("Index Scan", "ff_exec_core", "ff_exec_core_pkey"),
+        ("Tid Scan", "ff_exec_core", None),
         ("Index Scan", "ff_payload", "ff_payload_pkey"),
     ]
 
@@ -155,14 +174,15 @@ async def test_a_take_walks_the_index_of_lines(planner: Planner) -> None:
 async def test_a_take_of_many_lines_walks_the_index_of_lines(planner: Planner) -> None:
     take = a_take(100, *(LineKey("mail", f"{number}") for number in range(taking.MANY + 1)))
 
-    await taking.take(planner, take, take.stamps, [1, 2], 200, None, numbers)
+    await taking.take(planner, take, take.stamps, list(range(taking.MANY + 1)), 200, None, numbers)
 
     assert [index for _, _, index in planner.scans()][:2] == ["ff_exec_core_line"] * 2
 
 
-async def test_a_take_reads_few_pages_whatever_the_table_holds(planner: Planner, large: str) -> None:
+@pytest.mark.parametrize("lines", [[1], [1, 2]], ids=["one line", "two lines"])
+async def test_a_take_reads_few_pages_whatever_the_table_holds(planner: Planner, lines: list[int]) -> None:
     take = a_take(100, *LINES)
-    words = taking.claim(take).words
+    words = taking.claim(take, lines).words
 
     class Analyst(Planner):
         async def fetch(self, words: str, *values: Any) -> list[Any]:
@@ -173,7 +193,7 @@ async def test_a_take_reads_few_pages_whatever_the_table_holds(planner: Planner,
             return []
 
     analyst = Analyst(planner.connection)
-    await taking.take(analyst, take, take.stamps, [1, 2], 200, None, numbers)
+    await taking.take(analyst, take, take.stamps, lines, 200, None, numbers)
 
     (plan,) = analyst.plans
     assert plan["Shared Hit Blocks"] + plan["Shared Read Blocks"] < 50 * 100, words
@@ -247,14 +267,22 @@ async def test_a_load_finds_its_rows_by_key(planner: Planner) -> None:
     assert {index for _, _, index in planner.scans()} == {"ff_exec_core_pkey", "ff_payload_pkey", "ff_result_pkey"}
 
 
-async def test_the_feed_and_the_history_walk_their_indexes(planner: Planner) -> None:
+async def test_the_feed_walks_its_batches_in_order(planner: Planner) -> None:
     await planner.explain(feed.statement("read", Topic.LEASE), 4)
+
+    assert {index for _, _, index in planner.scans()} == {"ff_batch_position", "ff_batch_unnumbered"}
+    assert '"Sort"' not in json.dumps(planner.plans)  # which would read all batches of a window for a short page
+
+
+async def test_a_history_goes_where_its_execution_points(planner: Planner) -> None:
     await planner.explain(feed.statement("history", Topic.LEASE), 2)
 
-    assert {index for _, _, index in planner.scans()} == {
-        "ff_batch_position",
-        "ff_batch_unnumbered",
-        "ff_batch_pkey",
-        "ff_event_pkey",
-        "ff_event_execution_id",
-    }
+    assert {table for _, table, _ in planner.scans()} == {"ff_exec_core", "ff_told_in", "ff_batch"}
+    assert all(f'"{index}"' in json.dumps(planner.plans) for index in ("ff_told_in_pkey", "ff_batch_pkey"))
+
+
+async def test_what_points_to_trimmed_batches_is_found_by_key(planner: Planner) -> None:
+    await planner.explain(feed.TRIM, 3)
+
+    assert ("Tid Scan", "ff_told_in", None) in planner.scans()
+    assert {index for kind, _, index in planner.scans() if "Index" in kind} >= {"ff_told_in_pkey", "ff_batch_position"}

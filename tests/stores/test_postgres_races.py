@@ -316,15 +316,17 @@ class TestATake:
 
     async def test_does_not_wait_for_another_one(self, pg: PostgresStore, rival: Rival) -> None:
         await line_up(pg, waiting("a", 0), waiting("b", 1))
-        await rival.begin("lock table ff_batch in exclusive mode")
+        await rival.begin(
+            "insert into ff_batch (batch_id, at, events) select nextval('ff_batch_batch_id_seq') + 1, 0, '{}'"
+        )
         first = asyncio.create_task(pg.take(a_take(1, prefix="first-")))
-        await rival.blocks()  # it has taken "a", and waits to tell
+        await rival.blocks()  # it has taken "a", and waits to tell: someone else has the number of its batch
 
-        second = asyncio.create_task(pg.take(a_take(1, prefix="second-")))
-        await rival.blocks(2)
-        await rival.end()
+        async with asyncio.timeout(5):
+            second = await pg.take(a_take(1, prefix="second-"))
+        await rival.end("rollback")
 
-        rows = [(await task).rows for task in (first, second)]
+        rows = [taken.rows for taken in (await first, second)]
         assert [row.execution_id for ((row, _),) in rows] == ["a", "b"]
 
 

@@ -105,7 +105,7 @@ async def test_a_listener_that_lost_its_connection_listens_again(ears: tuple[Ear
 async def test_a_hint_waits_for_nobody(ears: tuple[Ear, Ear], rival: Rival) -> None:
     """Not even for someone who holds all tables: hints are sent beside everything else."""
     one, other = ears
-    await rival.begin("lock table ff_exec_core, ff_batch, ff_event, ff_feed, ff_line")
+    await rival.begin("lock table ff_exec_core, ff_batch, ff_feed, ff_line")
 
     one.store.notify(frozenset({"mail"}))
 

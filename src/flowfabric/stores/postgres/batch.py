@@ -239,13 +239,11 @@ def _formed(changes: Sequence[Change], habits: Habits) -> list[tuple[Writes, Val
         if change.form is not None:
             forms.setdefault(change.form, []).append((no, change.id, change.guards[0].key))
     found: list[tuple[Writes, Values]] = []
-    before = sum(len(change.events) for change in changes)  # events that have the first places of the batch
     for form, roots in forms.items():
         numbers, ids, keys = zip(*roots, strict=True)
         types = (*KEY_TYPES[form.root], "bigint")
         counted, habit, values = habits.learn(form, types, numbers, [*zip(*keys, strict=True), ids])
-        found.append((Formed(form, counted, habit), [*values, before]))
-        before += len(roots)
+        found.append((Formed(form, counted, habit), values))
     return found
 
 

@@ -30,13 +30,16 @@ from typing import Any
 
 from flowfabric.stores.postgres.batch import Batch
 from flowfabric.stores.postgres.links import in_transaction
-from flowfabric.stores.postgres.pieces import Formed, Guards, Told, Writes
+from flowfabric.stores.postgres.pieces import NUMBER, Deleted, Formed, Guards, Told, Writes
 from flowfabric.stores.postgres.sql import Parameters
 from flowfabric.stores.postgres.wake import CHANNEL
 
 CLOCK = "coalesce({given}, floor(extract(epoch from clock_timestamp()) * 1000)::bigint)"
-# Numbered only when all locks are held, since it asks for the verdict.
-BATCH = "batch as (insert into ff_batch (at) select now from verdict where true = any (yes) returning batch_id)"
+# Drawn only when all locks are held, since it asks for the verdict.
+NUMBERED = f"number as materialized ({NUMBER} from verdict where true = any (yes))"
+BATCH = (
+    "batch as (insert into ff_batch (batch_id, at, events) select n.batch_id, v.now, {events} from number n, verdict v)"
+)
 HINT = f", case when {{hint}} is not null and true = any (yes) then pg_notify('{CHANNEL}', {{hint}}) end"
 MOST_WORDINGS = 1000
 
@@ -99,15 +102,20 @@ def compose(guards: Sequence[Guards] | None, writes: Sequence[Writes], told: Tol
         parts = [f"verdict as materialized (select {yes} as yes, {now} as now)"]
     else:
         parts = _verdict(guards, parameters)
-    if told is not None or any(type(piece) is Formed for piece in writes):
-        parts.append(BATCH)
+    forms = [(f"write_{number}", piece) for number, piece in enumerate(writes) if isinstance(piece, Formed)]
+    if told is not None or forms:
+        parts.append(NUMBERED)
     for number, piece in enumerate(writes):
         name = f"write_{number}"
         parts.append(f"{name} as ({piece.words(parameters)})")
-        if isinstance(piece, Formed):
-            parts.append(piece.then(name, parameters))
+        if isinstance(piece, Deleted):
+            parts += piece.then(name)
+    events = [piece.told(name) for name, piece in forms]
     if told is not None:
-        parts.append(told.words(parameters))
+        parts += told.words(parameters)
+        events.insert(0, told.told())
+    if events:
+        parts.append(BATCH.format(events=" || ".join(events)))
     hinted = "" if guards is None else HINT.format(hint=parameters.one("text"))
     return "with " + ",\n".join(parts) + f"\nselect now, yes{hinted} from verdict"
 

@@ -1,9 +1,9 @@
 """The feed: committed events in an order that never changes, without a word about transactions.
 
-Each statement that has something to tell inserts one row into `ff_batch` and its events beside it. The batch takes its
-number from a sequence, in the same statement and only when all its row locks are held. So two batches that touch one
-execution have numbers in the order of their commits: the second gets its locks, and then its number, after the first
-has committed.
+Each statement that has something to tell inserts one row into `ff_batch`, which holds all its events. The batch takes
+its number from a sequence, in the same statement and only when all its row locks are held. So two batches that touch
+one execution have numbers in the order of their commits: the second gets its locks, and then its number, after the
+first has committed.
 
 A number of a sequence is no place in a feed. A batch may commit long after a later one did; a reader that went by the
 number would have passed it. The usual cures look at what transactions are under way, and then one idle transaction,
@@ -17,6 +17,10 @@ numberer meets the earlier batch of an execution not later than the second, and 
 numbers.
 
 A place in the feed is (position of the batch, place in the batch) as one integer, so a cursor is a plain number.
+
+No index leads to the events of one execution. Whoever tells of it leaves the number of the batch: a claim or an end in
+the row that it writes anyway (`told`, which is no column of the catalogue), everything else in a row of `ff_told_in`,
+and so does whoever deletes the row. What points to a batch goes when the batch is trimmed.
 """
 
 from __future__ import annotations
@@ -31,6 +35,8 @@ from flowfabric.stores.postgres.links import Links
 from flowfabric.stores.postgres.sql import numbered, pieces, quoted
 
 _STATEMENTS = pieces("feed.sql")
+_NAMES = quoted(Event.__struct_fields__)
+TRIM = numbered(_STATEMENTS["trim"].format(names=_NAMES), ("limit", "before", "most"))
 _WINDOW = 1000  # batches that are looked through in one trip
 
 
@@ -72,8 +78,8 @@ class Feed:
     async def trim(self, before: int, limit: int) -> int:
         """Drop the oldest events that were told before an instant; how many went."""
         await self.end()  # whatever is committed has its position then, and only what has one can be told to be lost
-        words = numbered(_STATEMENTS["trim"], ("limit", "before", "most"))
-        return int(await self._links.write(lambda connection: connection.fetchval(words, limit, before, MOST_EVENTS)))
+        values = (limit, before, MOST_EVENTS)
+        return int(await self._links.write(lambda connection: connection.fetchval(TRIM, *values)))
 
     async def history(self, execution_id: str, topic: Topic, limit: int) -> list[FeedEvent]:
         """The newest events of one execution, oldest first."""
@@ -94,7 +100,8 @@ class Feed:
 @cache
 def statement(name: str, topic: Topic) -> str:
     """The words to read one topic."""
-    words = _STATEMENTS[name].format(events=quoted(Event.__struct_fields__, "e."), topic=TOPIC_FIELDS[topic])
+    events = quoted(Event.__struct_fields__, "e.")
+    words = _STATEMENTS[name].format(events=events, names=_NAMES, topic=TOPIC_FIELDS[topic])
     parameters = {"read": ("first", "ord", "last", "limit"), "history": ("execution_id", "limit")}
     return numbered(words, parameters[name])
 

@@ -5,28 +5,30 @@ select f.numbered,
        f.lost_{topic} as lost,
        exists (select 1 from ff_batch where position is null) as news,
        array(
-           select row(b.position, e.ord, b.at, {events})
-             from (select batch_id, position, at from ff_batch
+           select row(b.position, e.place - 1, b.at, {events})
+             from (select position, at, events from ff_batch
                     where position >= :first and position <= :last order by position) b
             cross join lateral (
-                  select * from ff_event e
-                   where e.batch_id = b.batch_id
-                     and e.{topic} is not null
-                     and (b.position > :first or e.ord > :ord)
-                   order by e.ord) e
-            order by b.position, e.ord
+                  select * from unnest(b.events) with ordinality as e ({names}, place)
+                   where e.{topic} is not null
+                     and (b.position > :first or e.place > :ord + 1)) e
+            order by b.position, e.place
             limit :limit) as events
   from ff_feed f;
 
 -- name: history
--- The newest events of one execution, newest first.
-select b.position, e.ord, b.at, {events}
-  from (select * from ff_event
-         where execution_id = :execution_id and {topic} is not null
-         order by batch_id desc, ord desc
-         limit :limit) e
- cross join lateral (select position, at from ff_batch b where b.batch_id = e.batch_id offset 0) b
- order by e.batch_id desc, e.ord desc;
+-- The newest events of one execution, newest first: it points to the batches that tell of it, in two places.
+select b.position, e.place - 1, b.at, {events}
+  from (select batch_id
+          from (select unnest(told) as batch_id from ff_exec_core where execution_id = :execution_id
+                 union select batch_id from ff_told_in where execution_id = :execution_id) pointers
+         order by batch_id desc) p
+ cross join lateral (select position, at, events from ff_batch b where b.batch_id = p.batch_id offset 0) b
+ cross join lateral (
+       select * from unnest(b.events) with ordinality as e ({names}, place)
+        where e.execution_id = :execution_id and e.{topic} is not null) e
+ order by p.batch_id desc, e.place desc
+ limit :limit;
 
 -- name: end
 -- How far positions were given out, and whether some were not yet.
@@ -63,12 +65,22 @@ stop as (
 gone as (
     delete from ff_batch b using oldest o, stop s
      where b.batch_id = o.batch_id and o.position < s.position
- returning b.batch_id, b.position
+ returning b.batch_id, b.position, b.events
 ),
-dead as (
-    delete from ff_event e using gone g
-     where e.batch_id = g.batch_id
- returning g.position * :most + e.ord as place, e.lease, e.outcome, e.operator, e.signal
+dead as materialized (
+    select g.batch_id, e.execution_id, g.position * :most + e.place - 1 as place, e.lease, e.outcome, e.operator, e.signal
+      from gone g
+     cross join lateral unnest(g.events) with ordinality as e ({names}, place)
+     where e.execution_id is not null
+),
+pointers as (
+    delete from ff_told_in
+     where ctid = any (array(
+           select p.spot
+             from dead d
+            cross join lateral (
+                  select t.ctid as spot from ff_told_in t
+                   where t.execution_id = d.execution_id and t.batch_id = d.batch_id offset 0) p))
 ),
 noted as (
     update ff_feed

@@ -16,6 +16,7 @@ from enum import Enum
 from typing import Any, Literal, NamedTuple
 
 from flowfabric.model.event import Event
+from flowfabric.model.execution import Execution
 from flowfabric.rules.change import Form, FromNow, LeaseWant, Like, Own
 from flowfabric.stores.codec import encode, no_line
 from flowfabric.stores.postgres.habits import DIFFER, LISTED, NUMBERS, OFFSETS, VALUES, words_of_list
@@ -37,6 +38,13 @@ LEASE_TYPES = {"want": "smallint", "lease_id": "text", "lease_epoch": "bigint"}
 BOUND_TYPES = {"not_before": "bigint", "not_after": "bigint"}
 
 NOW = "(select now from verdict)"
+NUMBER = "select nextval('ff_batch_batch_id_seq') as batch_id"  # of a batch: to be drawn when all locks are held
+POINT = "insert into ff_told_in (execution_id, batch_id)"
+# The batches that tell of a row, with this one as the newest.
+POINTER = (
+    "case when cardinality({row}.told) >= 1000 then {row}.told[2:] || (select batch_id from number)"
+    " else array_append({row}.told, (select batch_id from number)) end"
+)
 
 
 class Given:
@@ -211,7 +219,16 @@ class Deleted(NamedTuple):
         start = dict(zip(table.key[: self.width], KEY_TYPES[self.row], strict=False))
         given = Given(parameters, self.counted, _columns(start, self.habit))
         keys = "".join(f't."{key}" = {given[key]} and ' for key in start)
-        return f"delete from {table.name} t using {given.rows()} where {keys}{given.yes}"
+        left = " returning t.execution_id, t.told" if self.row is Execution else ""
+        return f"delete from {table.name} t using {given.rows()} where {keys}{given.yes}{left}"
+
+    def then(self, name: str) -> list[str]:
+        """Table expressions that stand on it: what points to the batches that tell of a row outlives it, as they do."""
+        if self.row is not Execution:
+            return []
+        kept = "select b.batch_id from ff_batch b where b.batch_id = p.batch_id offset 0"
+        pointers = f"select t.execution_id, b.batch_id from {name} t, unnest(t.told) p (batch_id), lateral ({kept}) b"
+        return [f"{name}_left as ({POINT} {pointers} on conflict do nothing)"]
 
 
 class Formed(NamedTuple):
@@ -230,18 +247,15 @@ class Formed(NamedTuple):
         keys = " and ".join(f't."{key}" = {given[f"key {key}"]}' for key in table.key)
         copied = quoted((value.column for value in self.form.event.values() if type(value) is Own), "t.")
         return (
-            f"update {table.name} t set {sets}revision = {given['revision']} from {given.rows()}"
+            f"update {table.name} t set {sets}revision = {given['revision']}, told = {POINTER.format(row='t')}"
+            f" from {given.rows()}"
             f" where {keys} and {given.yes} returning x.place, {copied}"
         )
 
-    def then(self, name: str, parameters: Parameters) -> str:
-        """A table expression that stands on that update: the events."""
-        told = {column: _formed(value, "w") for column, value in self.form.event.items() if value is not None}
-        place = f"{parameters.one('bigint')} + w.place - 1"
-        return (
-            f"{name}_told as (insert into ff_event (batch_id, ord, {quoted(told)})"
-            f" select b.batch_id, {place}, {', '.join(told.values())} from batch b, {name} w)"
-        )
+    def told(self, name: str) -> str:
+        """The events of that update, in order, as an array."""
+        told = {column: _formed(value, "w") for column, value in self.form.event.items()}
+        return f"array(select {_event(told)} from {name} w order by w.place)"
 
 
 def _formed(value: Any, own: str = "t") -> str:
@@ -261,15 +275,25 @@ class Told(NamedTuple):
     counted: bool
     habit: tuple[int, ...]
 
-    def words(self, parameters: Parameters) -> str:
+    def words(self, parameters: Parameters) -> list[str]:
+        """Table expressions: the events, and what points from their executions to the batch."""
         columns = [column for column in _columns(EVENT_TYPES, self.habit) if column[2]]
         given = Given(parameters, self.counted, columns)
-        values = ", ".join(given[name] for name, _, _ in columns)
-        names = quoted(name for name, _, _ in columns)
-        return (
-            f"events as (insert into ff_event (batch_id, ord, {names})"
-            f" select b.batch_id, x.place - 1, {values} from batch b, {given.rows()} where {given.yes})"
-        )
+        event = _event({name: given[name] for name, _, _ in columns})
+        pointers = "select (e.told).execution_id, n.batch_id from events e, number n"
+        return [
+            f"events as materialized (select x.place, {event} as told from {given.rows()} where {given.yes})",
+            f"pointers as ({POINT} {pointers} on conflict do nothing)",
+        ]
+
+    def told(self) -> str:
+        """The events, in order, as an array."""
+        return "array(select told from events order by place)"
+
+
+def _event(values: dict[str, str]) -> str:
+    """An event as a batch holds it."""
+    return f"row({', '.join(values.get(name, 'null') for name in EVENT_TYPES)})::ff_told"
 
 
 def _columns(kinds: dict[str, str], habits: tuple[int, ...]) -> list[tuple[str, str, int]]:

@@ -103,29 +103,30 @@ class PostgresStore:
         if not lines or not take.stamps:
             return Taken(await self.ping(), [])
         await self._lines.add(read.lines_in([*take.becomes.values()]))
-        taken, seen = await self._take(take, take.stamps, lines, taking.REACH)
-        missing = take.stamps[len(taken.rows) :]
-        if missing and seen == taking.REACH * len(take.stamps):
-            # Others held so many of the heads that were looked at: look further.
+        taken, more = await self._take(take, take.stamps, lines, taking.REACH)
+        if more and len(taken.rows) < len(take.stamps):
+            # Others held so many of the heads that were looked at, or changed some of them meanwhile: look further.
+            used = {row.lease_id for row, _ in taken.rows}
+            missing = [stamp for stamp in take.stamps if stamp.lease_id not in used]
             try:
-                more, _ = await self._take(take, missing, lines, taking.LONG_REACH)
+                again, _ = await self._take(take, missing, lines, taking.LONG_REACH)
             except StoreUnavailable:
                 if not taken.rows:
                     raise
                 return taken  # these are claimed, whatever became of the others
-            rows = sorted(taken.rows + more.rows, key=lambda row: (row[0].rank, row[0].execution_id))
-            taken = Taken(more.now, rows)
+            rows = sorted(taken.rows + again.rows, key=lambda row: (row[0].rank, row[0].execution_id))
+            taken = Taken(again.now, rows)
         return taken
 
-    async def _take(self, take: Take, stamps: Sequence[Stamp], lines: list[int], reach: int) -> tuple[Taken, int]:
-        """The rows that were taken, and how many heads were looked at for that."""
+    async def _take(self, take: Take, stamps: Sequence[Stamp], lines: list[int], reach: int) -> tuple[Taken, bool]:
+        """The rows that were taken, and whether a second look might find more."""
         limit = reach * len(take.stamps)
         answer = await self._links.write(
             lambda connection: taking.take(connection, take, stamps, lines, limit, self._now(), self._lines.number)
         )
-        claim = taking.claim(take)
+        claim = taking.claim(take, lines)
         rows = await self._decoded(lambda line_at: claim.rows(answer, take, stamps, line_at))
-        return Taken(answer[0]["now"], rows), answer[0]["seen"]
+        return Taken(answer[0]["now"], rows), answer[0]["more"]
 
     async def renew(self, leases: Sequence[Held]) -> list[int | None]:
         if not leases:

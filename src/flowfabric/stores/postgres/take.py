@@ -8,19 +8,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from operator import attrgetter, itemgetter
-from typing import Any
+from typing import Any, Literal
 
 from flowfabric.model.execution import Execution, Payload
 from flowfabric.stores.base import Held, Stamp, Take
 from flowfabric.stores.codec import CODEC, LineAt, LineOf, encode
 from flowfabric.stores.postgres.commit import CLOCK
+from flowfabric.stores.postgres.pieces import NUMBER, POINTER
 from flowfabric.stores.postgres.sql import column_type, numbered, pieces, quoted
 from flowfabric.stores.taking import PAYLOAD, heard, taken
 
 _STATEMENTS = pieces("take.sql")
 _NOW = CLOCK.format(given=":clock::bigint")
-_GIVEN = ["clock", "lines", "reach", "lease_ids", "attempt_ids", "revisions"]
+_GIVEN = ["clock", "lines", "lease_ids", "attempt_ids", "revisions"]
 _GIVEN += ["worker_id", "worker_instance_id", "lease_ttl_ms"]
+
+Lines = Literal["one", "few", "many"]
 
 MANY = 16  # lines
 REACH = 2  # how many heads are looked at for each row that is wanted
@@ -30,16 +33,22 @@ LONG_REACH = 8  # and when others held so many of them that too few were left
 class Claim:
     """A take with the given fields in `becomes`: its statement, and how its answer becomes rows."""
 
-    def __init__(self, becomes: tuple[str, ...], many: bool) -> None:
+    def __init__(self, becomes: tuple[str, ...], lines: Lines) -> None:
         columns = CODEC[Execution].column
+        one = lines == "one"
         words = _STATEMENTS["take"].format(
             clock=_NOW,
-            heads=_STATEMENTS["heads_of_many" if many else "heads_of_few"].partition("\n")[2],
+            locked=_part("locked_in_one") if one else _part("locked_in_some").format(heads=_part(f"heads_of_{lines}")),
+            more="" if one else "(select count(*) from heads) = :reach or ",
+            number=NUMBER,
+            told=POINTER.format(row="e"),
             becomes="".join(f'"{name}" = :value_{name}::{column_type(columns[name])}, ' for name in becomes),
             columns=quoted(heard(becomes), "e."),
             payload=quoted(PAYLOAD, "p."),
         )
-        self.words = numbered(words, (*_GIVEN, *(f"value_{name}" for name in becomes)))
+        self.reaches = not one
+        values = [f"value_{name}" for name in becomes]
+        self.words = numbered(words, [*_GIVEN, *values, "reach"] if self.reaches else [*_GIVEN, *values])
 
     def rows(
         self, answer: list[Any], take: Take, stamps: Sequence[Stamp], line_at: LineAt
@@ -52,14 +61,17 @@ class Claim:
         return taken(take, [stamps[place - 1] for place in places], now, columns, line_at)
 
 
-@cache
-def _claim(becomes: tuple[str, ...], many: bool) -> Claim:
-    return Claim(becomes, many)
+def _part(name: str) -> str:
+    """A part of a statement, without the line that says what it is for."""
+    return _STATEMENTS[name].partition("\n")[2]
 
 
-def claim(take: Take) -> Claim:
-    """How to do this take."""
-    return _claim(tuple(take.becomes), len(take.lines) > MANY)
+_claim = cache(Claim)
+
+
+def claim(take: Take, lines: list[int]) -> Claim:
+    """How to do this take from these lines."""
+    return _claim(tuple(take.becomes), "one" if len(lines) == 1 else "few" if len(lines) <= MANY else "many")
 
 
 async def take(
@@ -71,12 +83,12 @@ async def take(
     clock: int | None,
     line_of: LineOf,
 ) -> list[Any]:
-    """Claim up to one row a stamp; the server's answer, for `Claim.rows`."""
+    """Claim up to one row a stamp, of several lines not looking at more heads than `reach`; the server's answer."""
+    how = claim(take, lines)
     answer: list[Any] = await connection.fetch(
-        claim(take).words,
+        how.words,
         clock,
         lines,
-        reach,
         [stamp.lease_id for stamp in stamps],
         [stamp.attempt_id for stamp in stamps],
         [stamp.revision for stamp in stamps],
@@ -84,12 +96,13 @@ async def take(
         take.worker_instance_id,
         take.lease_ttl_ms,
         *(encode(value, line_of) for value in take.becomes.values()),
+        *([reach] if how.reaches else ()),
     )
     return answer
 
 
 _RENEW = numbered(
-    _STATEMENTS["renew"].format(clock=_NOW),
+    _STATEMENTS["renew"].format(clock=_NOW, number=NUMBER),
     ("clock", "places", "execution_ids", "attempt_indexes", "attempt_ids", "lease_ids", "lease_epochs", "ttls"),
 )
 

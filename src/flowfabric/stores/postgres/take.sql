@@ -1,30 +1,19 @@
 -- name: take
 -- Claim the first rows of some lines: at most one a stamp, best rank first, then by id.
 --
--- The heads of the lines are read without locks, some more than wanted. They are locked in rank order, one by one,
--- passing over what someone else holds, until enough are locked; a locked row is asked again whether it still stands
--- there. `becomes` is what every taken row gets; no state is named here.
+-- Rows are locked in the order of the lines, one by one, passing over what someone else holds, until enough are locked;
+-- a locked row is asked again whether it still stands there. It is written at the `spot` where it was locked, which
+-- costs no second search. A row that someone changed between this statement's snapshot and its lock has its spot where
+-- the snapshot sees nothing: it is passed over, too. `becomes` is what every taken row gets; no state is named here.
 --
--- Answers with the time, the number of heads that were seen, and the rows as they are now with their payloads, in no
+-- Answers with the time, whether a second look might find more, and the rows as they are now with their payloads, in no
 -- order; with one row of nothing when nothing was taken. Columns that the caller has just given it does not hear back.
 with clock as materialized (select {clock} as now),
-{heads},
-locked as materialized (
-    select head.rank, held.execution_id
-      from heads head
-     cross join lateral (
-           select e.execution_id
-             from ff_exec_core e
-            where e.execution_id = head.execution_id
-              and e.line = head.line
-              and e.rank = head.rank
-              and (e.granted_until is null or e.granted_until <= (select now from clock))
-              for update skip locked) held
-     limit cardinality(:revisions::bigint[])
-),
+{locked},
 stamped as materialized (
-    select execution_id, row_number() over (order by rank, execution_id)::int as place from locked
+    select spot, place::int from unnest(array(select spot from locked)) with ordinality as s (spot, place)
 ),
+number as materialized ({number} where exists (select 1 from stamped)),
 taken as (
     update ff_exec_core e
        set {becomes}lease_id = (:lease_ids::text[])[s.place],
@@ -45,27 +34,58 @@ taken as (
            attempt_timeout_at = c.now + e.next_timeout_ms,
            last_transition_at = c.now,
            last_mutation_at = c.now,
-           revision = (:revisions)[s.place]
+           revision = (:revisions)[s.place],
+           told = {told}
       from stamped s, clock c
-     where e.execution_id = s.execution_id
+     where e.ctid = s.spot
  returning s.place, {columns}
 ),
 batch as (
-    insert into ff_batch (at) select now from clock where exists (select 1 from stamped) returning batch_id
-),
-events as (
-    insert into ff_event (batch_id, ord, execution_id, namespace, tags, flow_id, lease, lease_id, lease_epoch,
-                          attempt_id, attempt_index, worker_id, worker_instance_id, reason)
-    select b.batch_id, t.place - 1, t.execution_id, t.namespace, t.tags, t.flow_id, 'acquired',
-           (:lease_ids)[t.place], t.lease_epoch, t.attempt_id, t.attempt_index, :worker_id, :worker_instance_id,
-           case when t.attempt_resumed_at is not null then 'claim_resumed' end
-      from batch b, taken t
+    insert into ff_batch (batch_id, at, events)
+    select n.batch_id, c.now, array(
+           select row(t.execution_id, t.namespace, t.tags, t.flow_id, 'acquired', (:lease_ids)[t.place], t.lease_epoch,
+                      t.attempt_id, t.attempt_index, :worker_id, :worker_instance_id,
+                      case when t.attempt_resumed_at is not null then 'claim_resumed' end,
+                      null, null, null, null)::ff_told
+             from taken t
+            order by t.place)
+      from number n, clock c
+     where exists (select 1 from taken)
 )
-select c.now, (select count(*) from heads) as seen, t.*, {payload}
+select c.now, {more}(select count(*) from stamped) > (select count(*) from taken) as more, t.*, {payload}
   from clock c
   left join taken t on true
   left join lateral (
        select * from ff_payload p where p.execution_id = t.execution_id offset 0) p on true;
+
+-- name: locked_in_one
+-- The best rows of one line: the index of lines has them in order.
+locked as materialized (
+    select e.ctid as spot
+      from ff_exec_core e
+     where e.line = (:lines::int[])[1]
+       and (e.granted_until is null or e.granted_until <= (select now from clock))
+     order by e.rank, e.execution_id
+     limit cardinality(:revisions::bigint[])
+       for update skip locked
+);
+
+-- name: locked_in_some
+-- The heads of several lines are read without locks, some more than wanted.
+{heads},
+locked as materialized (
+    select held.spot
+      from heads head
+     cross join lateral (
+           select e.ctid as spot
+             from ff_exec_core e
+            where e.execution_id = head.execution_id
+              and e.line = head.line
+              and e.rank = head.rank
+              and (e.granted_until is null or e.granted_until <= (select now from clock))
+              for update skip locked) held
+     limit cardinality(:revisions::bigint[])
+);
 
 -- name: heads_of_few
 -- The best rows of some lines: the first of each line, through the index of lines, merged.
@@ -117,7 +137,8 @@ heads as materialized (
 
 -- name: renew
 -- Move the end of leases that are in force and match in everything; per lease, by its place, the new end.
--- The rows are locked in the order in which they are given, by id; the clock is read when all locks are held.
+-- The rows are locked in the order in which they are given, by id; the clock is read when all locks are held. Where it
+-- is told stands beside the row, not in it: a row that is renewed for days shall not grow.
 with held as materialized (
     select given.place, given.ttl, e.*
       from unnest(:places::int[], :execution_ids::text[], :attempt_indexes::bigint[], :attempt_ids::text[],
@@ -144,14 +165,20 @@ renewed as (
       from live l
      where e.execution_id = l.execution_id
 ),
+number as materialized ({number} where exists (select 1 from live)),
 batch as (
-    insert into ff_batch (at) select now from clock where exists (select 1 from live) returning batch_id
+    insert into ff_batch (batch_id, at, events)
+    select n.batch_id, c.now, array(
+           select row(l.execution_id, l.namespace, l.tags, l.flow_id, 'renewed', l.lease_id, l.lease_epoch,
+                      l.attempt_id, l.attempt_index, l.worker_id, l.worker_instance_id,
+                      null, null, null, null, null)::ff_told
+             from live l
+            order by l.place)
+      from number n, clock c
 ),
-events as (
-    insert into ff_event (batch_id, ord, execution_id, namespace, tags, flow_id, lease, lease_id, lease_epoch,
-                          attempt_id, attempt_index, worker_id, worker_instance_id)
-    select b.batch_id, l.place, l.execution_id, l.namespace, l.tags, l.flow_id, 'renewed', l.lease_id, l.lease_epoch,
-           l.attempt_id, l.attempt_index, l.worker_id, l.worker_instance_id
-      from batch b, live l
+pointers as (
+    insert into ff_told_in (execution_id, batch_id)
+    select l.execution_id, n.batch_id from live l, number n
+    on conflict do nothing
 )
 select place, until from live;
