@@ -20,7 +20,7 @@ from flowfabric.stores.taking import PAYLOAD, heard, taken
 
 _STATEMENTS = pieces("take.sql")
 _NOW = CLOCK.format(given=":clock::bigint")
-_GIVEN = ["clock", "lines", "lease_ids", "attempt_ids", "revisions"]
+_GIVEN = ["clock", "lines", "wanted", "lease_ids", "attempt_ids", "revisions"]
 _GIVEN += ["worker_id", "worker_instance_id", "lease_ttl_ms"]
 
 Lines = Literal["one", "few", "many"]
@@ -44,6 +44,7 @@ class Claim:
             told=POINTER.format(row="e"),
             becomes="".join(f'"{name}" = :value_{name}::{column_type(columns[name])}, ' for name in becomes),
             columns=quoted(heard(becomes), "e."),
+            heard=quoted(heard(becomes), "t."),
             payload=quoted(PAYLOAD, "p."),
         )
         self.reaches = not one
@@ -89,9 +90,10 @@ async def take(
         how.words,
         clock,
         lines,
-        [stamp.lease_id for stamp in stamps],
-        [stamp.attempt_id for stamp in stamps],
-        [stamp.revision for stamp in stamps],
+        len(stamps),
+        " ".join([stamp.lease_id for stamp in stamps]),
+        " ".join([stamp.attempt_id for stamp in stamps]),
+        " ".join([str(stamp.revision) for stamp in stamps]),
         take.worker_id,
         take.worker_instance_id,
         take.lease_ttl_ms,

@@ -4,19 +4,24 @@
 -- Rows are locked in the order of the lines, one by one, passing over what someone else holds, until enough are locked;
 -- a locked row is asked again whether it still stands there. It is written at the `spot` where it was locked, which
 -- costs no second search. A row that someone changed between this statement's snapshot and its lock has its spot where
--- the snapshot sees nothing: it is passed over, too. `becomes` is what every taken row gets; no state is named here.
+-- the snapshot sees nothing: it is passed over, too. The n-th gets the n-th stamp, and what `becomes` says of all of
+-- them; no state is named here. Stamps come as texts, since the driver is slow with arrays.
 --
 -- Answers with the time, whether a second look might find more, and the rows as they are now with their payloads, in no
 -- order; with one row of nothing when nothing was taken. Columns that the caller has just given it does not hear back.
 with clock as materialized (select {clock} as now),
 {locked},
 stamped as materialized (
-    select spot, place::int from unnest(array(select spot from locked)) with ordinality as s (spot, place)
+    select s.*
+      from unnest(array(select spot from locked), string_to_array(:lease_ids::text, ' '),
+                  string_to_array(:attempt_ids::text, ' '), string_to_array(:revisions::text, ' ')::bigint[])
+           with ordinality as s (spot, lease_id, attempt_id, revision, place)
+     where s.spot is not null
 ),
 number as materialized ({number} where exists (select 1 from stamped)),
 taken as (
     update ff_exec_core e
-       set {becomes}lease_id = (:lease_ids::text[])[s.place],
+       set {becomes}lease_id = s.lease_id,
            worker_id = :worker_id::text,
            worker_instance_id = :worker_instance_id::text,
            lease_epoch = e.lease_epoch + 1,
@@ -24,7 +29,7 @@ taken as (
            lease_renewed_at = c.now,
            lease_expires_at = c.now + :lease_ttl_ms::bigint,
            current_lane = e.lane_id,
-           attempt_id = case when e.next_type is null then e.attempt_id else (:attempt_ids::text[])[s.place] end,
+           attempt_id = case when e.next_type is null then e.attempt_id else s.attempt_id end,
            attempt_type = coalesce(e.next_type, e.attempt_type),
            attempt_index = case when e.next_type is null then e.attempt_index else e.total_attempt_count end,
            total_attempt_count = e.total_attempt_count + case when e.next_type is null then 0 else 1 end,
@@ -34,16 +39,16 @@ taken as (
            attempt_timeout_at = c.now + e.next_timeout_ms,
            last_transition_at = c.now,
            last_mutation_at = c.now,
-           revision = (:revisions)[s.place],
+           revision = s.revision,
            told = {told}
       from stamped s, clock c
      where e.ctid = s.spot
- returning s.place, {columns}
+ returning s.place, s.lease_id as stamp, {columns}
 ),
 batch as (
     insert into ff_batch (batch_id, at, events)
     select n.batch_id, c.now, array(
-           select row(t.execution_id, t.namespace, t.tags, t.flow_id, 'acquired', (:lease_ids)[t.place], t.lease_epoch,
+           select row(t.execution_id, t.namespace, t.tags, t.flow_id, 'acquired', t.stamp, t.lease_epoch,
                       t.attempt_id, t.attempt_index, :worker_id, :worker_instance_id,
                       case when t.attempt_resumed_at is not null then 'claim_resumed' end,
                       null, null, null, null)::ff_told
@@ -52,7 +57,7 @@ batch as (
       from number n, clock c
      where exists (select 1 from taken)
 )
-select c.now, {more}(select count(*) from stamped) > (select count(*) from taken) as more, t.*, {payload}
+select c.now, {more}(select count(*) from stamped) > (select count(*) from taken) as more, t.place, {heard}, {payload}
   from clock c
   left join taken t on true
   left join lateral (
@@ -66,7 +71,7 @@ locked as materialized (
      where e.line = (:lines::int[])[1]
        and (e.granted_until is null or e.granted_until <= (select now from clock))
      order by e.rank, e.execution_id
-     limit cardinality(:revisions::bigint[])
+     limit :wanted::bigint
        for update skip locked
 );
 
@@ -84,7 +89,7 @@ locked as materialized (
               and e.rank = head.rank
               and (e.granted_until is null or e.granted_until <= (select now from clock))
               for update skip locked) held
-     limit cardinality(:revisions::bigint[])
+     limit :wanted::bigint
 );
 
 -- name: heads_of_few
