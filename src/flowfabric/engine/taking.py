@@ -35,6 +35,7 @@ from flowfabric.stores.base import Scan, Stamp, Take, Want, Where
 # Asked of every claim. To find a member in its class takes ten times as long as to find a name here.
 _FRESH, _INITIAL, _RECLAIM = HandleKind.FRESH, AttemptType.INITIAL, AttemptType.RECLAIM
 
+MOST_AT_ONCE = 10_000  # executions that one claim may ask for
 MOST_KEYS = 8  # whose work one claim takes: each key costs a trip of its own
 
 
@@ -87,14 +88,14 @@ class Taking(Lines):
 
     async def pull(self, order: ClaimOrder, limit: int, max_wait_ms: int) -> list[answers.Claimed]:
         """Claim until there is at least one or the wait is over."""
-        limits.integer("limit", limit, least=1, most=10_000)
+        limits.integer("limit", limit, least=1, most=MOST_AT_ONCE)
         limits.duration("max_wait_ms", max_wait_ms, least=0)
         clock = asyncio.get_running_loop().time
         until = clock() + max_wait_ms / 1000
         while True:
             hint = self.wakes.expect(lane_topic(order.lane_id))
             try:
-                claimed = await self._claim_now(order, limit)
+                claimed = await self.claim_now(order, limit)
                 left = until - clock()
                 if claimed or left <= 0:
                     return claimed
@@ -102,7 +103,7 @@ class Taking(Lines):
             finally:
                 hint.cancel()
 
-    async def _claim_now(self, order: ClaimOrder, limit: int) -> list[answers.Claimed]:
+    async def claim_now(self, order: ClaimOrder, limit: int) -> list[answers.Claimed]:
         """Claim what is there, after a look around when the last one is old, and with one before finding nothing."""
         looked = not self.has_looked(order.lane_id) or order.lane_id in self._takeovers
         if looked:
