@@ -8,7 +8,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import msgspec
 
 from flowfabric import errors
+from flowfabric.engine import intake
 from flowfabric.engine.explain import Explaining
+from flowfabric.engine.taking import MOST_AT_ONCE
 from flowfabric.engine.wakes import end_topic, lane_topic, waited
 from flowfabric.ids import parse_execution_id
 from flowfabric.model import answers
@@ -50,14 +52,20 @@ class Pull:
         if not lanes:
             raise errors.InvalidInput("lanes: empty")
         self._engine = engine
-        self._lanes = tuple(lanes)
-        self._ways = {
-            "worker_id": worker_id,
-            "worker_instance_id": worker_instance_id,
-            "capabilities": tuple(capabilities),
-            "lease_ttl_ms": lease_ttl_ms,
-            "namespaces": namespaces,
-        }
+        tokens = tuple(capabilities)
+        self._orders = [
+            intake.claim_order(
+                lane,
+                worker_id,
+                worker_instance_id,
+                tokens,
+                lease_ttl_ms,
+                admission=True,
+                namespaces=namespaces,
+            )
+            for lane in lanes
+        ]
+        self._topics = [lane_topic(order.lane_id) for order in self._orders]
         self._hint: asyncio.Future[None] | None = None  # of the last look, when that came to the end
 
     async def claim(
@@ -67,6 +75,7 @@ class Pull:
 
         Ends early when `go_on` says no, which is asked after each hint; cancelling a claim could lose its answer.
         """
+        limits.integer("limit", limit, least=1, most=MOST_AT_ONCE)
         clock = asyncio.get_running_loop().time
         until = clock() + max_wait_ms / 1000
         while True:
@@ -85,20 +94,20 @@ class Pull:
             self._hint.cancel()
 
     async def _look(self, limit: int) -> list[answers.Claimed]:
-        engine, lanes = self._engine, self._lanes
-        hint = engine.wakes.expect(*(lane_topic(lane) for lane in lanes))
+        engine, orders = self._engine, self._orders
+        hint = engine.wakes.expect(*self._topics)
         claimed: list[answers.Claimed] = []
         try:
-            turn = engine.next_turn(len(lanes))
-            for lane in lanes[turn:] + lanes[:turn]:
-                claimed += await engine.claim_admitted(lane, limit - len(claimed), **self._ways)  # type: ignore[arg-type]
+            turn = engine.next_turn(len(orders))
+            for order in orders[turn:] + orders[:turn]:
+                claimed += await engine.claim_now(order, limit - len(claimed))
                 if len(claimed) >= limit:
                     break
         except errors.StoreUnavailable:
             if not claimed:  # what was got of the other lanes is held already
                 raise
         finally:
-            if not claimed or (len(claimed) < limit and all(engine.sees_whole(lane) for lane in lanes)):
+            if not claimed or (len(claimed) < limit and all(engine.sees_whole(order.lane_id) for order in orders)):
                 self._hint = hint
             else:
                 hint.cancel()

@@ -66,8 +66,9 @@ class Scheduler(Claims, Admitting, Workers):
         )
         return await self.pull(order, limit, max_wait_ms)
 
-    async def _claim_now(self, order: ClaimOrder, limit: int) -> list[answers.Claimed]:
-        claimed = await super()._claim_now(order, limit)
+    async def claim_now(self, order: ClaimOrder, limit: int) -> list[answers.Claimed]:
+        """Claim what is there; when that is nothing, what others wait for in vain is marked."""
+        claimed = await super().claim_now(order, limit)
         if order.admission and not claimed:
             await self._close_routes(order)
         return claimed

@@ -30,9 +30,10 @@ class Within(Taking):
     def _resting(self) -> dict[tuple[str, frozenset[str]], float]:
         return {}
 
-    async def _claim_now(self, order: ClaimOrder, limit: int) -> list[answers.Claimed]:
+    async def claim_now(self, order: ClaimOrder, limit: int) -> list[answers.Claimed]:
+        """Claim what is there; of some namespaces, if the order names them."""
         if order.namespaces is None:
-            return await super()._claim_now(order, limit)
+            return await super().claim_now(order, limit)
         return await self._claim_within(order, limit)
 
     async def _claim_within(self, order: ClaimOrder, limit: int) -> list[answers.Claimed]:

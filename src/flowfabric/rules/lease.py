@@ -31,6 +31,10 @@ from flowfabric.rules.change import NOW, Change, Decision, FromNow, Insert, Patc
 
 OPERATOR_OVERRIDE = "operator_override"
 
+# Asked of every lease. To find a member in its class takes ten times as long as to find a name here.
+_ACTIVE, _REVOKED = LifecyclePhase.ACTIVE, OwnershipState.LEASE_REVOKED
+_EXPIRED = OwnershipState.LEASE_EXPIRED_RECLAIMABLE
+
 INTERRUPTED_LEASE = frozenset({OwnershipState.LEASE_EXPIRED_RECLAIMABLE, OwnershipState.LEASE_REVOKED})
 
 
@@ -44,10 +48,10 @@ class Fence(msgspec.Struct, frozen=True, gc=False):
 
 def resolve_fence(row: Execution, fence: Fence, source: str | None) -> Fence | errors.FabricError:
     """The full triple to compare: the caller's own, or the current one for an operator's override."""
-    given = [part for part in (fence.lease_id, fence.lease_epoch, fence.attempt_id) if part is not None]
-    if len(given) == 3:
+    missing = (fence.lease_id, fence.lease_epoch, fence.attempt_id).count(None)
+    if not missing:
         return fence
-    if given:
+    if missing < 3:
         return errors.InvalidInput("partial_fence_triple")
     if source == OPERATOR_OVERRIDE:
         return Fence(row.lease_id, row.lease_epoch, row.attempt_id)
@@ -72,9 +76,9 @@ def stale(row: Execution) -> errors.FabricError:
 
 def check_lease(row: Execution, fence: Fence, now: int) -> Decision[Any] | None:
     """The refusal for a fence that does not hold the live lease; None when it does. A lapse found here is marked."""
-    if row.lifecycle_phase is not LifecyclePhase.ACTIVE:
+    if row.lifecycle_phase is not _ACTIVE:
         return refuse(not_active(row))
-    if row.ownership_state is OwnershipState.LEASE_REVOKED:
+    if row.ownership_state is _REVOKED:
         return refuse(errors.LeaseRevoked(execution_id=row.execution_id))
     if has_lapsed(row, now):
         return Decision(errors.LeaseExpired(execution_id=row.execution_id), mark_expired(row))
@@ -85,7 +89,7 @@ def check_lease(row: Execution, fence: Fence, now: int) -> Decision[Any] | None:
 
 def has_lapsed(row: Execution, now: int) -> bool:
     """A lease is dead at its very last millisecond; one that was marked stays dead."""
-    if row.ownership_state is OwnershipState.LEASE_EXPIRED_RECLAIMABLE:
+    if row.ownership_state is _EXPIRED:
         return True
     return row.lease_expires_at is not None and row.lease_expires_at <= now
 

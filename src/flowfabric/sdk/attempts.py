@@ -10,9 +10,8 @@ import asyncio
 import contextvars
 import inspect
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
-from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from flowfabric.engine.engine import Engine
 from flowfabric.model.answers import Claimed
@@ -22,6 +21,7 @@ from flowfabric.sdk.durable import Crash, Unwound
 from flowfabric.sdk.inputs import named_budgets, plain_input, read_input
 from flowfabric.sdk.outcomes import AWAY, Later, Outcome, raised, returned
 from flowfabric.sdk.threads import DaemonThreads
+from flowfabric.sdk.turns import Turns
 
 if TYPE_CHECKING:
     from flowfabric.sdk.fabric import Fabric
@@ -52,6 +52,7 @@ class Attempts:
         self._ended = ended
         self._freed = freed
         self._loop = asyncio.get_running_loop()
+        self._turns = Turns(self._perform)
         self._threads = DaemonThreads("flowfabric-task")
         self._cells = Cells()
         self._stuck: set[asyncio.Future[Any]] = set()
@@ -66,22 +67,22 @@ class Attempts:
         self._threads.shutdown()
         self._cells.close()
 
-    def begin(self, claimed: Claimed) -> asyncio.Task[None]:
-        """Call the handler of what was claimed, in a task of its own."""
-        own = Pending(partial(self._context, claimed))
-        root = own.root = self._loop.create_task(self._perform(claimed, own))
-        return root
+    def begin(self, claimed: Sequence[Claimed]) -> list[Pending]:
+        """Call the handlers of what was claimed, soon."""
+        begun = [Pending(one, self._context) for one in claimed]
+        self._turns.add(begun)
+        return begun
 
-    def cancel(self, task: asyncio.Task[None], claimed: Claimed, why: str) -> None:
+    def cancel(self, own: Pending, why: str) -> None:
         """Cancel an attempt."""
-        call = cast("Coroutine[Any, Any, None]", task.get_coro())
-        begun = inspect.getcoroutinestate(call) != inspect.CORO_CREATED
-        task.cancel(why)
-        if not begun:  # then nothing of it ever runs
-            self._ended(claimed, None)
+        if own.root is not None:
+            own.root.cancel(why)
+        else:  # then nothing of it ever runs
+            self._turns.drop(own)
+            self._ended(own.claimed, None)
 
-    async def _perform(self, claimed: Claimed, own: Pending) -> None:
-        # What came of it is told from here: a callback of the task's would cost another turn of the loop each.
+    async def _perform(self, own: Pending, root: asyncio.Task[None]) -> None:
+        own.root, claimed = root, own.claimed
         outcome: Outcome | None = None
         try:
             kind = claimed.payload.execution_kind if claimed.payload else ""
@@ -133,7 +134,8 @@ class Attempts:
             return _went_on(claimed, task) if own.is_parked else await _failed(claimed, task, own, failure)
         return _went_on(claimed, task) if own.is_parked else returned(task, value)
 
-    def _context(self, claimed: Claimed, root: asyncio.Task[Any] | None) -> Context:
+    def _context(self, own: Pending) -> Context:
+        claimed = own.claimed
         assert claimed.payload is not None
         task = self._app.tasks[claimed.payload.execution_kind]
         return Context(
@@ -141,7 +143,7 @@ class Attempts:
             self._engine,
             claimed.handle,
             task,
-            root=root if task.is_async else None,
+            root=own.root if task.is_async else None,
             loop=self._loop,
             budgets=named_budgets(claimed.payload),
             lease_until=lambda: self._until(claimed.lease_id),

@@ -49,6 +49,9 @@ def _model_data(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} has no JSON form")
 
 
+_encode_any = msgspec.json.Encoder(enc_hook=_model_data).encode
+
+
 def _has_no_number(plain: Any) -> bool:
     """Whether there is a float in it that JSON would write as null."""
     match plain:
@@ -68,6 +71,7 @@ class Shape:
     def __init__(self, annotation: Any) -> None:
         self.annotation = Any if annotation is inspect.Parameter.empty else annotation
         self._adapter = _adapter(self.annotation)
+        self._decode = None if self._adapter is not None or self.annotation is Any else _decoder(self.annotation)
 
     @property
     def needs_pydantic(self) -> bool:
@@ -94,6 +98,20 @@ class Shape:
             return plain if self.annotation is Any else msgspec.convert(plain, self.annotation, str_keys=True)
         except (TypeError, ValueError, RecursionError) as fault:
             raise InvalidInput(f"{name}: {_words(fault)}") from fault
+
+    def to_json(self, value: Any, name: str) -> bytes:
+        """A value that fits the annotation, as JSON."""
+        data = None if self._decode is None else _encoded(value, self._decode)
+        return json_bytes(self.dump(value, name)) if data is None else data
+
+    def parse(self, data: bytes | None, name: str) -> Any:
+        """The value that the JSON stands for; no JSON is null."""
+        if self._decode is not None and data:
+            try:
+                return self._decode(data)
+            except (TypeError, ValueError, RecursionError):
+                pass  # looked at piece by piece, it is told what is wrong
+        return self.load(from_json(data) if data else None, name)
 
     def schema(self) -> str | None:
         """The JSON schema of the annotation, for forms; None for what has none, or a very long one."""
@@ -135,7 +153,7 @@ class Signature:
         self._name = what
         self._is_simple = all(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in kept)
         self._needed = {parameter.name for parameter in kept if parameter.default is parameter.empty}
-        self._decode = _decoder(kept, self.shapes)
+        self._decode = _arguments_decoder(kept, self.shapes)
         self.result = Shape(hints.get("return", Any))
         if self.result.annotation is type(None):
             self.result = Shape(Any)
@@ -162,6 +180,11 @@ class Signature:
     def plain(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments as plain JSON data; one that does not fit is refused."""
         return {name: self.shapes[name].dump(value, name) for name, value in arguments.items()}
+
+    def to_json(self, arguments: Mapping[str, Any]) -> bytes:
+        """The same, as JSON."""
+        data = None if self._decode is None else _encoded(arguments, self._decode)
+        return json_bytes(self.plain(arguments)) if data is None else data
 
     def load(self, payload: bytes) -> dict[str, Any]:
         """The keyword arguments that were dumped; parameters added since then take their defaults."""
@@ -191,7 +214,29 @@ class Signature:
         return arguments
 
 
-def _decoder(parameters: list[inspect.Parameter], shapes: Mapping[str, Shape]) -> Callable[[bytes], Any] | None:
+def _encoded(value: Any, fits: Callable[[bytes], Any]) -> bytes | None:
+    """The value as JSON if that can be read again; None when it has to be looked at piece by piece to tell."""
+    try:
+        data = _encode_any(value)
+        if b"null" not in data:  # which may have been a number that is none
+            fits(data)
+            return data
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        pass
+    return None
+
+
+def _decoder(annotation: Any) -> Callable[[bytes], Any] | None:
+    """Reads JSON as what is annotated, for a fraction of what converting takes."""
+    try:
+        return msgspec.json.Decoder(annotation).decode
+    except (TypeError, ValueError, NameError):
+        return None  # an annotation of which only a value will show that it is of no use
+
+
+def _arguments_decoder(
+    parameters: list[inspect.Parameter], shapes: Mapping[str, Shape]
+) -> Callable[[bytes], Any] | None:
     """Reads all parameters in one go; None when some of them need more than that."""
     if any(shape.needs_pydantic for shape in shapes.values()):
         return None
@@ -203,9 +248,9 @@ def _decoder(parameters: list[inspect.Parameter], shapes: Mapping[str, Shape]) -
             kind = shapes[parameter.name].annotation
             needed = parameter.default is parameter.empty
             fields.append((parameter.name, kind) if needed else (parameter.name, kind | msgspec.UnsetType, UNSET))
-        return msgspec.json.Decoder(msgspec.defstruct("Arguments", fields, kw_only=True)).decode
+        return _decoder(msgspec.defstruct("Arguments", fields, kw_only=True))
     except (TypeError, ValueError):
-        return None  # an annotation of which only a value will show that it is of no use
+        return None
 
 
 def _adapter(annotation: Any) -> Any:

@@ -23,6 +23,7 @@ from flowfabric.sdk.waiting import Waiting
 
 if TYPE_CHECKING:
     from flowfabric.engine.engine import Engine
+    from flowfabric.model.answers import Claimed
     from flowfabric.sdk.fabric import Fabric
     from flowfabric.sdk.sync import SyncContext
     from flowfabric.sdk.task import Task
@@ -209,21 +210,22 @@ class Context(Waiting, Saying, Spending):
 
 
 class Pending:
-    """The context of a handler, made when somebody asks for it: many handlers never do."""
+    """An attempt at what was claimed. Its context is made when somebody asks for it: many handlers never do."""
 
-    __slots__ = ("_make", "context", "root")
+    __slots__ = ("_make", "claimed", "context", "root")
 
-    def __init__(self, make: Callable[[asyncio.Task[Any] | None], Context]) -> None:
+    def __init__(self, claimed: Claimed, make: Callable[[Pending], Context]) -> None:
+        self.claimed = claimed
         self._make = make
         self.context: Context | None = None
-        self.root: asyncio.Task[Any] | None = None  # the task that runs the handler
+        self.root: asyncio.Task[Any] | None = None  # the task that runs the handler, once it has begun
 
     def get(self) -> Context:
         """The context; a thread of the handler's may be the first to ask."""
         if self.context is None:
             with _making:
                 if self.context is None:
-                    self.context = self._make(self.root)
+                    self.context = self._make(self)
         return self.context
 
     @property

@@ -12,7 +12,6 @@ import msgspec
 from flowfabric.engine.engine import Engine
 from flowfabric.errors import InvalidInput, ValidationError
 from flowfabric.handles import Handle
-from flowfabric.sdk.codec import json_bytes
 from flowfabric.sdk.failing import BudgetExceeded, Fatal, RetryAfter
 from flowfabric.sdk.task import Task
 
@@ -51,7 +50,7 @@ AWAY = Away()
 def returned(task: Task[..., Any], value: Any) -> Outcome:
     """What a handler's value means; one that does not fit its annotation is a failure."""
     try:
-        return Done(json_bytes(task.signature.result.dump(value, "result")))
+        return Done(task.signature.result.to_json(value, "result"))
     except InvalidInput as wrong:
         return raised(wrong)
 

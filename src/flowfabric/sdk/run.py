@@ -15,7 +15,7 @@ from flowfabric import errors
 from flowfabric.engine.asks import MailArgs, SignalArgs, WaitpointToken
 from flowfabric.model.states import PublicState, TerminalOutcome
 from flowfabric.sdk.approvals import Link
-from flowfabric.sdk.codec import Shape, from_json, json_bytes, to_plain
+from flowfabric.sdk.codec import Shape, json_bytes, to_plain
 from flowfabric.sdk.durations import Duration, to_seconds
 from flowfabric.sdk.failing import RunCancelled, RunExpired, RunFailed, RunSkipped
 from flowfabric.sdk.output import START, progress_of
@@ -213,8 +213,7 @@ class Run(Generic[R]):
                 attempts = await engine.read_total_attempt_count(self.id)
             last = attempts - 1 if attempts else None
             raise _ENDS.get(ended.outcome, RunFailed)(self.id, self.task, ended.reason, last)
-        plain = from_json(ended.result) if ended.result else None
-        value: R = self._shape.load(plain, "result")
+        value: R = self._shape.parse(ended.result, "result")
         return value
 
     def __repr__(self) -> str:

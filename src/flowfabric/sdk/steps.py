@@ -15,7 +15,7 @@ import msgspec
 from flowfabric.errors import InvalidInput
 from flowfabric.model.gate import StepMemo
 from flowfabric.sdk.approvals import Link
-from flowfabric.sdk.codec import Shape, from_json, json_bytes
+from flowfabric.sdk.codec import Shape
 from flowfabric.sdk.threads import without_stops
 
 if TYPE_CHECKING:
@@ -48,12 +48,12 @@ class Step(msgspec.Struct, frozen=True):
 
     def dumped(self, value: Any) -> bytes:
         """What it returned, on its way into the store."""
-        return json_bytes(self.shape.dump(value, self.label))
+        return self.shape.to_json(value, self.label)
 
     def value(self) -> Any:
         """What it returned."""
         assert self.memo is not None
-        return self.shape.load(from_json(self.memo.result), self.label)
+        return self.shape.parse(self.memo.result, self.label)
 
 
 def step_of(

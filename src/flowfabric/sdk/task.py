@@ -15,7 +15,7 @@ from flowfabric.engine.pulling import CreateExecution
 from flowfabric.errors import FabricError, InvalidInput
 from flowfabric.model.answers import Duplicate
 from flowfabric.sdk import declared
-from flowfabric.sdk.codec import Signature, json_bytes
+from flowfabric.sdk.codec import Signature
 from flowfabric.sdk.context import Context, entered, within
 from flowfabric.sdk.durations import Duration, to_ms
 from flowfabric.sdk.failing import Retry
@@ -240,7 +240,8 @@ class Task(Generic[P, R]):
 
         `results` are the runs whose results will be the other arguments.
         """
-        plain = self.signature.plain(arguments)
+        signature = self.signature
+        payload = Referring(signature.plain(arguments), results).dumped() if results else signature.to_json(arguments)
         bound = UNBOUND
         if options.is_bound:
             bound = self.bound(options, arguments, unknown=(results or {}).keys())
@@ -251,7 +252,7 @@ class Task(Generic[P, R]):
             namespace=self.app.namespace,
             lane_id=options.lane,
             execution_kind=self.name,
-            input_payload=Referring(plain, results).dumped() if results else json_bytes(plain),
+            input_payload=payload,
             payload_encoding=REFERRING if results else PLAIN,
             priority=options.priority,
             creator_identity=self.app.identity,

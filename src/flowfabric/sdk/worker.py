@@ -14,6 +14,7 @@ from flowfabric.errors import FabricError, InvalidInput, StoreUnavailable
 from flowfabric.model.answers import Claimed
 from flowfabric.sdk import declared
 from flowfabric.sdk.attempts import Attempts
+from flowfabric.sdk.context import Pending
 from flowfabric.sdk.durations import Duration, to_ms
 from flowfabric.sdk.ends import Ends
 from flowfabric.sdk.fabric import Fabric
@@ -63,7 +64,7 @@ class Worker:
             ttl_ms=max(1000, 2 * self._ttl_ms) if presence_ttl is None else to_ms(presence_ttl, "presence_ttl"),
         )
         self._leases = Leases()
-        self._running: dict[str, tuple[asyncio.Task[None], Claimed]] = {}  # by lease
+        self._running: dict[str, Pending] = {}  # by lease
         self._ends: Ends | None = None
         self._free = asyncio.Event()
         self._stopping = asyncio.Event()
@@ -181,9 +182,9 @@ class Worker:
         finished.cancel()
         hurry.cancel()
         running = list(self._running.values())
-        left = [*(claimed for _, claimed in running), *ends.drop()]
+        left = [*(own.claimed for own in running), *ends.drop()]
         self._cancel_all("the worker stops")
-        await asyncio.gather(*(task for task, _ in running), return_exceptions=True)
+        await asyncio.gather(*(own.root for own in running if own.root is not None), return_exceptions=True)
         await ends.all_told()  # a handler may have had something to say all the same
         for claimed in left:
             try:
@@ -196,15 +197,16 @@ class Worker:
         """Wait until every handler is over and every end is told."""
         while self._running or ends:
             if self._running:
-                await asyncio.wait([task for task, _ in self._running.values()])
+                self._free.clear()
+                await self._free.wait()
             await ends.all_told()
 
     # -- one piece of work ----------------------------------------------------------------------------------------
 
     def _begin(self, claimed: list[Claimed]) -> None:
         self._leases.hold(claimed)
-        for one in claimed:
-            self._running[one.lease_id] = (self._attempts.begin(one), one)
+        for own in self._attempts.begin(claimed):
+            self._running[own.claimed.lease_id] = own
 
     def _ended(self, claimed: Claimed, outcome: Outcome | None) -> None:
         """A handler is over: its slot is free, and its end is to be told."""
@@ -217,18 +219,17 @@ class Worker:
             self._ends.add(claimed, outcome)
 
     def _cancel_all(self, why: str) -> None:
-        for task, claimed in list(self._running.values()):
-            self._attempts.cancel(task, claimed, why)
+        for own in list(self._running.values()):
+            self._attempts.cancel(own, why)
 
     def _told(self, claimed: list[Claimed]) -> None:
         self._leases.let_go(claimed)
         self._free.set()
 
     def _lease_lost(self, lease_id: str, why: FabricError) -> None:
-        if (found := self._running.get(lease_id)) is not None:  # an end that is just being told lets the lease go, too
-            task, claimed = found
-            logger.warning("%s was taken away: %s", claimed.execution_id, why)
-            self._attempts.cancel(task, claimed, f"lease lost: {why}")
+        if (own := self._running.get(lease_id)) is not None:  # an end that is just being told lets the lease go, too
+            logger.warning("%s was taken away: %s", own.claimed.execution_id, why)
+            self._attempts.cancel(own, f"lease lost: {why}")
 
 
 def _lanes_of(app: Fabric) -> tuple[str, ...]:

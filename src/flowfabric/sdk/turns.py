@@ -1,0 +1,77 @@
+"""Turns: handlers that begin together take turns in one task, until one of them waits for something.
+
+A task for each costs as much as many a handler does. So they run one after the other in the same task, each with
+context variables of its own. One that waits keeps the task to itself from then on, to its end, and those that have not
+begun go on in others: whoever waits is alone in its task, and can be cancelled there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import types
+from collections import deque
+from collections.abc import Callable, Coroutine, Generator, Iterable
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+Call = Callable[[T, "asyncio.Task[None]"], Coroutine[Any, Any, None]]
+
+
+class Turns(Generic[T]):
+    """Those whose turn has not come yet, and the tasks that they get."""
+
+    def __init__(self, call: Call[T]) -> None:
+        """`call` begins one, in the task that it is given."""
+        self._call = call
+        self._waiting: deque[T] = deque()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.get_running_loop()
+
+    def add(self, some: Iterable[T]) -> None:
+        """Begin with these soon, in their order."""
+        self._waiting.extend(some)
+        self._start(1)
+
+    def drop(self, one: T) -> None:
+        """Do not begin with this one, whose turn has not come."""
+        self._waiting.remove(one)
+
+    def _start(self, most: int) -> None:
+        for _ in range(min(most, len(self._waiting))):
+            task = self._loop.create_task(self._run())
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _run(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        while self._waiting:
+            if await self._turn(self._call(self._waiting.popleft(), task)):
+                return
+            if task.cancelling():  # by one that is over, and perhaps has not even noticed
+                self._start(1)
+                return
+
+    @types.coroutine
+    def _turn(self, call: Coroutine[Any, Any, None]) -> Generator[Any, Any, bool]:
+        """Run one to its end; whether it has waited for something."""
+        inside = contextvars.copy_context().run
+        try:
+            awaited = inside(call.send, None)
+        except StopIteration:
+            return False
+        except BaseException:
+            self._start(1)
+            raise
+        self._start(2)  # the next ones may be like this one: there are soon as many tasks as are needed
+        while True:
+            try:
+                step, given = call.send, (yield awaited)
+            except BaseException as thrown:
+                step, given = call.throw, thrown
+            try:
+                awaited = inside(step, given)
+            except StopIteration:
+                return True

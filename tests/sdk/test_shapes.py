@@ -1,0 +1,134 @@
+"""Values by their annotation, to JSON and back; the short way says the same as the long one."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import date, timedelta
+from decimal import Decimal
+from typing import Any, Literal, NamedTuple, TypedDict
+from uuid import UUID
+
+import msgspec
+import pydantic
+import pytest
+
+from flowfabric.errors import InvalidInput
+from flowfabric.sdk.codec import Shape, from_json, json_bytes
+
+
+class Colour(enum.Enum):
+    RED = "red"
+
+
+class Text(str):
+    __slots__ = ()
+
+
+@dataclass
+class Point:
+    x: int
+    y: float = 1.0
+
+
+class Pair(NamedTuple):
+    left: int
+    right: str
+
+
+class Named(TypedDict):
+    n: int
+
+
+class Row(msgspec.Struct, rename="camel", omit_defaults=True):
+    first_one: int
+    other_one: int = 3
+
+
+class Model(pydantic.BaseModel):
+    n: int
+
+
+class Stranger: ...
+
+
+def told(call: Callable[[], Any]) -> Any:
+    """What a call returns, or the words in which it refuses."""
+    try:
+        return call()
+    except InvalidInput as refused:
+        return str(refused)
+
+
+FITTING: list[tuple[Any, Any]] = [
+    (1, int),
+    (1, float),
+    ("null", str),
+    (None, type(None)),
+    (None, int | None),
+    ([1, None], list[int | None]),
+    ({1: "a"}, dict[int, str]),
+    ({"a": {"b": (1, 2)}}, dict[str, dict[str, tuple[int, int]]]),
+    ({1, 2}, set[int]),
+    (b"bytes", bytes),
+    (date(2026, 1, 2), date),
+    (timedelta(seconds=3.5), timedelta),
+    (Decimal("1.50"), Decimal),
+    (UUID(int=5), UUID),
+    (Colour.RED, Colour),
+    (Point(1), Point),
+    (Pair(1, "x"), Pair),
+    ({"n": 1}, Named),
+    (Row(1), Row),
+    (Row(1, 4), Row),
+    (Model(n=1), Model),
+    ([{"any": Model(n=1)}], Any),
+    (10**30, int),
+]
+WRONG: list[tuple[Any, Any]] = [
+    ("a", int),
+    (Text("a"), str),
+    (1.0, int),
+    (1.5, int),
+    (True, int),
+    (math.nan, float),
+    ([1.0, math.inf], list[float]),
+    (math.nan, float | None),
+    ({"n": "x"}, Named),
+    (Point("x"), Point),  # type: ignore[arg-type]
+    ("b", Literal["a"]),
+    (Stranger(), Stranger),
+    (Stranger(), Any),
+    ({(1, 2): 3}, dict[str, int]),
+    (msgspec.Raw(b"[1"), list[int]),
+    (None, int),
+    ("half a character \ud800", str),
+]
+
+
+@pytest.mark.parametrize(("value", "annotation"), FITTING + WRONG)
+def test_json_is_the_same_whichever_way_it_is_made(value: Any, annotation: Any) -> None:
+    shape = Shape(annotation)
+    assert told(lambda: shape.to_json(value, "it")) == told(lambda: json_bytes(shape.dump(value, "it")))
+
+
+@pytest.mark.parametrize(("value", "annotation"), FITTING)
+def test_a_value_comes_back_whichever_way_it_is_read(value: Any, annotation: Any) -> None:
+    shape = Shape(annotation)
+    data = shape.to_json(value, "it")
+    assert shape.parse(data, "it") == shape.load(from_json(data), "it")
+
+
+@pytest.mark.parametrize(("data", "annotation"), [(b'"a"', int), (b"null", int), (b"1.5", int), (b'{"n":[]}', Named)])
+def test_json_that_does_not_fit_is_refused_in_the_same_words(data: bytes, annotation: Any) -> None:
+    shape = Shape(annotation)
+    with pytest.raises(InvalidInput, match="it: Expected") as refused:
+        shape.parse(data, "it")
+    assert str(refused.value) == told(lambda: shape.load(from_json(data), "it"))
+
+
+def test_no_json_is_null() -> None:
+    assert Shape(int | None).parse(None, "it") is None
+    assert Shape(Any).parse(b"", "it") is None
