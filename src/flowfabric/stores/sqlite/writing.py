@@ -8,7 +8,7 @@ root, so only the order within a change matters, and that is kept.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any
 
 import apsw
@@ -149,8 +149,11 @@ def _refused(db: apsw.Connection, changes: Sequence[Change], now: int) -> set[in
 
 def _rounds(changes: Iterable[Change]) -> list[Gathered]:
     """What to write: what meets in no row goes together, what does is written in its order."""
-    rounds: list[Gathered] = []
+    rounds: list[Gathered] = [{}]
     for change in changes:
+        if len(change.writes) == 1:
+            _gather(rounds[0], change.writes[0], change.id)
+            continue
         for place, write in zip(_places(change.writes), change.writes, strict=True):
             if place == len(rounds):
                 rounds.append({})
@@ -179,7 +182,7 @@ def _gather(gathered: Gathered, write: Write, change_id: int) -> None:
     """Put a write with those of its shape; a root gets the change's id as its revision."""
     shape: Shape
     values: Row
-    if isinstance(write, Patch):
+    if type(write) is Patch:  # by type, as in the codec
         fields, codec = write.fields, CODEC[write.row]
         if not codec.column.keys() >= fields.keys():
             raise Unstorable(f"{codec.table.name} has no column {sorted(fields.keys() - codec.column.keys())}")
@@ -187,13 +190,14 @@ def _gather(gathered: Gathered, write: Write, change_id: int) -> None:
             fields = fields | {"revision": change_id}
         shape = Patch, write.row, tuple(fields), write.unless
         values = (*fields.values(), *write.key)
-    elif isinstance(write, Delete):
+    elif type(write) is Delete:
         shape = Delete, write.row, TABLE[write.row].key[: len(write.key)], None
         values = write.key or (0,)
     else:
-        codec = CODEC[type(write.row)]
-        shape = type(write), type(write.row), (), None
-        values = astuple(write.row)
+        row: Any = write.row
+        codec = CODEC[type(row)]
+        shape = type(write), type(row), (), None
+        values = astuple(row)
         if values[0] is None:  # which would be taken for one of the rows that only fill up
             raise Unstorable(f"a row of {codec.table.name} has no key")
         if (place := codec.revision_place) is not None:
@@ -238,10 +242,12 @@ def many(
         most = _MOST if width * _MOST <= _WIDEST else _MOST // 2
         # In powers of two, so that few different statements have to be prepared and kept.
         size = min(most, 1 << (left - 1).bit_length())
-        values = [*chain.from_iterable(rows[begin : begin + size])]
-        values += [None] * (size * width - len(values))
+        values = [*first, *chain.from_iterable(rows if size >= len(rows) else rows[begin : begin + size])]
+        if size > left:
+            values += repeat(None, (size - left) * width)
+        values += rest
         try:
-            answers += db.execute(statement(size), (*first, *values, *rest))
+            answers += db.execute(statement(size), values)
         except TypeError as error:  # of the driver, which takes only what SQLite knows
             raise Unstorable(str(error)) from error
         begin, left = begin + size, left - size
