@@ -21,9 +21,9 @@ from flowfabric.rules.change import Change, Delete, Form, LeaseWant, Like, Patch
 from flowfabric.stores.base import Held, Take, Taken, Unstorable
 from flowfabric.stores.codec import CODEC, encode_column, encode_row, row_of, target
 from flowfabric.stores.rows import TABLE
-from flowfabric.stores.sqlite import sql
+from flowfabric.stores.sqlite import claimed, sql
 from flowfabric.stores.sqlite.lines import UNKNOWN, LinesOfWriter
-from flowfabric.stores.taking import PAYLOAD, taken
+from flowfabric.stores.taking import taken
 
 _MOST = 128  # rows per statement
 _WIDEST = 6000  # values per statement: the driver keeps prepared ones only up to 16 KiB of text
@@ -75,22 +75,9 @@ def take(db: apsw.Connection, lines: LinesOfWriter, take: Take, now: int) -> Tak
     many(db, sql.take(tuple(take.becomes.items())), stamped, first=given)
     rows = [(row,) for row in heads]
     many(db, sql.TELL_TAKEN, rows, first=(now,))
-    found = [row for answer in many(db, sql.taken(tuple(take.becomes)), rows) for row in _with_bytes(*answer)]
-    return Taken(now, taken(take, stamps, now, zip(*found, strict=True), lambda number: lines.line(db, number)))
-
-
-_BYTES = PAYLOAD.index("input_payload") - len(PAYLOAD)
-
-
-def _with_bytes(listed: str, blob: bytes) -> list[list[Any]]:
-    """Rows of an answer, with the bytes of each payload in the place of their length."""
-    found: list[list[Any]] = msgspec.json.decode(listed)
-    begin = 0
-    for row in found:
-        if (length := row[_BYTES]) is not None:
-            row[_BYTES] = blob[begin : begin + length] if length else b""
-            begin += length
-    return found
+    becomes = tuple(take.becomes)
+    found = claimed.columns(becomes, many(db, sql.taken(becomes), rows))
+    return Taken(now, taken(take, stamps, now, found, lambda number: lines.line(db, number)))
 
 
 def renew(db: apsw.Connection, leases: Sequence[Held], now: int) -> list[int | None]:
