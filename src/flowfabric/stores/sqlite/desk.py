@@ -17,6 +17,7 @@ import apsw
 from flowfabric.errors import ForkedProcess, StoreUnavailable
 from flowfabric.stores.sqlite.faults import translated, unavailable
 from flowfabric.stores.sqlite.files import Turn
+from flowfabric.stores.sqlite.hurry import HURRY
 from flowfabric.stores.sqlite.lines import LinesOfWriter
 
 T = TypeVar("T")
@@ -176,7 +177,7 @@ class WritingDesk(Desk):
             self._queue.put(job)
 
     def perform(self, db: apsw.Connection, jobs: list[Job]) -> None:
-        with self._turn:
+        with self._turn, HURRY:
             try:
                 db.execute("BEGIN IMMEDIATE")
                 until = time.monotonic() + TOGETHER_S

@@ -11,12 +11,13 @@ from typing import Any
 
 import msgspec
 
-from flowfabric.model.execution import Execution, Payload
+from flowfabric.model.execution import Execution
 from flowfabric.rules.change import Form, FromNow, Like, Own
 from flowfabric.stores.base import Where
-from flowfabric.stores.codec import CODEC, EVENT_COLUMNS, encode, no_line
+from flowfabric.stores.codec import EVENT_COLUMNS, encode, no_line
 from flowfabric.stores.rows import TABLE, Table, index_of
-from flowfabric.stores.taking import PAYLOAD, heard
+from flowfabric.stores.sqlite.claimed import INPUT, rare, usual
+from flowfabric.stores.taking import PAYLOAD
 
 Rows = Callable[[int], str]  # the text of a statement that takes so many rows at once
 
@@ -177,14 +178,12 @@ def take(becomes: tuple[tuple[str, Any], ...]) -> Rows:
 @lru_cache(16)
 def taken(becomes: tuple[str, ...]) -> Rows:
     """What there is to hear of claimed rows."""
-    kinds = CODEC[Payload].column
     return _filled(
         "taken",
         1,
-        columns=", ".join(f"r.{name}" for name in heard(becomes)),
-        payload_columns=", ".join(
-            f"length(p.{name})" if kinds[name].kind is bytes else f"p.{name}" for name in PAYLOAD
-        ),
+        columns=", ".join(f"r.{name}" for name in usual(becomes)),
+        rare=", ".join(f"r.{name}" for name in rare(becomes)),
+        payload_columns=", ".join(f"length(p.{name})" if name == INPUT else f"p.{name}" for name in PAYLOAD),
     )
 
 

@@ -8,7 +8,7 @@ root, so only the order within a change matters, and that is kept.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any
 
 import apsw
@@ -21,9 +21,9 @@ from flowfabric.rules.change import Change, Delete, Form, LeaseWant, Like, Patch
 from flowfabric.stores.base import Held, Take, Taken, Unstorable
 from flowfabric.stores.codec import CODEC, encode_column, encode_row, row_of, target
 from flowfabric.stores.rows import TABLE
-from flowfabric.stores.sqlite import sql
+from flowfabric.stores.sqlite import claimed, sql
 from flowfabric.stores.sqlite.lines import UNKNOWN, LinesOfWriter
-from flowfabric.stores.taking import PAYLOAD, taken
+from flowfabric.stores.taking import taken
 
 _MOST = 128  # rows per statement
 _WIDEST = 6000  # values per statement: the driver keeps prepared ones only up to 16 KiB of text
@@ -75,22 +75,9 @@ def take(db: apsw.Connection, lines: LinesOfWriter, take: Take, now: int) -> Tak
     many(db, sql.take(tuple(take.becomes.items())), stamped, first=given)
     rows = [(row,) for row in heads]
     many(db, sql.TELL_TAKEN, rows, first=(now,))
-    found = [row for answer in many(db, sql.taken(tuple(take.becomes)), rows) for row in _with_bytes(*answer)]
-    return Taken(now, taken(take, stamps, now, zip(*found, strict=True), lambda number: lines.line(db, number)))
-
-
-_BYTES = PAYLOAD.index("input_payload") - len(PAYLOAD)
-
-
-def _with_bytes(listed: str, blob: bytes) -> list[list[Any]]:
-    """Rows of an answer, with the bytes of each payload in the place of their length."""
-    found: list[list[Any]] = msgspec.json.decode(listed)
-    begin = 0
-    for row in found:
-        if (length := row[_BYTES]) is not None:
-            row[_BYTES] = blob[begin : begin + length] if length else b""
-            begin += length
-    return found
+    becomes = tuple(take.becomes)
+    found = claimed.columns(becomes, many(db, sql.taken(becomes), rows))
+    return Taken(now, taken(take, stamps, now, found, lambda number: lines.line(db, number)))
 
 
 def renew(db: apsw.Connection, leases: Sequence[Held], now: int) -> list[int | None]:
@@ -149,8 +136,11 @@ def _refused(db: apsw.Connection, changes: Sequence[Change], now: int) -> set[in
 
 def _rounds(changes: Iterable[Change]) -> list[Gathered]:
     """What to write: what meets in no row goes together, what does is written in its order."""
-    rounds: list[Gathered] = []
+    rounds: list[Gathered] = [{}]
     for change in changes:
+        if len(change.writes) == 1:
+            _gather(rounds[0], change.writes[0], change.id)
+            continue
         for place, write in zip(_places(change.writes), change.writes, strict=True):
             if place == len(rounds):
                 rounds.append({})
@@ -179,7 +169,7 @@ def _gather(gathered: Gathered, write: Write, change_id: int) -> None:
     """Put a write with those of its shape; a root gets the change's id as its revision."""
     shape: Shape
     values: Row
-    if isinstance(write, Patch):
+    if type(write) is Patch:  # by type, as in the codec
         fields, codec = write.fields, CODEC[write.row]
         if not codec.column.keys() >= fields.keys():
             raise Unstorable(f"{codec.table.name} has no column {sorted(fields.keys() - codec.column.keys())}")
@@ -187,13 +177,14 @@ def _gather(gathered: Gathered, write: Write, change_id: int) -> None:
             fields = fields | {"revision": change_id}
         shape = Patch, write.row, tuple(fields), write.unless
         values = (*fields.values(), *write.key)
-    elif isinstance(write, Delete):
+    elif type(write) is Delete:
         shape = Delete, write.row, TABLE[write.row].key[: len(write.key)], None
         values = write.key or (0,)
     else:
-        codec = CODEC[type(write.row)]
-        shape = type(write), type(write.row), (), None
-        values = astuple(write.row)
+        row: Any = write.row
+        codec = CODEC[type(row)]
+        shape = type(write), type(row), (), None
+        values = astuple(row)
         if values[0] is None:  # which would be taken for one of the rows that only fill up
             raise Unstorable(f"a row of {codec.table.name} has no key")
         if (place := codec.revision_place) is not None:
@@ -238,10 +229,12 @@ def many(
         most = _MOST if width * _MOST <= _WIDEST else _MOST // 2
         # In powers of two, so that few different statements have to be prepared and kept.
         size = min(most, 1 << (left - 1).bit_length())
-        values = [*chain.from_iterable(rows[begin : begin + size])]
-        values += [None] * (size * width - len(values))
+        values = [*first, *chain.from_iterable(rows if size >= len(rows) else rows[begin : begin + size])]
+        if size > left:
+            values += repeat(None, (size - left) * width)
+        values += rest
         try:
-            answers += db.execute(statement(size), (*first, *values, *rest))
+            answers += db.execute(statement(size), values)
         except TypeError as error:  # of the driver, which takes only what SQLite knows
             raise Unstorable(str(error)) from error
         begin, left = begin + size, left - size
