@@ -115,11 +115,12 @@ class Finishing(Executions):
             sent[execution_id] = (place, change, decision, row)
         verdicts = await self.commits.add_all([change for _, change, _, _ in sent.values()])
         alike: list[tuple[Change, Execution]] = []
+        others: list[tuple[Change, Rows]] = []
         for (place, change, decision, row), verdict in zip(sent.values(), verdicts, strict=True):
             if isinstance(verdict, int):
                 now = verdict
                 if change.form is None or row.successors is not None:
-                    self.note(change, [[row]], verdict)
+                    others.append((change, [[row]]))
                 else:
                     alike.append((change, row))
                 found[place] = decision.unwrap(verdict)
@@ -129,6 +130,8 @@ class Finishing(Executions):
                 alone[place] = ()
         if alike:
             self.note_alike(alike, now)
+        if others:
+            self.note_all(others, now)
         singly = (
             self._complete_alone(*pairs[place], label, doubts, trusted.get(place)) for place, doubts in alone.items()
         )
