@@ -13,6 +13,7 @@ from flowfabric.model.execution import Execution, LineKey, Payload
 from flowfabric.model.states import AttemptType, LifecyclePhase, OwnershipState
 from flowfabric.rules.change import FromNow, Insert, Patch
 from flowfabric.stores.base import Scan, Store, Taken, Where
+from flowfabric.stores.rows import TABLE
 from tests.stores.samples import BECOMES, MAIL, a_take, execution, line_up, one, payload, waiting, write
 
 OTHER, THIRD = LineKey("mail", "gpu"), LineKey("mail", "", "tenant", 2)
@@ -222,6 +223,31 @@ async def test_texts_come_with_the_rows_exactly(store: Store) -> None:
     ((row, _),) = (await store.take(a_take(1))).rows
 
     assert (row.tags, row.lineage, row.rank, row.deadline_at) == (odd, "", -(2**62), 2**63 - 1)
+
+
+def full(name: str, rank: int) -> Execution:
+    """A row in line that has something in every column."""
+    row = waiting(name, rank)
+    odd: dict[str, Any] = {
+        column.name: {int: rank + 7, str: f"{column.name}-{name}", bool: True}[column.kind]
+        for column in TABLE[Execution].columns
+        if column.kind in (int, str, bool) and getattr(row, column.name) in (None, False)
+    }
+    return msgspec.structs.replace(row, **odd | {"granted_until": None})
+
+
+@pytest.mark.parametrize("many", [3, 200])
+async def test_a_taken_row_comes_with_all_that_it_holds_whatever_its_neighbours_hold(store: Store, many: int) -> None:
+    rows = [full(f"n{n:03}", n) if n % 3 == 1 else waiting(f"n{n:03}", n) for n in range(many)]
+    rows[-1] = msgspec.structs.replace(rows[-1], progress_pct=0, failure_reason="")
+    await line_up(store, *rows)
+
+    taken = await store.take(a_take(many))
+
+    assert [row for row, _ in taken.rows] == [await one(store, Execution, row.execution_id) for row in rows]
+    for before, (after, _) in zip(rows, taken.rows, strict=True):
+        kept = ("flow_id", "lineage", "deadline_at", "cancelled_by", "progress_pct", "failure_reason", "has_steps")
+        assert [getattr(after, name) for name in kept] == [getattr(before, name) for name in kept]
 
 
 async def test_a_taken_row_can_be_put_back_in_line(store: Store) -> None:

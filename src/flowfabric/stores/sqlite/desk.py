@@ -17,7 +17,6 @@ import apsw
 from flowfabric.errors import ForkedProcess, StoreUnavailable
 from flowfabric.stores.sqlite.faults import translated, unavailable
 from flowfabric.stores.sqlite.files import Turn
-from flowfabric.stores.sqlite.hurry import HURRY
 from flowfabric.stores.sqlite.lines import LinesOfWriter
 
 T = TypeVar("T")
@@ -177,7 +176,7 @@ class WritingDesk(Desk):
             self._queue.put(job)
 
     def perform(self, db: apsw.Connection, jobs: list[Job]) -> None:
-        with self._turn, HURRY:
+        with self._turn:
             try:
                 db.execute("BEGIN IMMEDIATE")
                 until = time.monotonic() + TOGETHER_S
