@@ -14,7 +14,7 @@ from flowfabric.errors import StoreFault, StoreUnavailable
 from flowfabric.model.answers import Claimed, Duplicate
 from flowfabric.rules.change import Change
 from flowfabric.stores.memory import MemoryStore
-from flowfabric.stores.postgres import PostgresStore
+from flowfabric.stores.postgres import PostgresStore, wake
 from tests.conftest import Rival
 
 LANE = "mail"
@@ -147,7 +147,8 @@ async def test_a_claim_in_another_process_is_woken_by_the_commit_itself(
     assert isinstance(one.store, PostgresStore)
     monkeypatch.setattr(taking, "waited", waited)
     monkeypatch.setattr(one.store._wake, "send", lambda topics: None)
-    monkeypatch.setattr(one.store._wake, "_rest_s", -1)  # it comes to rest at once
+    monkeypatch.setattr(wake, "REST_S", 0)  # it comes to rest at once
+    monkeypatch.setattr(wake, "RESTS", 0)
 
     async with asyncio.timeout(20):
         claiming = asyncio.create_task(claimed(other, 60_000))

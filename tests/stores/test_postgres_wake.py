@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from itertools import count
+from time import monotonic
 
 import pytest
 
@@ -153,7 +155,8 @@ class TestAHintThatGoesWithACommit:
     @pytest.fixture
     def at_rest(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Every commit comes after a rest."""
-        monkeypatch.setattr(wake, "LONGEST_REST_S", -1)
+        monkeypatch.setattr(wake, "REST_S", 0)
+        monkeypatch.setattr(wake, "RESTS", 0)
 
     async def test_is_heard_by_others_and_sent_by_nobody(
         self, ears: tuple[Ear, Ear], sent: list[frozenset[str]]
@@ -207,8 +210,7 @@ class TestAHintThatGoesWithACommit:
         self, ears: tuple[Ear, Ear], sent: list[frozenset[str]], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         one, other = ears
-        monkeypatch.setattr(wake, "RESTS", 10**9)
-        monkeypatch.setattr(wake, "LONGEST_REST_S", 60)
+        monkeypatch.setattr(wake, "REST_S", 60)
 
         for number in range(20):
             await one.store.commit([change(Insert(execution(f"{number}")))], frozenset({f"{number}"}))
@@ -216,6 +218,19 @@ class TestAHintThatGoesWithACommit:
 
         assert other.topics == {"0"}
         assert sent == [{f"{number}"} for number in range(1, 20)]
+
+    async def test_goes_with_a_commit_again_when_those_of_late_were_quick(self, ears: tuple[Ear, Ear]) -> None:
+        one, other = ears
+        one.store._wake._took = 1000  # as if somebody had held up a commit for hours
+        one.store._wake._carried_at = monotonic()
+
+        async with asyncio.timeout(20):
+            for number in count():
+                await one.store.commit([change(Insert(execution(f"{number}")))], MAIL)
+                if other.heard:
+                    break
+
+        assert other.topics == MAIL
 
     async def test_goes_with_one_of_the_commits_that_are_on_their_way(
         self, ears: tuple[Ear, Ear], sent: list[frozenset[str]]
@@ -231,7 +246,7 @@ class TestAHintThatGoesWithACommit:
         self, ears: tuple[Ear, Ear], sent: list[frozenset[str]], rival: Rival, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         one, _ = ears
-        one.store._wake._rest_s = 60
+        monkeypatch.setattr(wake, "REST_S", 60)
         for number in range(wake.FEW):
             await rival.fetch(f"select pg_notify('ff_wake', '[\"{number}\"]')")
         await one.until(lambda: len(one.heard) == wake.FEW)

@@ -31,10 +31,10 @@ from flowfabric.stores.postgres.links import Links, in_transaction
 CHANNEL = "ff_wake"
 MOST_BYTES = 7900  # of topics; the server refuses messages of 8000 and more
 SENDER = "from:"  # begins what a message says first: who sent it
-REST_S, LONGEST_REST_S = 0.005, 0.5  # of a process between two commits that carry a hint ...
-RESTS = 5  # ... within these bounds so many times as long as such a commit took
+REST_S = 0.005  # of a process between two commits that carry a hint, at least ...
+RESTS = 4  # ... and so many times as long as its commits take
 TURNS = 3  # of the loop, after which whoever goes on in this process because of a commit has asked for what it needs
-FEW = 3  # when so many hints, of whomever, were heard in that time, no commit carries one
+FEW = 4  # when so many hints, of whomever, were heard in that time, no commit carries one
 _SEND = f"select set_config('synchronous_commit', 'off', true), pg_notify('{CHANNEL}', $1)"
 
 Callback = Callable[[frozenset[str]], None]
@@ -47,7 +47,7 @@ class Wake:
         self._links = links
         self._name = SENDER + token_hex(6)
         self._callbacks: list[Callback] = []
-        self._rest_s = REST_S
+        self._took = 0.0  # seconds that commits take of late
         self._carried_at = -inf
         self._heard_at = deque([-inf] * FEW, maxlen=FEW)
         self._unsent: set[str] = set()
@@ -65,17 +65,18 @@ class Wake:
     def along(self, topics: frozenset[str]) -> Iterator[str | None]:
         """The message that a commit shall carry, or None when the topics are to be sent after it."""
         began = monotonic()
-        at_rest = began - max(self._carried_at, self._heard_at[0]) > self._rest_s
+        at_rest = began - max(self._carried_at, self._heard_at[0]) > max(REST_S, RESTS * self._took)
         messages = list(payloads(topics, self._name)) if at_rest else []
-        if len(messages) != 1:
-            yield None
-            return
-        self._carried_at = inf  # one at a time
+        carries = len(messages) == 1
+        if carries:
+            self._carried_at = inf  # one at a time
         try:
-            yield messages[0]
+            yield messages[0] if carries else None
         finally:
-            self._carried_at = monotonic()
-            self._rest_s = min(LONGEST_REST_S, max(REST_S, RESTS * (self._carried_at - began)))
+            ended = monotonic()
+            self._took += (ended - began - self._took) / 8
+            if carries:
+                self._carried_at = ended
 
     def on_wake(self, callback: Callback) -> None:
         """Call back whenever another process sent something."""
