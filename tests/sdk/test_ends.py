@@ -90,6 +90,70 @@ async def test_ends_that_come_one_by_one_gather_while_others_are_on_their_way(
     assert told == [1, 1, 4]
 
 
+@on_stores
+async def test_behind_many_on_their_way_the_others_wait_for_each_other(
+    app: Fabric, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[int] = []
+    may_end = [asyncio.Event() for _ in range(3)]
+
+    @app.task
+    async def work(number: int) -> int:
+        begun.append(number)
+        await may_end[max(0, number - 9)].wait()
+        return number
+
+    told: list[int] = []
+    may_land = asyncio.Event()
+
+    async def hold(ends: int) -> None:
+        told.append(ends)
+        await may_land.wait()
+
+    runs = await work.submit_many(range(12))
+    watch_ends((await app.engine()).store, monkeypatch, hold)
+    async with working(app, slots=12) as worker:
+        await until_so(lambda: len(begun) == 12)
+        may_end[0].set()
+        await until_so(lambda: told == [10])
+        for event in may_end[1:]:
+            event.set()
+            await asyncio.sleep(0.01)  # time enough to be told by themselves
+        await until_so(lambda: worker.running == 0)
+        assert told == [10]
+        may_land.set()
+        assert [await run.result(20) for run in runs] == [*range(12)]
+    assert told == [10, 2]
+
+
+@on_stores
+async def test_a_worker_takes_no_more_while_too_many_ends_are_not_told(
+    app: Fabric, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[int] = []
+
+    @app.task
+    async def work(number: int) -> int:
+        started.append(number)
+        return number
+
+    may_land = asyncio.Event()
+
+    async def hold(_: int) -> None:
+        await may_land.wait()
+
+    runs = await work.submit_many(range(20))
+    engine = await app.engine()
+    watch_ends(engine.store, monkeypatch, hold)
+    async with working(app, slots=2):
+        await until_so(lambda: len(started) == 6)
+        await until_so(lambda: engine.meters.counted("ff_worker_at_capacity") > 0)
+        await asyncio.sleep(0.02)  # time enough to take more
+        assert len(started) == 6, "two rounds are not told, and the third one was begun when there was one less"
+        may_land.set()
+        assert [await run.result(20) for run in runs] == [*range(20)]
+
+
 async def test_a_result_that_is_too_large_fails_the_run_and_nothing_else(
     app: Fabric, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -105,6 +105,35 @@ async def test_many_that_wait_have_all_begun_after_a_few_turns_of_the_loop() -> 
     await stage.all_over()
 
 
+async def test_those_that_come_after_one_that_waited_get_a_task_each_at_once() -> None:
+    go = asyncio.Event()
+
+    async def waits() -> None:
+        await go.wait()
+
+    stage = Stage(*[waits] * 7)
+    before = asyncio.all_tasks()
+    stage.turns.add([0])
+    await asyncio.sleep(0)
+    stage.turns.add(range(1, 7))
+    await asyncio.sleep(0)
+    assert len(stage.tasks) == 7
+    assert len(asyncio.all_tasks() - before) == 7, "and nobody else does"
+    go.set()
+    await stage.all_over()
+
+
+async def test_they_share_again_after_one_that_did_not_wait() -> None:
+    async def waits() -> None:
+        await asyncio.sleep(0)
+
+    stage = Stage(waits, passes, passes, passes)
+    for some in ([0], [1], [2, 3]):
+        stage.turns.add(some)
+        await until_so(lambda last=some[-1]: last in stage.over)  # type: ignore[misc]
+    assert stage.tasks[2] is stage.tasks[3]
+
+
 async def test_one_that_is_cancelled_while_it_waits_is_the_only_one() -> None:
     async def waits() -> None:
         await asyncio.sleep(3600)

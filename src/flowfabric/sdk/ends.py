@@ -1,7 +1,8 @@
 """Ends: what a worker's attempts came to, told to the store.
 
-Attempts that succeed at about the same time are told together, without a task for each: while some are on their way
-the next ones gather. Nobody waits for an end here; who holds a lease hears when there is nothing more to tell.
+Attempts that succeed at about the same time are told together, without a task for each: while many are on their way
+the next ones gather, and behind a few they need not wait. Nobody waits for an end here; who holds a lease hears when
+there is nothing more to tell.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ logger = logging.getLogger("flowfabric.worker")
 
 TOGETHER = 500  # successes that are told in one go
 LANES = 2  # how many goes may be under way
+FEW = 8  # under way that leave room for another go
 FINAL_FOR_THE_LEASE = ("stale_lease", "lease_expired", "lease_revoked", "execution_not_active", "execution_not_found")
 
 
@@ -35,6 +37,7 @@ class Ends:
         self._untold: dict[str, Claimed] = {}
         self._successes: list[tuple[Claimed, Done]] = []  # that are not on their way yet
         self._lanes = 0
+        self._on_their_way = 0
         self._is_starting = False  # a lane that will take whatever is there when its turn comes
         self._tasks: set[asyncio.Task[None]] = set()
         self.succeeded = 0
@@ -48,7 +51,7 @@ class Ends:
         self._untold[claimed.lease_id] = claimed
         if type(outcome) is Done:
             self._successes.append((claimed, outcome))
-            if not self._is_starting and self._lanes < LANES:
+            if not self._is_starting and self._lanes < (LANES if self._on_their_way <= FEW else 1):
                 self._is_starting = True
                 self._lanes += 1
                 self._start(self._tell_successes())
@@ -90,6 +93,7 @@ class Ends:
 
     async def _tell_together(self, successes: list[tuple[Claimed, Done]]) -> None:
         claimed = [one for one, _ in successes]
+        self._on_their_way += len(claimed)
         try:
             answers = await self._engine.complete_many(
                 [(one.handle, done.result) for one, done in successes], encoding="json"
@@ -104,6 +108,7 @@ class Ends:
         except Exception:
             logger.exception("the ends of %d attempts could not be told", len(claimed))
         finally:
+            self._on_their_way -= len(claimed)
             self._forget(claimed)
 
     async def _tell(self, claimed: Claimed, outcome: Outcome) -> None:

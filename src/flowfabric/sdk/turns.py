@@ -27,32 +27,37 @@ class Turns(Generic[T]):
         self._call = call
         self._waiting: deque[T] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._starting = 0  # tasks that will find somebody in line
+        self._last_waited = False
         self._loop = asyncio.get_running_loop()
 
     def add(self, some: Iterable[T]) -> None:
         """Begin with these soon, in their order."""
         self._waiting.extend(some)
-        self._start(1)
+        self._start(len(self._waiting) if self._last_waited else 1)  # they may be like the last one
 
     def drop(self, one: T) -> None:
         """Do not begin with this one, whose turn has not come."""
         self._waiting.remove(one)
 
     def _start(self, most: int) -> None:
-        for _ in range(min(most, len(self._waiting))):
-            task = self._loop.create_task(self._run())
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+        for _ in range(min(most, len(self._waiting) - self._starting)):
+            self._starting += 1
+            self._tasks.add(self._loop.create_task(self._run()))
 
     async def _run(self) -> None:
         task = asyncio.current_task()
         assert task is not None
-        while self._waiting:
-            if await self._turn(self._call(self._waiting.popleft(), task)):
-                return
-            if task.cancelling():  # by one that is over, and perhaps has not even noticed
-                self._start(1)
-                return
+        self._starting -= 1
+        try:
+            while self._waiting:
+                if await self._turn(self._call(self._waiting.popleft(), task)):
+                    return
+                if task.cancelling():  # by one that is over, and perhaps has not even noticed
+                    self._start(1)
+                    return
+        finally:
+            self._tasks.discard(task)
 
     @types.coroutine
     def _turn(self, call: Coroutine[Any, Any, None]) -> Generator[Any, Any, bool]:
@@ -61,16 +66,21 @@ class Turns(Generic[T]):
         try:
             awaited = inside(call.send, None)
         except StopIteration:
+            self._last_waited = False
             return False
         except BaseException:
             self._start(1)
             raise
-        self._start(2)  # the next ones may be like this one: there are soon as many tasks as are needed
+        self._last_waited = True
+        self._start(2)  # there are soon as many tasks as those in line will need
+        step: Callable[[Any], Any]
         while True:
             try:
-                step, given = call.send, (yield awaited)
+                given = yield awaited
             except BaseException as thrown:
                 step, given = call.throw, thrown
+            else:
+                step = call.send
             try:
                 awaited = inside(step, given)
             except StopIteration:

@@ -26,6 +26,7 @@ logger = logging.getLogger("flowfabric.worker")
 
 PULL_WAIT_MS = 10_000
 PAUSE_S = 1.0
+ROUNDS = 2  # how many ends a slot may be ahead of what is told
 
 
 class Worker:
@@ -157,7 +158,7 @@ class Worker:
         while not self._stopping.is_set():
             # A slot is a handler's: the next one may be fetched while the end of the last one is on its way.
             room = self._slots - len(self._running) - self._attempts.stuck
-            if room <= 0 or len(ends) > self._slots:
+            if room <= 0 or len(ends) > ROUNDS * self._slots:
                 engine.meters.count("ff_worker_at_capacity")
                 self._free.clear()
                 await self._free.wait()
