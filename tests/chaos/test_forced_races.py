@@ -26,9 +26,10 @@ from flowfabric.testing.invariants import check_invariants
 A: dict[str, Any] = {"worker_id": "wa", "worker_instance_id": "wa-1"}
 B: dict[str, Any] = {"worker_id": "wb", "worker_instance_id": "wb-1"}
 
+# Those who wait for a row. Who sends a hint may wait, too: behind the hints of other databases.
 _WAITING = """
 select count(*) from pg_stat_activity
- where datname = current_database() and wait_event_type = 'Lock' and pid <> pg_backend_pid()
+ where datname = current_database() and wait_event_type = 'Lock' and wait_event in ('tuple', 'transactionid')
 """
 
 

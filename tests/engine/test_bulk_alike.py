@@ -158,3 +158,23 @@ def test_a_node_of_a_graph_is_accepted_as_it_would_be_alone(first: CreateExecuti
 def test_a_node_that_looks_like_the_first_is_refused_all_the_same(first: Any, second: Any, refusal: str) -> None:
     with pytest.raises(errors.InvalidInput, match=refusal):
         intake.creations([first, second])
+
+
+async def test_a_caller_may_go_on_using_its_tags(store: Store) -> None:
+    engine = Engine(store, minter=SeededMinter(1))
+    tags: dict[str, str] = {"app.team": "blue"}
+
+    await engine.create(ask(tags=tags))
+    tags["app.team"] = "red"
+    await engine.create(ask(OTHER, tags=tags))
+
+    assert await engine.get_execution_tag(ONE, "app.team") == "blue"
+    assert await engine.get_execution_tag(OTHER, "app.team") == "red"
+
+
+def test_a_policy_that_is_changed_is_looked_at_again() -> None:
+    accept, policy = intake.Accepting(), {"priority": 3}
+    first = accept(ask(policy=policy))
+    policy["priority"] = 4
+
+    assert accept(ask(OTHER, policy=policy)).policy != first.policy

@@ -27,9 +27,9 @@ class Trips:
         monkeypatch.setattr(store, "load", self._loading)
         monkeypatch.setattr(store, "peek", lambda _: None)
 
-    async def _committing(self, changes: Sequence[Change]) -> Any:
+    async def _committing(self, changes: Sequence[Change], hint: frozenset[str] = frozenset()) -> Any:
         self.commits += {str(guard.key[0]) for change in changes for guard in change.guards}
-        return await self._commit(changes)
+        return await self._commit(changes, hint)
 
     async def _loading(self, wants: Sequence[Want]) -> Any:
         self.loads += {str(want.key[0]) for want in wants}

@@ -19,6 +19,7 @@ from flowfabric.bench import drive
 from flowfabric.bench.ground import Control, Ground, ground
 
 PER_SECOND = 50  # submits while latency is measured
+WARM_UP = 20
 SAMPLES = 200
 CLAIMS = 50  # that are timed, in each of two stores
 
@@ -71,19 +72,19 @@ async def throughput(
     async with AsyncExitStack() as stack:
         place = await stack.enter_async_context(ground(url))
         engine = await stack.enter_async_context(await connect(place.url))
-        rates = [await _round(engine, place.control, number, payloads, tell) for number in range(rounds)]
-        tell("latency at 50 submits a second")
         claimer = await stack.enter_async_context(await connect(place.url)) if place.shared else engine
+        tell("latency at 50 submits a second")  # first: after the rounds a server is busy with tidying up
         times = await drive.latencies(
-            engine, claimer, "bench-latency", payloads[0], count=samples, per_second=PER_SECOND
+            engine, claimer, "bench-latency", payloads[0], count=WARM_UP + samples, per_second=PER_SECOND
         )
+        rates = [await _round(engine, place.control, number, payloads, tell) for number in range(rounds)]
         costs = None
         if depth:
             other = await stack.enter_async_context(ground(url))
             empty = await stack.enter_async_context(await connect(other.url))
             costs = await _claim_costs(empty, engine, place.control, depth, payloads[0], tell)
         tell.finish()
-        return _report(place, rates, times, costs, jobs=jobs, payload_bytes=payload_bytes, depth=depth)
+        return _report(place, rates, times[WARM_UP:], costs, jobs=jobs, payload_bytes=payload_bytes, depth=depth)
 
 
 class Round(msgspec.Struct, frozen=True):

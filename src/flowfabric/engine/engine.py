@@ -80,6 +80,7 @@ class Engine(
         super().__init__(store, minter=minter or RandomMinter(), settings=settings or Settings())
         self.schema = schema or Schema(0, 0)
         self._sweeper: Sweeper | None = None
+        self.accepting = intake.Accepting()
         self.vault = Vault(self.settings.secret_key)
         self.together = Together(self)
         self.stream_ops = StreamOps(self.settings.max_concurrent_stream_ops)

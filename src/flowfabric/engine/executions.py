@@ -44,11 +44,13 @@ PORTION = 100  # children that are cancelled in one change
 class Executions(Core, Creating):
     """What can be done to an execution, by the names of the specification."""
 
+    accepting: intake.Accepting
+
     # -- create -------------------------------------------------------------------------------------------------
 
     async def create(self, ask: CreateExecution) -> answers.Created | answers.Duplicate:
         """Create an execution as a request says that stands ready."""
-        return await settle_create(self, intake.creation(ask), trusting=True)
+        return await settle_create(self, self.accepting(ask), trusting=True)
 
     async def create_executions(
         self, asks: Iterable[CreateExecution]

@@ -167,31 +167,46 @@ def creation(ask: object) -> CreateExecution:
     )
 
 
-def creations(asks: object) -> list[CreateExecution]:
-    """Creates that come together: what one shares with the one before it was looked at there."""
-    accepted: list[CreateExecution] = []
-    model: CreateExecution | None = None
-    for ask in each("nodes", asks):
-        if model is not None and _is_plain(ask) and are_alike(ask, model):
-            execution_id = execution(ask.execution_id)
-            accepted.append(
-                msgspec.structs.replace(
-                    accepted[-1],
-                    execution_id=execution_id,
-                    partition=ids.partition_of(execution_id),
-                    input_payload=limits.payload("input_payload", ask.input_payload),
-                )
+class Accepting:
+    """Accepts creates one after the other: what one shares with the one before it was looked at there."""
+
+    __slots__ = ("_accepted", "_model")
+
+    def __init__(self) -> None:
+        self._model: CreateExecution | None = None  # as it was asked for
+        self._accepted: CreateExecution | None = None
+
+    def __call__(self, ask: object) -> CreateExecution:
+        """A create, its partition read from the id."""
+        model, like = self._model, self._accepted
+        # One that equals it is not always as good as it: True equals 1, and is no number.
+        plain = type(ask) is CreateExecution and type(ask.priority) is int
+        if plain and model is not None and like is not None and are_alike(ask, model):  # type: ignore[arg-type]
+            execution_id = execution(ask.execution_id)  # type: ignore[attr-defined]
+            return msgspec.structs.replace(
+                like,
+                execution_id=execution_id,
+                partition=ids.partition_of(execution_id),
+                input_payload=limits.payload("input_payload", ask.input_payload),  # type: ignore[attr-defined]
             )
-        else:
-            accepted.append(creation(ask))
-            timed = ask.delay_until is not None or ask.execution_deadline_at is not None
-            model = ask if _is_plain(ask) and not timed and ask.parent_id is None else None
-    return accepted
+        accepted = creation(ask)
+        timed = accepted.delay_until is not None or accepted.execution_deadline_at is not None
+        if plain and not timed and accepted.parent_id is None:
+            self._model = kept(ask)  # type: ignore[arg-type]
+            self._accepted = msgspec.structs.replace(accepted, input_payload=b"")
+        return accepted
 
 
-def _is_plain(ask: object) -> bool:
-    """Whether one that equals it is as good as it: True equals 1, and is no number."""
-    return type(ask) is CreateExecution and type(ask.priority) is int
+def kept(ask: CreateExecution) -> CreateExecution | None:
+    """A request to compare later ones with, which stays as it is when the caller goes on using what it was made of."""
+    if ask.policy is not None and type(ask.policy) is not str:
+        return None
+    return msgspec.structs.replace(ask, input_payload=b"", tags=dict(ask.tags))
+
+
+def creations(asks: object) -> list[CreateExecution]:
+    """Creates that come together."""
+    return list(map(Accepting(), each("nodes", asks)))
 
 
 def _parent(parent_id: object, child_id: ids.ExecutionId) -> ids.ExecutionId | None:

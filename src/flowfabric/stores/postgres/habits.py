@@ -36,11 +36,16 @@ _NO_VALUE = frozenset({FromNow, type(None)})
 
 def words_of_list(parameters: Parameters, kind: str, habit: int) -> str:
     """The array that a list becomes, in the words of the server."""
-    if kind == "text" and not habit & ARRAY:
-        return f"string_to_array({parameters.one('text')}, E'\\x1f', E'\\x1e')"
-    if kind in _WHOLE:
-        return f"string_to_array({parameters.one('text')}, ' ', '-')::{kind}[]"
+    if kind in _WHOLE or (kind == "text" and not habit & ARRAY):
+        return list_words(kind, parameters.one("text"))
     return parameters.one(f"{kind}[]")
+
+
+def list_words(kind: str, text: str) -> str:
+    """The array of texts or whole numbers that a text stands for."""
+    if kind == "text":
+        return f"string_to_array({text}, E'\\x1f', E'\\x1e')"
+    return f"string_to_array({text}, ' ', '-')::{kind}[]"
 
 
 def travelling(kind: str, values: Sequence[Any]) -> tuple[int, Any]:

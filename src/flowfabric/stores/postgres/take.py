@@ -11,9 +11,10 @@ from operator import attrgetter, itemgetter
 from typing import Any, Literal
 
 from flowfabric.model.execution import Execution, Payload
-from flowfabric.stores.base import Held, Stamp, Take
+from flowfabric.stores.base import Held, Stamp, Take, Unstorable
 from flowfabric.stores.codec import CODEC, LineAt, LineOf, encode
 from flowfabric.stores.postgres.commit import CLOCK
+from flowfabric.stores.postgres.habits import joined, list_words
 from flowfabric.stores.postgres.pieces import NUMBER, POINTER
 from flowfabric.stores.postgres.sql import column_type, numbered, pieces, quoted
 from flowfabric.stores.taking import PAYLOAD, heard, taken
@@ -42,6 +43,9 @@ class Claim:
             more="" if one else "(select count(*) from heads) = :reach or ",
             number=NUMBER,
             told=POINTER.format(row="e"),
+            lease_ids=list_words("text", ":lease_ids"),
+            attempt_ids=list_words("text", ":attempt_ids"),
+            revisions=list_words("bigint", ":revisions"),
             becomes="".join(f'"{name}" = :value_{name}::{column_type(columns[name])}, ' for name in becomes),
             columns=quoted(heard(becomes), "e."),
             heard=quoted(heard(becomes), "t."),
@@ -75,6 +79,14 @@ def claim(take: Take, lines: list[int]) -> Claim:
     return _claim(tuple(take.becomes), "one" if len(lines) == 1 else "few" if len(lines) <= MANY else "many")
 
 
+def _text(names: list[str]) -> str:
+    """The names as one text."""
+    text = joined(names)
+    if text is None:
+        raise Unstorable("a stamp that the server could not tell from others")
+    return text
+
+
 async def take(
     connection: Any,
     take: Take,
@@ -91,8 +103,8 @@ async def take(
         clock,
         lines,
         len(stamps),
-        " ".join([stamp.lease_id for stamp in stamps]),
-        " ".join([stamp.attempt_id for stamp in stamps]),
+        _text([stamp.lease_id for stamp in stamps]),
+        _text([stamp.attempt_id for stamp in stamps]),
         " ".join([str(stamp.revision) for stamp in stamps]),
         take.worker_id,
         take.worker_instance_id,

@@ -13,8 +13,7 @@ with clock as materialized (select {clock} as now),
 {locked},
 stamped as materialized (
     select s.*
-      from unnest(array(select spot from locked), string_to_array(:lease_ids::text, ' '),
-                  string_to_array(:attempt_ids::text, ' '), string_to_array(:revisions::text, ' ')::bigint[])
+      from unnest(array(select spot from locked), {lease_ids}, {attempt_ids}, {revisions})
            with ordinality as s (spot, lease_id, attempt_id, revision, place)
      where s.spot is not null
 ),
