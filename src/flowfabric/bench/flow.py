@@ -80,7 +80,8 @@ async def flow(
             gc.collect()
             rates.append(await _chains(engine, f"bench-chains-{number}", chains, steps))
         tell(f"fan-out of {fan} and join")
-        fans = [await _fan(engine, "bench-fan", fan) for _ in range(samples + 2)]
+        async with _worker(engine, "bench-fan", claim=fan, loops=1) as ended:
+            fans = [await _fan(engine, "bench-fan", fan, ended) for _ in range(samples + 2)]
         tell(f"cancel of {siblings - 1} siblings")
         cancels = [await _quorum(engine, f"bench-quorum-{number}", siblings) for number in range(samples + 2)]
         tell(f"one graph of {graph} nodes")
@@ -126,16 +127,17 @@ async def _chains(engine: Engine, lane: str, chains: int, steps: int) -> float:
         return chains / (perf_counter() - began)
 
 
-async def _fan(engine: Engine, lane: str, fan: int) -> float:
+async def _fan(engine: Engine, lane: str, fan: int, ended: _Ends) -> float:
     """One execution, many after it, one after all of these; seconds from the create to the last end."""
     flow_id, names = _names(engine, fan + 2)
     first, *middle, last = names
     edges = [GraphEdge(first, name) for name in middle] + [GraphEdge(name, last) for name in middle]
-    async with _worker(engine, lane, claim=fan, loops=1) as ended:
-        began = perf_counter()
-        await engine.create_flow_graph(flow_id, _nodes(lane, names), edges, namespace="bench")
-        await ended(last)
-        return perf_counter() - began
+    began = perf_counter()
+    await engine.create_flow_graph(flow_id, _nodes(lane, names), edges, namespace="bench")
+    await ended(last)
+    took = perf_counter() - began
+    await engine.dispatched()
+    return took
 
 
 async def _quorum(engine: Engine, lane: str, siblings: int) -> float:
@@ -220,7 +222,10 @@ class _Ends:
 
 @asynccontextmanager
 async def _worker(engine: Engine, lane: str, *, claim: int, loops: int) -> AsyncIterator[_Ends]:
-    """A worker that does nothing with what it claims but to complete it, until the block is left."""
+    """A worker that does nothing with what it claims but to complete it, until the block is left.
+
+    It is one for many samples: to cancel a claim that is on its way costs the store a connection.
+    """
     ends = _Ends()
 
     async def work(instance: str) -> None:
