@@ -136,6 +136,14 @@ async def test_the_history_of_an_execution_holds_its_newest_events_oldest_first(
     assert await store.history("a", Topic.LEASE, 0) == []
 
 
+async def test_two_partitions_may_have_the_same_uuid_and_not_the_same_history(store: Store) -> None:
+    names = [f"{{fp:{partition}}}:11111111-1111-4111-8111-111111111111" for partition in (3, 4)]
+    await write(store, events=[event(name, lease=name) for name in names])
+
+    for name in names:
+        assert [told.event.lease for told in await store.history(name, Topic.LEASE, 10)] == [name]
+
+
 async def test_history_and_feed_tell_the_same(store: Store, clock: ManualClock) -> None:
     await write(store, events=[lease("1"), lease("2", "b"), lease("3")])
 

@@ -200,8 +200,8 @@ SELECT position, at, {events} FROM ff_event
 
 -- name: history
 SELECT position, at, {events} FROM ff_event
- WHERE execution_id = ? AND {topic} IS NOT NULL
- ORDER BY position DESC LIMIT ?;
+ WHERE substr(execution_id, -36) = substr(?1, -36) AND execution_id = ?1 AND {topic} IS NOT NULL
+ ORDER BY position DESC LIMIT ?2;
 
 -- name: lost
 -- The last position of a topic that is no longer kept.
