@@ -110,9 +110,7 @@ class BulkCreate:
     def _as_before(self, ask: CreateExecution) -> Decision[Answer] | None:
         """Most of what is created together has only its id and its input to itself."""
         model = self._model
-        if model is None or type(ask) is not CreateExecution or type(ask.priority) is not int:
-            return None
-        if not are_alike(ask, model.ask):
+        if model is None or type(ask) is not CreateExecution or not are_alike(ask, model.ask):
             return None
         execution_id = intake.execution(ask.execution_id)
         if ids.partition_of(execution_id) != model.partition:

@@ -90,18 +90,16 @@ class Finishing(Executions):
         now = self.estimate.now()
         for place, (handle, result) in enumerate(pairs):
             try:
-                held = self.opened(handle)
+                execution_id = self.opened(handle).execution_id
                 payload = None if result is None else limits.payload("result_payload", result)
             except errors.FabricError as refused:
                 found[place] = refused
                 continue
-            execution_id = held.execution_id
             row = self._seen.get(execution_id)
             if row is None or execution_id in sent:
                 alone[place] = ()
                 continue
-            fence = Fence(held.lease_id, held.lease_epoch, held.attempt_id)
-            decision = finish.complete(row, fence, None, payload, label, now)
+            decision = finish.complete(row, fence_of(handle), None, payload, label, now)
             if decision.change is None or isinstance(decision.answer, errors.FabricError):
                 alone[place] = ()
                 continue

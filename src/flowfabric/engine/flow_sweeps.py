@@ -47,23 +47,21 @@ PERMANENT = (errors.ValidationError, errors.BugError)
 class Rotation:
     """Pages of a table by an instant, going round: the next page begins after one that could not be moved."""
 
-    def __init__(self, row: type[msgspec.Struct], column: str, key: tuple[str, ...], limit: int = 0) -> None:
+    def __init__(self, row: type[msgspec.Struct], column: str, key: tuple[str, ...]) -> None:
         self._row = row
         self._order = (column, *key)
-        self._limit = limit
         self._after: tuple[Any, ...] | None = None
 
-    async def page(self, engine: FlowCancels, *where: Where, limit: int = 0) -> list[Any]:
+    async def page(self, engine: FlowCancels, limit: int, *where: Where) -> list[Any]:
         """The next rows whose instant has come, earliest first."""
-        most = limit or self._limit
         now = await engine.store.ping()
         engine.estimate.hear(now)
         due = (Where(self._order[0], "<=", now), *where)
-        rows = await engine.store.scan(Scan(self._row, due, self._order, self._after, most))
+        rows = await engine.store.scan(Scan(self._row, due, self._order, self._after, limit))
         if not rows and self._after is not None:
             self._after = None
-            rows = await engine.store.scan(Scan(self._row, due, self._order, None, most))
-        self._after = tuple(getattr(rows[-1], name) for name in self._order) if len(rows) == most else None
+            rows = await engine.store.scan(Scan(self._row, due, self._order, None, limit))
+        self._after = tuple(getattr(rows[-1], name) for name in self._order) if len(rows) == limit else None
         return rows
 
 
@@ -73,15 +71,15 @@ class FlowSweeps:
     def __init__(self, engine: FlowCancels, reads: FlowReads) -> None:
         self._engine = engine
         self._reads = reads
-        self._waiting = Rotation(EdgeGroup, "waiting_since", ("flow_id", "downstream_execution_id"), GROUPS)
-        self._flows = Rotation(Flow, "project_at", ("flow_id",), FLOWS)
-        self._backlogs = Rotation(CancelBacklog, "due_at", ("flow_id",), BACKLOGS)
+        self._waiting = Rotation(EdgeGroup, "waiting_since", ("flow_id", "downstream_execution_id"))
+        self._flows = Rotation(Flow, "project_at", ("flow_id",))
+        self._backlogs = Rotation(CancelBacklog, "due_at", ("flow_id",))
         key = ("flow_id", "downstream_execution_id")
-        self._flagged = Rotation(PendingCancelGroup, "flagged_at", key, GROUPS)
-        self._reconciled = Rotation(PendingCancelGroup, "flagged_at", key, GROUPS)
+        self._flagged = Rotation(PendingCancelGroup, "flagged_at", key)
+        self._reconciled = Rotation(PendingCancelGroup, "flagged_at", key)
         edge = ("downstream_execution_id", "edge_id")
         self._noted = Rotation(Dependency, "unfolded_at", edge)
-        self._renoted = Rotation(Dependency, "unfolded_at", edge, GROUPS * EDGES)
+        self._renoted = Rotation(Dependency, "unfolded_at", edge)
         self._owed = Rotation(Dispatch, "due_at", ("execution_id",))
         self._looks = 0
 
@@ -106,22 +104,22 @@ class FlowSweeps:
     async def dispatch_completions(self, batch: int) -> Pass:
         """Carry on with ends that a process wrote and did not live to follow up."""
         delivered = await self._deliver(batch)
-        folded = await self._fold([_noted(one) for one in await self._noted.page(self._engine, limit=batch)])
+        folded = await self._fold([_noted(one) for one in await self._noted.page(self._engine, batch)])
         return Pass(delivered.processed + folded.processed, delivered.errors + folded.errors)
 
     async def reconcile_dependencies(self, choice: Choice) -> Pass:
         """Resolve edges whose upstream has ended, whether or not anybody noted it, and cascade the skips."""
-        settled = [_noted(one) for one in await self._renoted.page(self._engine)]
+        settled = [_noted(one) for one in await self._renoted.page(self._engine, GROUPS * EDGES)]
         # An end with many edges goes to all of them, whoever may be chosen.
         delivered = await self._deliver(GROUPS) if not choice.filters else Pass(0, 0)
-        settled += await self._unnoticed(await self._waiting.page(self._engine))
+        settled += await self._unnoticed(await self._waiting.page(self._engine, GROUPS))
         folded = await self._fold(await self._accepted(settled, choice))
         return Pass(folded.processed, delivered.errors + folded.errors)
 
     async def _deliver(self, limit: int) -> Pass:
         """Go on with the ends that have many edges; what is processed are edges."""
         processed = faults = 0
-        for row in await self._owed.page(self._engine, limit=limit):
+        for row in await self._owed.page(self._engine, limit):
             try:
                 processed += await self._engine.dispatcher.deliver(row.execution_id)
             except errors.StoreUnavailable:
@@ -163,7 +161,7 @@ class FlowSweeps:
     async def project_flows(self, batch: int) -> Pass:
         """Write the summaries of flows that are still going on."""
         return await self._each(
-            await self._flows.page(self._engine), lambda row: self._reads.project_flow_summary(row.flow_id)
+            await self._flows.page(self._engine, FLOWS), lambda row: self._reads.project_flow_summary(row.flow_id)
         )
 
     # -- cancels --------------------------------------------------------------------------------------------------
@@ -171,7 +169,7 @@ class FlowSweeps:
     async def reconcile_cancels(self, choice: Choice) -> Pass:
         """Cancel what the backlog of cancelled flows lists, after the grace."""
         processed = faults = 0
-        for backlog in await self._backlogs.page(self._engine):
+        for backlog in await self._backlogs.page(self._engine, BACKLOGS):
             try:
                 done, failed = await self._reconcile_backlog(backlog, choice)
             except errors.StoreUnavailable:
@@ -222,7 +220,7 @@ class FlowSweeps:
             done = await self._engine.cancelling.cancel_siblings(Child(row.flow_id, row.downstream_execution_id))
             return True if all(isinstance(one, Disposition) for one in done.values()) else None
 
-        return await self._each(await self._flagged.page(self._engine), cancel)
+        return await self._each(await self._flagged.page(self._engine, GROUPS), cancel)
 
     async def reconcile_sibling_cancels(self, batch: int) -> Pass:
         """Finish drains that a crash interrupted."""
@@ -232,7 +230,7 @@ class FlowSweeps:
             self._engine.meters.count("ff_sibling_cancel_reconcile", action=done.value)
             return done is not SiblingReconcile.NO_OP
 
-        return await self._each(await self._reconciled.page(self._engine), reconcile)
+        return await self._each(await self._reconciled.page(self._engine, GROUPS), reconcile)
 
     async def _each(self, rows: Sequence[Any], act: Callable[[Any], Awaitable[bool | None]]) -> Pass:
         processed = faults = 0

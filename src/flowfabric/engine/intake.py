@@ -179,20 +179,20 @@ class Accepting:
     def __call__(self, ask: object) -> CreateExecution:
         """A create, its partition read from the id."""
         model, like = self._model, self._accepted
-        # One that equals it is not always as good as it: True equals 1, and is no number.
-        plain = type(ask) is CreateExecution and type(ask.priority) is int
-        if plain and model is not None and like is not None and are_alike(ask, model):  # type: ignore[arg-type]
-            execution_id = execution(ask.execution_id)  # type: ignore[attr-defined]
-            return msgspec.structs.replace(
-                like,
-                execution_id=execution_id,
-                partition=ids.partition_of(execution_id),
-                input_payload=limits.payload("input_payload", ask.input_payload),  # type: ignore[attr-defined]
-            )
-        accepted = creation(ask)
+        if not isinstance(ask, CreateExecution) or model is None or like is None or not are_alike(ask, model):
+            return self._remembered(ask, creation(ask))
+        execution_id = execution(ask.execution_id)
+        return msgspec.structs.replace(
+            like,
+            execution_id=execution_id,
+            partition=ids.partition_of(execution_id),
+            input_payload=limits.payload("input_payload", ask.input_payload),
+        )
+
+    def _remembered(self, ask: Any, accepted: CreateExecution) -> CreateExecution:
         timed = accepted.delay_until is not None or accepted.execution_deadline_at is not None
-        if plain and not timed and accepted.parent_id is None:
-            self._model = kept(ask)  # type: ignore[arg-type]
+        if not timed and accepted.parent_id is None:
+            self._model = kept(ask)
             self._accepted = msgspec.structs.replace(accepted, input_payload=b"")
         return accepted
 

@@ -164,8 +164,8 @@ def create_all(
 
 
 def are_alike(ask: CreateExecution, other: CreateExecution) -> bool:
-    """Whether two asks differ in nothing but their ids and their inputs."""
-    return other == replace(
+    """Whether two asks differ in nothing but their ids and their inputs; True equals 1, and is no number."""
+    return type(ask.priority) is int and other == replace(
         ask, execution_id=other.execution_id, partition=other.partition, input_payload=other.input_payload
     )
 
