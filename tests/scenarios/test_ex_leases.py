@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from flowfabric import errors
+from flowfabric.engine import reads
 from flowfabric.engine.reads import HistoryEntry
 from flowfabric.handles import HandleKind
 from flowfabric.model.answers import (
@@ -95,6 +96,19 @@ async def test_ex_032_a_named_lease_renews_like_a_handle(play: Play) -> None:
     assert answer == Renewed(play.now + 500, 1)
 
 
+async def test_however_often_a_lease_is_renewed_its_history_keeps_the_rest(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reads, "HISTORY_KEPT", 2)
+    held = await play.claimed()
+    for _ in range(3):
+        await play.engine.renew(held.handle)
+
+    assert await play.told(held.execution_id) == ["acquired"]
+    await play.engine.complete(held.handle)
+    assert await play.told(held.execution_id) == ["acquired", "released completed"]
+
+
 async def test_ex_033_renew_at_the_exact_expiry_instant(play: Play) -> None:
     held = await play.claimed()
     e = held.execution_id
@@ -118,6 +132,17 @@ async def test_ex_033_renew_at_the_exact_expiry_instant(play: Play) -> None:
     play.clock.pass_ms(5)
     async with play.refused(errors.LeaseExpired):
         await play.engine.renew(held.handle, lease_ttl_ms=LEASE_MS)
+
+
+async def test_ex_033_a_clock_that_goes_back_revives_no_lease(play: Play) -> None:
+    held = await play.claimed()
+    play.clock.pass_ms(LEASE_MS)
+    await play.engine.mark_lease_expired_if_due(held.execution_id)
+    play.clock.pass_ms(-LEASE_MS // 2)
+
+    for late in (play.engine.renew, play.engine.progress, play.engine.complete):
+        async with play.refused(errors.LeaseExpired):
+            await late(held.handle)
 
 
 async def test_ex_034_renew_fence_requirements(play: Play) -> None:

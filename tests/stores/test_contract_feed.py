@@ -136,6 +136,18 @@ async def test_the_history_of_an_execution_holds_its_newest_events_oldest_first(
     assert await store.history("a", Topic.LEASE, 0) == []
 
 
+async def test_what_a_history_leaves_out_takes_no_room_in_it(store: Store) -> None:
+    await write(store, events=[event(lease="acquired")])
+    for _ in range(3):
+        await write(store, events=[event(lease="renewed")])
+    await write(store, events=[event(lease="released", operator="replayed")])
+
+    history = await store.history("a", Topic.LEASE, 2, "renewed")
+    assert [told.event.lease for told in history] == ["acquired", "released"]
+    assert [told.event.lease for told in await store.history("a", Topic.LEASE, 2)] == ["renewed", "released"]
+    assert len(await store.history("a", Topic.OPERATOR, 2, "renewed")) == 1
+
+
 async def test_two_partitions_may_have_the_same_uuid_and_not_the_same_history(store: Store) -> None:
     names = [f"{{fp:{partition}}}:11111111-1111-4111-8111-111111111111" for partition in (3, 4)]
     await write(store, events=[event(name, lease=name) for name in names])

@@ -78,6 +78,17 @@ async def test_a_released_lease_is_not_renewed(store: Store) -> None:
     assert (await one(store, Execution, "a")).lease_expires_at is None
 
 
+async def test_a_lease_that_was_marked_as_expired_is_not_renewed_even_if_the_clock_went_back(
+    store: Store, clock: ManualClock
+) -> None:
+    (lease,) = await held(store, "a")
+    clock.pass_ms(100)
+    await write(store, Patch(Execution, ("a",), {"lease_expired_at": clock.now}))
+    clock.pass_ms(-50)
+
+    assert await store.renew([lease]) == [None]
+
+
 async def test_a_renewal_may_shorten_a_lease(store: Store, clock: ManualClock) -> None:
     (lease,) = await held(store, "a", ttl=1000)
 

@@ -275,7 +275,7 @@ async def test_the_feed_walks_its_batches_in_order(planner: Planner) -> None:
 
 
 async def test_a_history_goes_where_its_execution_points(planner: Planner) -> None:
-    await planner.explain(feed.statement("history", Topic.LEASE), 2)
+    await planner.explain(feed.statement("history", Topic.LEASE), 3)
 
     assert {table for _, table, _ in planner.scans()} == {"ff_exec_core", "ff_told_in", "ff_batch"}
     assert all(f'"{index}"' in json.dumps(planner.plans) for index in ("ff_told_in_pkey", "ff_batch_pkey"))

@@ -21,6 +21,7 @@ from flowfabric.stores.base import Scan, Want, Where
 MAX_PAGE = 1000
 MAX_EXPIRED_PAGE = 10_000
 HISTORY_KEPT = 1000
+RENEWED = "renewed"  # told so often that nothing else would be left of a long life
 MAX_PARTITION = 65_535
 
 
@@ -163,9 +164,9 @@ class Reads(Core):
         row = await self._row(execution)
         if row is None:
             return []
-        events = await self.patiently(lambda: self.store.history(execution, Topic.LEASE, HISTORY_KEPT))
+        events = await self.patiently(lambda: self.store.history(execution, Topic.LEASE, HISTORY_KEPT, RENEWED))
         # Events outlive a purge; what an earlier execution of this name did is not this one's history.
-        return [_entry(told) for told in events if told.at >= row.created_at and told.event.lease != "renewed"]
+        return [_entry(told) for told in events if told.at >= row.created_at]
 
     async def list_executions(self, partition: int, *, cursor: str | None = None, limit: int = 50) -> ExecutionPage:
         """Ids of one partition, ascending, strictly after the cursor."""

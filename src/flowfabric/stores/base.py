@@ -292,7 +292,10 @@ class Store(Protocol):
         ...
 
     async def renew(self, leases: Sequence[Held]) -> list[int | None]:
-        """Per lease: its new end when it is in force and everything matches, else None. Adds `renewed` events."""
+        """Per lease: its new end when it is in force, not marked as expired, and everything matches; else None.
+
+        Adds `renewed` events.
+        """
         ...
 
     async def due(self, row: type[msgspec.Struct], column: str, *, limit: int, where: tuple[Where, ...] = ()) -> Due:
@@ -327,8 +330,8 @@ class Store(Protocol):
         """Drop the oldest events that were told before an instant, about `limit` of them; how many went."""
         ...
 
-    async def history(self, execution_id: str, topic: Topic, limit: int) -> list[FeedEvent]:
-        """The newest events of one execution, oldest first."""
+    async def history(self, execution_id: str, topic: Topic, limit: int, without: str = "") -> list[FeedEvent]:
+        """The newest events of one execution, oldest first; those that the topic calls `without` do not count."""
         ...
 
     def notify(self, topics: frozenset[str]) -> None:

@@ -318,11 +318,11 @@ class MemoryStore:
                         self._lost[topic] = told.position
             return len(old)
 
-    async def history(self, execution_id: str, topic: Topic, limit: int) -> list[FeedEvent]:
+    async def history(self, execution_id: str, topic: Topic, limit: int, without: str = "") -> list[FeedEvent]:
         with self._lock:
             field = TOPIC_FIELDS[topic]
             told = self._history.get(execution_id, ())
-            newest = (one for one in reversed(told) if getattr(one.event, field) is not None)
+            newest = (one for one in reversed(told) if getattr(one.event, field) not in (None, without))
             return list(islice(newest, limit))[::-1]
 
     def notify(self, topics: frozenset[str]) -> None:
@@ -418,6 +418,8 @@ class MemoryStore:
         if row is None or (row.attempt_index, row.attempt_id) != (held.attempt_index, held.attempt_id):
             return None
         if not _has_lease(row, LeaseCheck(LeaseWant.LIVE, held.lease_id, held.lease_epoch), now):
+            return None
+        if row.lease_expired_at is not None:
             return None
         until = now + held.lease_ttl_ms
         shelf.put((held.execution_id,), replace(row, lease_expires_at=until, lease_renewed_at=now))

@@ -187,8 +187,8 @@ class FlakyStore:
     async def trim_feed(self, before: int, limit: int) -> int:
         return await self._sent("trim_feed", lambda: self.inner.trim_feed(before, limit))
 
-    async def history(self, execution_id: str, topic: Topic, limit: int) -> list[FeedEvent]:
-        return await self._sent("history", lambda: self.inner.history(execution_id, topic, limit))
+    async def history(self, execution_id: str, topic: Topic, limit: int, without: str = "") -> list[FeedEvent]:
+        return await self._sent("history", lambda: self.inner.history(execution_id, topic, limit, without))
 
     def notify(self, topics: frozenset[str]) -> None:
         self.inner.notify(topics)

@@ -81,11 +81,11 @@ class Feed:
         values = (limit, before, MOST_EVENTS)
         return int(await self._links.write(lambda connection: connection.fetchval(TRIM, *values)))
 
-    async def history(self, execution_id: str, topic: Topic, limit: int) -> list[FeedEvent]:
-        """The newest events of one execution, oldest first."""
+    async def history(self, execution_id: str, topic: Topic, limit: int, without: str) -> list[FeedEvent]:
+        """The newest events of one execution, oldest first; those that the topic calls `without` do not count."""
         words = statement("history", topic)
         while True:
-            found = await self._links.read(lambda connection: connection.fetch(words, execution_id, limit))
+            found = await self._links.read(lambda connection: connection.fetch(words, execution_id, limit, without))
             if all(record[0] is not None for record in found):
                 return sorted((_event(record) for record in found), key=lambda one: one.position)
             await self._number()
@@ -102,7 +102,7 @@ def statement(name: str, topic: Topic) -> str:
     """The words to read one topic."""
     events = quoted(Event.__struct_fields__, "e.")
     words = _STATEMENTS[name].format(events=events, names=_NAMES, topic=TOPIC_FIELDS[topic])
-    parameters = {"read": ("first", "ord", "last", "limit"), "history": ("execution_id", "limit")}
+    parameters = {"read": ("first", "ord", "last", "limit"), "history": ("execution_id", "limit", "without")}
     return numbered(words, parameters[name])
 
 

@@ -26,7 +26,7 @@ select b.position, e.place - 1, b.at, {events}
  cross join lateral (select position, at, events from ff_batch b where b.batch_id = p.batch_id offset 0) b
  cross join lateral (
        select * from unnest(b.events) with ordinality as e ({names}, place)
-        where e.execution_id = :execution_id and e.{topic} is not null) e
+        where e.execution_id = :execution_id and e.{topic} <> :without) e
  order by p.batch_id desc, e.place desc
  limit :limit;
 

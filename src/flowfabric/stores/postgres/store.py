@@ -166,8 +166,8 @@ class PostgresStore:
     async def trim_feed(self, before: int, limit: int) -> int:
         return await self._feed.trim(before, limit)
 
-    async def history(self, execution_id: str, topic: Topic, limit: int) -> list[FeedEvent]:
-        return await self._feed.history(execution_id, topic, limit)
+    async def history(self, execution_id: str, topic: Topic, limit: int, without: str = "") -> list[FeedEvent]:
+        return await self._feed.history(execution_id, topic, limit, without)
 
     def notify(self, topics: frozenset[str]) -> None:
         self._wake.send(topics)

@@ -157,6 +157,7 @@ with held as materialized (
               and e.attempt_id = given.attempt_id
               and e.lease_id = given.lease_id
               and e.lease_epoch = given.lease_epoch
+              and e.lease_expired_at is null
               for update) e
 ),
 clock as materialized (select {clock} as now where (select count(*) from held) >= 0),

@@ -169,9 +169,9 @@ def feed(db: apsw.Connection, topic: Topic, after: int, limit: int) -> FeedPage:
     return FeedPage(events, events[-1].position if events else after, lost)
 
 
-def history(db: apsw.Connection, execution_id: str, topic: Topic, limit: int) -> list[FeedEvent]:
-    """The newest events of one execution, oldest first."""
-    return _events(db.execute(sql.told("history", TOPIC_FIELDS[topic]), (execution_id, limit)))[::-1]
+def history(db: apsw.Connection, execution_id: str, topic: Topic, limit: int, without: str) -> list[FeedEvent]:
+    """The newest events of one execution, oldest first; those that the topic calls `without` do not count."""
+    return _events(db.execute(sql.told("history", TOPIC_FIELDS[topic]), (execution_id, limit, without)))[::-1]
 
 
 def _starting(db: apsw.Connection, lines: Lines, want: Want) -> list[Any]:

@@ -123,6 +123,7 @@ SELECT g.column1
         OR r.attempt_id IS NOT g.column4
         OR r.lease_id IS NOT g.column5
         OR r.lease_epoch IS NOT g.column6
+        OR r.lease_expired_at IS NOT NULL
         OR (r.lease_expires_at > ?) IS NOT 1);
 
 -- name: tell_renewals
@@ -200,7 +201,7 @@ SELECT position, at, {events} FROM ff_event
 
 -- name: history
 SELECT position, at, {events} FROM ff_event
- WHERE substr(execution_id, -36) = substr(?1, -36) AND execution_id = ?1 AND {topic} IS NOT NULL
+ WHERE substr(execution_id, -36) = substr(?1, -36) AND execution_id = ?1 AND {topic} <> ?3
  ORDER BY position DESC LIMIT ?2;
 
 -- name: lost

@@ -133,8 +133,8 @@ class SQLiteStore:
     async def trim_feed(self, before: int, limit: int) -> int:
         return await self._writer.do(lambda db: writing.trim_feed(db, before, limit))
 
-    async def history(self, execution_id: str, topic: Topic, limit: int) -> list[FeedEvent]:
-        return await self._lister.do(lambda db: reading.history(db, execution_id, topic, limit))
+    async def history(self, execution_id: str, topic: Topic, limit: int, without: str = "") -> list[FeedEvent]:
+        return await self._lister.do(lambda db: reading.history(db, execution_id, topic, limit, without))
 
     def notify(self, topics: frozenset[str]) -> None:
         self._wake.ring(topics)
