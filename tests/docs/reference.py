@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import flowfabric
+from flowfabric.engine.surface import INTERNAL as INTERNAL_TO_THE_ENGINE
 from flowfabric.sdk import approvals, output, spending
 from flowfabric.testing import World
 from tests.postgres_install import ROOT
@@ -45,6 +46,7 @@ INTERNAL = {
     "AllOf": {"needed", "policy"},
     "AnyOf": {"needed", "policy"},
     "Quorum": {"needed", "policy"},
+    "Engine": INTERNAL_TO_THE_ENGINE,
 }
 
 HEAD = """# Reference

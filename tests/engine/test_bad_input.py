@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from flowfabric import errors
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.surface import INTERNAL
 from flowfabric.handles import Handle, HandleKind, encode
 from flowfabric.ids import SeededMinter
 from flowfabric.model.answers import Claimed, ClaimGrant, Created, Renewed
@@ -86,11 +87,10 @@ def test_every_verb_that_takes_something_is_tried() -> None:
     pages = ("executions", "finishing", "claims", "reads", "subscriptions", "keys")
     homes = [cls for cls in Engine.__mro__ if cls.__module__ in {f"flowfabric.engine.{page}" for page in pages}]
     found = {name for home in homes for name in vars(home) if not name.startswith("_")}
-    without_arguments = {"mark_lapsed_leases", "list_waitpoint_hmac_kids", "signing_key", "trim_feed"}
+    without_arguments = {"list_waitpoint_hmac_kids", "trim_feed"}
     without_arguments |= {"subscribe_completions", "subscribe_completions_filtered", "subscribe_instance_tags"}
-    of_the_engine_itself = {"who", "keys_in", "opened_keys", "recent_keys", "group_of"}
 
-    assert found - without_arguments - of_the_engine_itself - set(VERBS) == set()
+    assert found - without_arguments - INTERNAL - set(VERBS) == set()
 
 
 async def refusal(call: Awaitable[Any]) -> errors.FabricError | None:

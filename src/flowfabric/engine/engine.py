@@ -27,13 +27,14 @@ from flowfabric.engine.signals import Signals
 from flowfabric.engine.sleeping import Sleeping
 from flowfabric.engine.streams import StreamOps, Streams
 from flowfabric.engine.subscriptions import Subscriptions
+from flowfabric.engine.surface import operations
 from flowfabric.engine.sweeper import Pass, Sweeper
 from flowfabric.engine.together import Together
 from flowfabric.engine.unblocking import Unblocking
 from flowfabric.engine.vault import Vault
 from flowfabric.engine.wakes import stream_topic
 from flowfabric.handles import BackendTag
-from flowfabric.ids import ExecutionId, LaneId, Minter, RandomMinter, mint_solo, parse_lane_id
+from flowfabric.ids import ExecutionId, Minter, RandomMinter, mint_solo
 from flowfabric.model.flow import Dependency, Dispatch, PendingCancelGroup
 from flowfabric.model.gate import ChildEnd
 from flowfabric.model.outbox import Message
@@ -117,12 +118,11 @@ class Engine(
 
     def capabilities(self) -> Capabilities:
         """Which operations there are."""
-        names = (name for name in dir(type(self)) if not name.startswith("_"))
-        return Capabilities(self.store.tag.title, tuple(sorted(names)))
+        return Capabilities(self.store.tag.title, operations(type(self)))
 
     def new_execution_id(self, lane_id: str = "default") -> ExecutionId:
         """A fresh id for an execution of its own, on the partition of its lane."""
-        return mint_solo(LaneId(parse_lane_id(lane_id)), self.partitions, self.minter)
+        return mint_solo(intake.lane(lane_id), self.partitions, self.minter)
 
     def start_sweeps(self) -> None:
         """Run the background sweeps in this process too; any number of processes may."""

@@ -49,10 +49,11 @@ class Pull:
         lease_ttl_ms: int = 15_000,
         namespaces: Collection[str] | None = None,
     ) -> None:
-        if not lanes:
+        wanted = tuple(intake.each("lanes", lanes))
+        if not wanted:
             raise errors.InvalidInput("lanes: empty")
         self._engine = engine
-        tokens = tuple(capabilities)
+        tokens = tuple(intake.each("capabilities", capabilities))
         self._orders = [
             intake.claim_order(
                 lane,
@@ -63,7 +64,7 @@ class Pull:
                 admission=True,
                 namespaces=namespaces,
             )
-            for lane in lanes
+            for lane in wanted
         ]
         self._topics = [lane_topic(order.lane_id) for order in self._orders]
         self._hint: asyncio.Future[None] | None = None  # of the last look, when that came to the end
@@ -76,6 +77,7 @@ class Pull:
         Ends early when `go_on` says no, which is asked after each hint; cancelling a claim could lose its answer.
         """
         limits.integer("limit", limit, least=1, most=MOST_AT_ONCE)
+        limits.duration("max_wait_ms", max_wait_ms, least=0)
         clock = asyncio.get_running_loop().time
         until = clock() + max_wait_ms / 1000
         while True:

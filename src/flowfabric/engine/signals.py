@@ -231,6 +231,8 @@ class Signals(Keys):
         self, args: SignalArgs, presented_token: str | tokens.WaitpointToken
     ) -> Accepted | Duplicate:
         """The bridge of a webhook: compare the presented token with the waitpoint's own, then deliver with it."""
+        if not isinstance(args, SignalArgs):
+            raise errors.InvalidInput("args: not the arguments of a signal")
         ask = msgspec.structs.replace(args, waitpoint_token=wait_intake.token(presented_token))
         partition = ids.partition_of(intake.execution(ask.execution_id))
         kept = await self.read_waitpoint_token(partition, ask.waitpoint_id)
