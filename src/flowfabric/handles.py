@@ -247,7 +247,7 @@ def decode(data: bytes) -> tuple[BackendTag, HandleFields]:
     attempt_id, at = _read_text(data, at + 4, "attempt_id")
     lease_id, at = _read_text(data, at, "lease_id")
     if at + 16 > len(data):
-        raise _truncated(data, at, 8 if at + 8 > len(data) else 16)
+        raise _truncated(data, at if at + 8 > len(data) else at + 8, 8)
     lease_epoch, lease_ttl_ms = _PAIR.unpack_from(data, at)
     lane_id, at = _read_text(data, at + 16, "lane_id")
     instance, at = _read_text(data, at, "worker_instance_id")

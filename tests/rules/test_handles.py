@@ -137,6 +137,14 @@ def test_failures_carry_what_was_found() -> None:
     assert bad.value.field == "lease_id"
 
 
+def test_each_number_that_is_cut_off_is_named_by_its_own_place() -> None:
+    epoch = GOLDEN.index(bytes([1, 0, 0, 0, 0, 0, 0, 0]), 100)
+    for length, place in ((epoch, epoch), (epoch + 7, epoch), (epoch + 8, epoch + 8), (epoch + 15, epoch + 8)):
+        with pytest.raises(handles.Truncated) as cut:
+            decode(GOLDEN[:length])
+        assert (cut.value.needed, cut.value.at, cut.value.have) == (8, place, length - place)
+
+
 def test_a_length_that_promises_too_much_reads_as_truncated() -> None:
     with pytest.raises(handles.Truncated):
         decode(b"\x02\x01\x02" + b"\xff\xff\xff\xff")

@@ -202,8 +202,9 @@ async def test_ex_012_priority_clamp_at_create(play: Play) -> None:
 async def test_ex_013_rejected_policy_leaves_nothing_behind(play: Play) -> None:
     engine, e = play.engine, play.engine.new_execution_id()
 
-    async with play.refused(errors.InvalidPolicyJson, "malformed"):
-        await engine.create_execution(execution_id=e, idempotency_key="k", policy="{not json")
+    for text in ("{not json", "{", '{"priority": NaN}', "{}x", "{}\0", '{"x": "\ud800"}'):
+        async with play.refused(errors.InvalidPolicyJson, "malformed"):
+            await engine.create_execution(execution_id=e, idempotency_key="k", policy=text)
 
     assert await engine.describe_execution(e) is None
     assert await engine.read_execution_state(e) is None

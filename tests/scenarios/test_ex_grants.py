@@ -87,6 +87,42 @@ async def test_ex_018_capability_matching_at_grant(play: Play) -> None:
     assert e in await play.eligible()
 
 
+async def test_ex_018_a_list_that_is_presented_may_be_joined_by_commas(play: Play) -> None:
+    e = await play.create(policy={"routing_requirements": {"required_capabilities": ["gpu", "cuda"]}})
+
+    await play.grant(e, can={"gpu,,cuda", " ", ""})
+
+    assert await play.live_grant(e) is not None
+
+
+@pytest.mark.parametrize(
+    ("can", "detail"),
+    [
+        ([f"{number:03}" for number in range(257)], "worker:too_many_tokens"),
+        (["x" * 4097], "worker:too_many_bytes"),
+        (["x" * 100_000], "worker:too_many_bytes"),
+        (["x" * 2048, "y" * 2048], "worker:too_many_bytes"),
+    ],
+)
+async def test_ex_018_a_list_that_is_too_long_is_refused_after_the_state_is_looked_at(
+    play: Play, can: list[str], detail: str
+) -> None:
+    e = await play.create()
+    async with play.refused(errors.NotFound):
+        await play.grant(MISSING, can=can)
+    async with play.refused(errors.ExecutionNotInEligibleSet):
+        await play.grant(e, can=can, lane="other")
+    async with play.refused(errors.InvalidCapabilities, detail=detail):
+        await play.grant(e, can=can)
+
+
+async def test_ex_018_the_longest_lists_are_accepted(play: Play) -> None:
+    for can in ([f"{number:03}" for number in range(256)], ["x" * 4096], ["x" * 2048, "y" * 2047]):
+        e = await play.create()
+        await play.grant(e, can=can)
+        assert await play.live_grant(e) is not None
+
+
 async def test_ex_019_fresh_claim(play: Play) -> None:
     e = await play.create()
     await play.grant(e)

@@ -272,7 +272,7 @@ async def test_ex_081_every_reason_and_its_state(
 async def test_ex_081_wrong_reasons_and_wrong_states(play: Play) -> None:
     engine, e = play.engine, await play.create()
     for reason in ("foo", "", "waiting_for_children", "none"):
-        async with play.refused(errors.InvalidBlockingReason):
+        async with play.refused(errors.InvalidBlockingReason, reason):
             await engine.block_execution_for_admission(e, reason=reason)
     for expected in ("paused_by_flow_cancel", "paused_by_operator", "foo"):
         async with play.refused(errors.InvalidBlockingReason):

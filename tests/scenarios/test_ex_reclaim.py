@@ -9,6 +9,8 @@ import msgspec
 import pytest
 
 from flowfabric import errors
+from flowfabric.clock import ManualClock
+from flowfabric.engine.engine import Engine
 from flowfabric.engine.reads import ExpiredLease, HistoryEntry
 from flowfabric.handles import HandleKind
 from flowfabric.model.answers import (
@@ -20,7 +22,9 @@ from flowfabric.model.answers import (
     ReclaimCapExceeded,
     ReclaimGrant,
 )
+from flowfabric.model.execution import Execution
 from flowfabric.model.states import AttemptRecordState, AttemptType
+from flowfabric.rules.change import Change, Patch, seen
 from flowfabric.rules.lease import Fence
 from tests.scenarios.play import ACTIVE, EXPIRED_LEASE, LEASE_MS, Play, fence_of, lease_bound, terminal
 from tests.scenarios.test_ex_grants import MISSING, requires
@@ -133,6 +137,20 @@ async def test_ex_063_reclaim_grant_refusals(play: Play) -> None:
     assert isinstance(await play.reclaim_grant(expired, "wc"), ReclaimGrant)
 
 
+async def test_ex_063_a_grant_that_cannot_be_signed_is_refused_after_everything_else(
+    keyless: Engine, clock: ManualClock
+) -> None:
+    play = Play(keyless, clock)
+    expired, runnable = (await lapsed(play)).execution_id, await play.create()
+
+    async with play.refused(errors.NotFound, entity="execution"):
+        await play.reclaim_grant(MISSING)
+    assert await play.reclaim_grant(runnable) == NotReclaimable("execution_not_reclaimable")
+    async with play.refused(errors.Unavailable, op="issue_reclaim_grant"):
+        await play.reclaim_grant(expired)
+    assert await play.live_grant(expired) is None
+
+
 async def test_ex_064_lazy_expiry_at_reclaim(play: Play) -> None:
     held = await play.claimed()
     e = held.execution_id
@@ -210,6 +228,27 @@ async def test_ex_067_reclaim_cap_boundary(play: Play) -> None:
     assert [(news.variant, news.revoked_by) for news in await play.lease_feed(e)][-1] == ("Revoked", "reconciler")
     assert await play.outcomes() == ["failed"]
     assert (await play.sheet(e)).grant is None
+
+
+@pytest.mark.parametrize("road", ["grant", "pull"])
+@pytest.mark.parametrize(("count", "warned"), [(98, False), (99, True), (100, False), (199, True)])
+async def test_every_hundredth_reclaim_is_worth_a_warning(
+    play: Play, caplog: pytest.LogCaptureFixture, road: str, count: int, warned: bool
+) -> None:
+    e = (await lapsed(play)).execution_id
+    row = await play.sheet(e)
+    reclaimed = Patch(Execution, (e,), {"lease_reclaim_count": count})
+    await play.store.commit([Change((seen(row),), (reclaimed,), id=play.engine.minter.change_id())])
+
+    if road == "grant":
+        await play.reclaim_grant(e, "wb")
+        await play.reclaim(e, "wb")
+    else:
+        await play.pull("wb")
+
+    assert (await play.core(e))["lease_reclaim_count"] == count + 1
+    words = f"{e} has been reclaimed {count + 1} times: its workers keep losing it"
+    assert [one.message for one in caplog.records] == ([words] if warned else [])
 
 
 async def test_ex_067_with_cap_zero_the_first_reclaim_ends_it_without_a_grant(play: Play) -> None:

@@ -311,7 +311,7 @@ async def test_ex_030_without_a_key_nothing_is_granted(keyless: Engine, clock: M
     play = Play(keyless, clock)
     await play.create()
     lapsed = await play.claimed()
-    play.clock.pass_ms(LEASE_MS)
+    await play.expired(lapsed)
 
     async with play.refused(errors.Unavailable, op="claim_for_worker"):
         await play.next_for("wa")

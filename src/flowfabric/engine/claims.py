@@ -14,6 +14,7 @@ from flowfabric.model import answers
 from flowfabric.model.execution import Execution
 from flowfabric.model.states import BlockingReason, LifecyclePhase
 from flowfabric.rules import claim, limits, reclaim, tokens
+from flowfabric.rules.change import Decision, refuse
 from flowfabric.rules.claim import Acquired, GrantOrder
 from flowfabric.stores.base import Scan, Where
 
@@ -65,7 +66,10 @@ class Claims(Within, Keys):
         route_snapshot_json: str | None = None,
         admission_summary: str | None = None,
     ) -> answers.ReclaimGrant | answers.NotReclaimable | answers.ReclaimCapExceeded:
-        """Offer work whose lease is gone to one worker; a lapse that nobody noticed yet is marked first."""
+        """Offer work whose lease is gone to one worker; a lapse that nobody noticed yet is marked first.
+
+        Without a key to sign it, what would be granted is `Unavailable`.
+        """
         execution = intake.execution(execution_id)
         order = intake.grant_order(
             lane_id,
@@ -77,15 +81,23 @@ class Claims(Within, Keys):
             route_snapshot_json,
             admission_summary,
         )
-        key = await self.signing_key("issue_reclaim_grant")
+        key = await self.signer("issue_reclaim_grant")
         await self.mark_lease_expired_if_due(execution)
         signer = Signer(key, reclaim=True)
-        answer = await self.settle_execution(
-            execution, lambda row, now: reclaim.issue_reclaim_grant(row, order, now, signer)
-        )
+
+        def decide(
+            row: Execution | None, now: int
+        ) -> Decision[answers.Granted | answers.NotReclaimable | answers.ReclaimCapExceeded]:
+            if not isinstance(key, errors.FabricError):
+                return reclaim.issue_reclaim_grant(row, order, now, signer)
+            unsigned = reclaim.issue_reclaim_grant(row, order, now)
+            return refuse(key) if isinstance(unsigned.answer, answers.Granted) else unsigned
+
+        answer = await self.settle_execution(execution, decide)
         if not isinstance(answer, answers.Granted):
             return answer
-        return answers.ReclaimGrant(execution, partition_key(execution), signer.grant_key, signer.expires_at, lane_id)
+        granted_until = signer.expires_at
+        return answers.ReclaimGrant(execution, partition_key(execution), signer.grant_key, granted_until, order.lane_id)
 
     # -- claims by grant ------------------------------------------------------------------------------------------
 

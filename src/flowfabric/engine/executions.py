@@ -352,7 +352,8 @@ class Executions(Core, Creating):
 
     async def purge_execution(self, execution_id: str, *, default_retention_ms: int | None = None) -> bool:
         """Remove a finished execution whose retention is over, with everything it owns."""
-        execution, default = intake.execution(execution_id), default_retention_ms
+        execution = intake.execution(execution_id)
+        default = intake.optional_duration("default_retention_ms", default_retention_ms)
         gone = await self.settle_execution(execution, lambda row, now: retention.purge(row, now, None, default))
         if isinstance(gone, bool):
             return gone
@@ -394,16 +395,12 @@ class Executions(Core, Creating):
     async def block_execution_for_admission(
         self, execution_id: str, *, reason: str, detail: str = ""
     ) -> answers.Blocked | answers.Rejected:
-        """Take a claimable execution out of reach; a refusal is an answer, not an error."""
+        """Take a claimable execution out of reach; that its state forbids it is an answer, not an error."""
         execution = intake.execution(execution_id)
         why, words = limits.text("reason", reason), limits.text("detail", detail)
         try:
             return await self.settle_execution(execution, lambda row, _: operate.block(row, why, words))
-        except errors.StoreUnavailable:
-            raise
-        except errors.InvalidBlockingReason:
-            raise
-        except errors.FabricError as refused:
+        except (errors.NotFound, errors.ContentionError) as refused:
             return answers.Rejected(str(refused))
 
     async def block_route(

@@ -221,14 +221,22 @@ def _parent(parent_id: object, child_id: ids.ExecutionId) -> ids.ExecutionId | N
 
 def policy_text(policy: object) -> str | None:
     """A policy as the text to keep, from its text or its document; what it says is for the rules."""
-    if policy is None or isinstance(policy, str):
-        return limits.optional_text("policy", policy) or None
+    if policy is None:
+        return None
+    if isinstance(policy, str):
+        if "\x00" in policy or not _is_unicode(policy):
+            raise errors.InvalidPolicyJson("malformed")  # no JSON, and no text that a store could keep
+        return limits.text("policy", policy) or None
     if not isinstance(policy, Mapping):
         raise errors.InvalidInput("policy: neither JSON text nor a mapping")
     try:
         return limits.text("policy", msgspec.json.encode(policy).decode())
     except (TypeError, ValueError, OverflowError, RecursionError) as fault:
         raise errors.InvalidPolicyJson("malformed") from fault
+
+
+def _is_unicode(text: str) -> bool:
+    return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def tags(pairs: object) -> dict[str, str]:
@@ -309,13 +317,16 @@ def grant_order(
     route_snapshot_json: object = None,
     admission_summary: object = None,
 ) -> GrantOrder:
-    """A worker's wish for a grant; the blanks that stray commas leave behind are no capabilities."""
-    presented = [limits.text("worker_capabilities", token) for token in each("worker_capabilities", tokens)]
+    """A worker's wish for a grant; its capabilities may be joined by commas, as in the list that it presents."""
+    presented = [
+        limits.text("worker_capabilities", token, limit=limits.MAX_INTEGER)  # how long they may be is for the rule
+        for token in each("worker_capabilities", tokens)
+    ]
     return GrantOrder(
         lane_id=lane(lane_id),
         worker_id=worker(worker_id),
         worker_instance_id=instance(worker_instance_id),
-        capabilities=frozenset(token for token in presented if token.strip(" ")),
+        capabilities=frozenset(capabilities.split(",".join(presented))),
         grant_ttl_ms=limits.duration("grant_ttl_ms", grant_ttl_ms),
         capability_hash=limits.optional_text("capability_hash", capability_hash),
         route_snapshot_json=limits.optional_text("route_snapshot_json", route_snapshot_json),

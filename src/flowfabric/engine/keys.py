@@ -78,11 +78,15 @@ class Keys(Core):
 
     async def signing_key(self, op: str) -> SigningKey:
         """The key that signs grants; without one nothing is granted."""
-        loaded = await self.load(KEYSTORE)
-        signer = tokens.grant_signer(self.keys_in(loaded.rows[1]), op)
+        signer = await self.signer(op)
         if isinstance(signer, errors.FabricError):
             raise signer
         return signer
+
+    async def signer(self, op: str) -> SigningKey | errors.FabricError:
+        """The key that signs grants, or why there is none."""
+        loaded = await self.load(KEYSTORE)
+        return tokens.grant_signer(self.keys_in(loaded.rows[1]), op)
 
     def recent_keys(self) -> list[SigningKey] | None:
         """The keystore's rows if they were looked at a moment ago: good enough to sign with, never to verify.

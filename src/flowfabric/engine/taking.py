@@ -11,6 +11,7 @@ planned (`rules.fairness`), and both roads are taken at once.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Awaitable, Iterable, Sequence
 from functools import cached_property
@@ -31,6 +32,8 @@ from flowfabric.rules.change import Decision
 from flowfabric.rules.claim import Acquired
 from flowfabric.rules.lease import Holder
 from flowfabric.stores.base import Scan, Stamp, Take, Want, Where
+
+logger = logging.getLogger("flowfabric.taking")
 
 # Asked of every claim. To find a member in its class takes ten times as long as to find a name here.
 _FRESH, _INITIAL, _RECLAIM = HandleKind.FRESH, AttemptType.INITIAL, AttemptType.RECLAIM
@@ -214,6 +217,8 @@ class Taking(Lines):
         return self._acquired(answer, kind, payload[0] if payload else None)
 
     def _acquired(self, acquired: Acquired, kind: HandleKind, payload: Payload | None = None) -> answers.Claimed:
+        if (count := acquired.reclaim_count) and count % reclaim.WARNED_EVERY == 0:
+            logger.warning("%s has been reclaimed %d times: its workers keep losing it", acquired.execution_id, count)
         fields = HandleFields(
             acquired.execution_id,  # type: ignore[arg-type]
             acquired.attempt_index,

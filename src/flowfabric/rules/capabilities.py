@@ -88,7 +88,7 @@ def check_presented(capabilities: str | Collection[str]) -> InvalidCapabilities 
     joined = capabilities if isinstance(capabilities, str) else ",".join(capabilities)
     if len(joined.encode("utf-8", "surrogatepass")) > MAX_BYTES:
         return InvalidCapabilities("worker:too_many_bytes")
-    if len(_split(joined)) > MAX_TOKENS:
+    if len(split(joined)) > MAX_TOKENS:
         return InvalidCapabilities("worker:too_many_tokens")
     return None
 
@@ -96,10 +96,11 @@ def check_presented(capabilities: str | Collection[str]) -> InvalidCapabilities 
 @lru_cache(maxsize=1024)
 def tokens_of(capabilities: str) -> frozenset[str]:
     """The tokens of a comma-joined list; the blanks that stray commas leave behind are no tokens."""
-    return frozenset(_split(capabilities))
+    return frozenset(split(capabilities))
 
 
-def _split(capabilities: str) -> list[str]:
+def split(capabilities: str) -> list[str]:
+    """The tokens of a comma-joined list as they stand there, without the blanks."""
     # Only ordinary spaces are blank here: a rarer one is a character like any other in what an execution requires.
     return [token for token in capabilities.split(",") if token.strip(" ")]
 

@@ -42,6 +42,7 @@ class Acquired(msgspec.Struct, frozen=True):
     lease_ttl_ms: int
     lane_id: str
     worker_instance_id: str
+    reclaim_count: int = 0  # how often the execution has been reclaimed with this one; 0 when it was not now
 
 
 class GrantOrder(msgspec.Struct, frozen=True, kw_only=True):
@@ -271,6 +272,7 @@ def acquired(
             holder.lease_ttl_ms,
             lane,
             holder.worker_instance_id,
+            fields.get("lease_reclaim_count", 0),
         )
 
     return Decision(answer, change)

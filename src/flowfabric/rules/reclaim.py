@@ -32,6 +32,7 @@ from flowfabric.rules.policy import decode_terms
 
 DEFAULT_RECLAIM_CAP = 1000
 CAP_REASON = "max_reclaims_exceeded"
+WARNED_EVERY = 100  # reclaims of one execution that are worth a word in the log
 
 
 def issue_reclaim_grant(
