@@ -59,12 +59,24 @@ async def found(engine: Engine) -> int:
 async def test_a_batch_is_decided_while_the_one_before_is_on_its_way(clock: ManualClock) -> None:
     store = Narrow(clock)
     engine = Engine(store)
+    await engine.create(asks(engine, 1)[0])  # the first of its lane
 
     answers = await engine.create_executions(wanted := asks(engine, 55))
 
     assert [answer.execution_id for answer in answers] == [ask.execution_id for ask in wanted]
-    assert store.batches == 6
+    assert store.batches == 1 + 6
     assert store.most == 2
+
+
+async def test_the_first_of_a_lane_is_created_by_itself_and_the_rest_follows(clock: ManualClock) -> None:
+    store = Narrow(clock)
+    engine = Engine(store)
+
+    answers = await engine.create_executions(wanted := asks(engine, 55))
+
+    assert [answer.execution_id for answer in answers] == [ask.execution_id for ask in wanted]
+    assert {type(answer) for answer in answers} == {Created}
+    assert store.batches <= 6 + 2
 
 
 @pytest.mark.parametrize("away", [1, 2, 6])

@@ -205,8 +205,8 @@ FAULTS = (
     Fault(
         "a claim does not look for what lapsed",
         "engine/lines.py",
-        "        await asyncio.gather(self.mark_lapsed_leases(), self._learn_lines(lane_id))\n",
-        "        await self._learn_lines(lane_id)\n",
+        "        await asyncio.gather(self.mark_lapsed_leases(), self.hear_of_lane(lane_id))\n",
+        "        await self.hear_of_lane(lane_id)\n",
         LIVES,
     ),
     # -- stores

@@ -13,6 +13,7 @@ from flowfabric.handles import BackendTag, Handle, HandleKind, encode
 from flowfabric.ids import ExecutionId, SeededMinter
 from flowfabric.model.answers import Completed, Created, Duplicate, Promotion
 from flowfabric.model.states import PublicState
+from flowfabric.rules.create import CreateExecution
 from flowfabric.rules.feeds import Filter
 from flowfabric.stores.memory import MemoryStore
 from tests.scenarios.play import DEFAULT_PARTITION, WAITING, Play, lease_bound
@@ -270,3 +271,19 @@ async def test_ex_015_create_time_tags(play: Play) -> None:
     async with play.refused(errors.InvalidTagKey, "Cairn.x"):
         await engine.create_execution(execution_id=refused, tags={"a.b": "1", "Cairn.x": "2"})
     assert await engine.describe_execution(refused) is None
+
+
+@pytest.mark.parametrize("road", ["one", "many"])
+async def test_a_lane_is_listed_when_an_execution_was_created_on_it_and_not_before(play: Play, road: str) -> None:
+    engine = play.engine
+    known = await play.create(idempotency_key="k")
+
+    async def create(**given: Any) -> None:
+        ask = CreateExecution(partition=0, namespace="default", execution_kind="task", lane_id="other", **given)
+        answers = [await engine.create(ask)] if road == "one" else await engine.create_executions([ask, ask])
+        assert set(answers) == {Duplicate(known)}
+
+    async with play.untouched():
+        await create(execution_id=known)
+        await create(execution_id=engine.new_execution_id(), idempotency_key="k")
+    assert (await engine.list_lanes()).lanes == ["default"]

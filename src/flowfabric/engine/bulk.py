@@ -2,6 +2,9 @@
 
 Most of a bulk create meets nothing in its way, so it is decided on the belief that nothing is there, a batch at a time.
 Whatever the store then refuses (a duplicate, a lost answer, a store that was away) is looked at again on its own.
+
+Nothing is believed of a lane that nobody has heard of: a store may list it as soon as something is sent there, even if
+that is then refused. The first create on it looks before.
 """
 
 from __future__ import annotations
@@ -64,24 +67,34 @@ class BulkCreate:
         self._named: set[object] = set()  # ids and keys of this call: a second one is looked at after the first
         self._sent: deque[tuple[list[Creation], asyncio.Task[list[Verdict]]]] = deque()
         self._again: list[Unsettled] = []
+        self._firsts: dict[str, Unsettled] = {}  # one for each lane that nobody has heard of
         self._model: Model | None = None  # of the last that was decided by itself
 
     async def create(self, asks: Iterable[CreateExecution]) -> list[Answer | errors.FabricError]:
         """One answer for each, in their order, refusals included."""
         store, waiting = self._core.store, iter(asks)
         while some := list(islice(waiting, store.batch_limit)):
+            await self._hear_of_lanes(some)
             now = self._core.estimate.now()
             batch = [creation for ask in some if (creation := self._decided(ask, now)) is not None]
             if len(self._sent) == store.commit_lanes:
                 await self._arrived()
             self._sent.append((batch, self._core.commits.send([creation.change for creation in batch])))
             await asyncio.sleep(0)  # it leaves before the next batch is decided
+            if self._firsts:
+                firsts, self._firsts = list(self._firsts.values()), {}
+                await self._look_again(firsts)
         while self._sent:
             await self._arrived()
         left = sorted(self._again, key=lambda one: one.place)
         while left:
             left = await self._look_again(left)
         return self._answers
+
+    async def _hear_of_lanes(self, asks: list[CreateExecution]) -> None:
+        lanes = {ask.lane_id for ask in asks if type(ask) is CreateExecution and type(ask.lane_id) is str}
+        for lane in sorted(lane for lane in lanes if not self._core.knows_lane(lane)):
+            await self._core.hear_of_lane(lane)
 
     def _decided(self, ask: CreateExecution, now: int) -> Creation | None:
         place = len(self._answers)
@@ -96,6 +109,11 @@ class BulkCreate:
             self._again.append(Unsettled(place, intake.creation(ask)))
             return None
         self._named.update(names)
+        if not self._core.knows_lane(ask.lane_id):
+            one = Unsettled(place, intake.creation(ask))
+            if self._firsts.setdefault(ask.lane_id, one) is not one:
+                self._again.append(one)
+            return None
         change = msgspec.structs.replace(decision.change, id=self._core.minter.change_id())
         return Creation(place, ask, decision, change, self._model)
 
@@ -198,8 +216,9 @@ def _names(ask: CreateExecution) -> tuple[object, ...]:
 async def settle_create(
     core: Core, ask: CreateExecution, *, trusting: bool = False, doubts: tuple[Doubt, ...] = ()
 ) -> Answer:
-    """Create one; `trusting` begins with the belief that neither id nor key is known."""
+    """Create one; `trusting` begins with the belief that neither id nor key is known, if somebody knows the lane."""
     wants = _wants(ask)
+    trusting = trusting and core.knows_lane(ask.lane_id)
     return await core.settle(
         wants,
         lambda rows, now: _decide(core, ask, rows, now),

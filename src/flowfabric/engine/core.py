@@ -87,6 +87,15 @@ class Core(Noting):
         self.estimate.hear(loaded.now)
         return loaded
 
+    def knows_lane(self, lane_id: str) -> bool:
+        """Whether this process has heard of a line of this lane, so that somebody created an execution on it."""
+        return lane_id in self._lines
+
+    async def hear_of_lane(self, lane_id: str) -> None:
+        """Learn the lines of a lane that other processes began."""
+        for line in await self.patiently(lambda: self.store.lines(lane_id)):
+            self.note_line(line)
+
     async def scan(self, scan: Scan) -> list[Any]:
         """Rows of a list."""
         return await self.patiently(lambda: self.store.scan(scan))

@@ -29,7 +29,7 @@ class Lines(Executions):
 
     async def look_around(self, lane_id: str) -> None:
         """Put lapsed leases into their lines, and hear of lines that other processes began."""
-        await asyncio.gather(self.mark_lapsed_leases(), self._learn_lines(lane_id))
+        await asyncio.gather(self.mark_lapsed_leases(), self.hear_of_lane(lane_id))
         self._looked_at[lane_id] = self.estimate.now()
 
     def has_looked(self, lane_id: str) -> bool:
@@ -49,7 +49,7 @@ class Lines(Executions):
     async def lines_of(self, lane_id: str) -> list[LineKey]:
         """The lines of a lane that this process knows of, in a fixed order."""
         if lane_id not in self._lines:
-            await self._learn_lines(lane_id)
+            await self.hear_of_lane(lane_id)
         return sorted(self._lines.get(lane_id, ()))
 
     def sees_whole(self, lane_id: str) -> bool:
@@ -102,10 +102,6 @@ class Lines(Executions):
                 return
         self._decided_lanes.discard(lane_id)
         self._takeovers.discard(lane_id)
-
-    async def _learn_lines(self, lane_id: str) -> None:
-        for line in await self.patiently(lambda: self.store.lines(lane_id)):
-            self.note_line(line)
 
 
 def windows(lines: Sequence[LineKey], start: int) -> list[Sequence[LineKey]]:

@@ -78,6 +78,8 @@ class Noting:
         """Remember what a change writes and tells beyond its form."""
         if self.planned:
             self._note_due(change, committed_at)
+        for empty in change.lines:
+            self.note_line(empty)
         for write in change.writes:  # compared by type: this runs for every change
             if (line := line_of(write)) is not None:
                 self.note_line(line)

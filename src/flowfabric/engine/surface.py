@@ -13,7 +13,18 @@ INTERNAL: Final = frozenset(
     {
         # looking, deciding, writing, noting
         *("load", "scan", "patiently", "settle", "settle_execution", "opened", "who", "note", "note_all"),
-        *("note_alike", "note_line", "note_taken", "remember", "tell", "follow", "follow_children", "follow_messages"),
+        *(
+            "note_alike",
+            "note_line",
+            "knows_lane",
+            "hear_of_lane",
+            "note_taken",
+            "remember",
+            "tell",
+            "follow",
+            "follow_children",
+            "follow_messages",
+        ),
         # claims: what a checked order goes through
         *("pull", "claim_now", "look_around", "has_looked", "mark_lapsed_leases", "lines_of", "sees_whole", "covered"),
         *("heads", "forget_decided", "turns_of", "keep_turns", "next_turn", "admit", "give_back", "close_route"),
