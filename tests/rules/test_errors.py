@@ -213,6 +213,11 @@ def test_context_is_a_note_and_changes_nothing_else() -> None:
     assert error.retryable
 
 
+@pytest.mark.parametrize("error", sorted(set(errors.by_kind.values()), key=lambda one: one.__name__))
+def test_an_error_is_called_as_it_is_imported(error: type[FabricError]) -> None:
+    assert (error.__module__, getattr(errors, error.__name__)) == ("flowfabric.errors", error)
+
+
 def test_a_repr_shows_how_the_error_was_made() -> None:
     assert repr(errors.InvalidToken("missing_token")) == "InvalidToken('missing_token')"
     assert repr(errors.RotationConflict(kid="k1")) == "RotationConflict(kid='k1')"

@@ -52,6 +52,13 @@ REVOKED_LEASE = "active/lease_revoked/not_applicable/waiting_for_worker/none/att
 DELAYED = "runnable/unowned/not_eligible_until_time/waiting_for_delay/none/attempt_interrupted/delayed"
 RESUMABLE = "runnable/unowned/eligible_now/waiting_for_worker/none/attempt_interrupted/waiting"
 
+ABOUT_ONE_EXECUTION = {
+    *("execution_not_active", "execution_not_leaseable", "execution_not_eligible", "execution_not_in_eligible_set"),
+    *("lease_conflict", "invalid_claim_grant", "claim_grant_expired", "use_claim_resumed_execution"),
+    *("not_a_resumed_execution", "no_active_lease", "active_attempt_exists", "grant_already_exists", "stale_lease"),
+    *("lease_expired", "lease_revoked", "execution_not_terminal", "max_replays_exhausted"),
+}
+
 CORE_FIELDS = (
     *("execution_id", "namespace", "lane_id", "execution_kind", "partition_id", "priority", "creator_identity"),
     *("lifecycle_phase", "ownership_state", "eligibility_state", "blocking_reason", "terminal_outcome"),
@@ -311,6 +318,8 @@ class Play:
             with pytest.raises(error) as caught:
                 yield
         assert type(caught.value) is error
+        if caught.value.kind in ABOUT_ONE_EXECUTION:
+            assert caught.value.execution_id, "say which execution"
         assert detail is None or caught.value.detail == detail
         assert {name: getattr(caught.value, name) for name in facts} == facts
 

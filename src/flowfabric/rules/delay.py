@@ -5,7 +5,7 @@ from __future__ import annotations
 from flowfabric import errors
 from flowfabric.model.answers import Delayed, Moved, Promotion
 from flowfabric.model.execution import Execution
-from flowfabric.model.states import AttemptState, BlockingReason, EligibilityState, LifecyclePhase, PublicState
+from flowfabric.model.states import BlockingReason, EligibilityState, LifecyclePhase, PublicState
 from flowfabric.rules import lease, place, step
 from flowfabric.rules.change import Change, Decision, FromNow, refuse, seen
 from flowfabric.rules.lease import Fence
@@ -76,8 +76,3 @@ def promote_delayed(row: Execution | None, now: int) -> Decision[Promotion]:
     fields = place.entrance(row, row.attempt_state)
     change = Change(guards=(seen(row),), writes=(step.moved(row, fields),), not_before=row.delay_until)
     return Decision(Promotion.PROMOTED, change)
-
-
-def continues_attempt(row: Execution) -> bool:
-    """Whether the next claim goes on with the attempt instead of beginning one."""
-    return row.attempt_state is AttemptState.ATTEMPT_INTERRUPTED

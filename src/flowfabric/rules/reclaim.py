@@ -122,7 +122,7 @@ def reclaimed(row: Execution, holder: Holder) -> Decision[Acquired]:
     lineage = Lineage(previous_attempt_index=row.attempt_index, reclaim_reason=why)
     fields = lease.acquire(row, holder, AttemptType.RECLAIM, lineage, whole_timeout_ms(row))
     fields["lease_reclaim_count"] = row.lease_reclaim_count + 1
-    details = {"old_lease_epoch": row.lease_epoch, "old_worker_instance_id": row.worker_instance_id}
+    details = {"old_lease_epoch": row.lease_epoch}
     return acquired(
         row,
         holder,

@@ -14,7 +14,6 @@ from flowfabric.model.states import (
     AttemptState,
     AttemptType,
     BlockingReason,
-    LifecyclePhase,
     OwnershipState,
     PublicState,
 )
@@ -285,8 +284,3 @@ def _attempt_view(attempt: msgspec.Struct) -> AttemptView:
     fields["created_at"] = fields["started_at"]
     fields["lineage"] = lease.decode_lineage(fields["lineage"])
     return AttemptView(**fields)
-
-
-def is_listed_expired(row: Execution) -> bool:
-    """Whether the row's lease belongs into the list of expired ones: cleared and revoked leases do not."""
-    return row.lifecycle_phase is LifecyclePhase.ACTIVE and row.lease_expires_at is not None

@@ -1,0 +1,58 @@
+"""Everything FlowFabric may refuse, and how it may break; a page for each family.
+
+    FabricError
+    ├── NotFound                what was named does not exist
+    ├── ValidationError         the request itself is wrong; the same words will be refused again
+    ├── ContentionError         the moment is wrong; another moment may be right
+    ├── ConflictError           the request contradicts what is stored
+    ├── StateError              the thing is in a state that forbids this, or makes it needless
+    ├── BugError                this should not have been possible
+    ├── StoreUnavailable        the store did not answer properly              (family: transport)
+    ├── Unavailable             an operation cannot be served now
+    │   ├── SchemaTooNew
+    │   ├── PartitionMismatch
+    │   └── ForkedProcess
+    ├── ResourceExhausted       a bounded pool is full
+    │   └── WorkerAtCapacity
+    ├── OperationTimeout        an operation took longer than it was given     (family: timeout)
+    ├── StreamDisconnected      a subscription ended; its cursor resumes it
+    └── StreamBackpressure      a subscription lost old events; it goes on
+
+Below each family stands one class per `kind`, the code that travels on the wire. The first line of a class's
+docstring is the sentence a person reads. Every error is made from an optional positional `detail` and keyword
+facts, which become attributes:
+
+    InvalidInput("fence_required")
+    StaleLease(execution_id=execution_id, lease_epoch=3)
+
+Two errors are equal when type, kind, detail and facts are, and every error survives pickling. Context from a call
+site is added as a note (`add_note`), so that it never changes what an error is or how it is classified.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from flowfabric.errors.base import *  # noqa: F403
+from flowfabric.errors.base import FabricError, NotFound
+from flowfabric.errors.conflict import *  # noqa: F403
+from flowfabric.errors.contention import *  # noqa: F403
+from flowfabric.errors.faults import *  # noqa: F403
+from flowfabric.errors.state import *  # noqa: F403
+from flowfabric.errors.validation import *  # noqa: F403
+
+ENTITIES = ("execution", "flow", "attempt", "budget", "quota_policy", "stream", "waitpoint", "suspension")
+
+ByKind: TypeAlias = dict[str, type[FabricError]]
+
+
+def _kinds_below(cls: type[FabricError]) -> ByKind:
+    found: ByKind = {}
+    for below in cls.__subclasses__():
+        found[below.kind] = below
+        found.update(_kinds_below(below))
+    return found
+
+
+by_kind: ByKind = {f"{entity}_not_found": NotFound for entity in ENTITIES} | _kinds_below(FabricError)
+"""The class of every code. `waitpoint_not_found` is the contention kind; a missing waitpoint shares its words."""

@@ -1,0 +1,96 @@
+"""What every error is made of, and the one for what does not exist."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Classification(StrEnum):
+    """What the one who meets an error should do about it."""
+
+    RETRYABLE = "retryable"  # ask again, a little later
+    COOPERATIVE = "cooperative"  # stop on your own terms and report; do not retry blindly
+    INFORMATIONAL = "informational"  # it is already as you wanted, or will not matter
+    BUG = "bug"  # tell the people who wrote this
+    TERMINAL = "terminal"  # final; asking again will not help
+
+
+class FabricError(Exception):
+    """FlowFabric could not do what was asked."""
+
+    family: str = "fabric"
+    kind: str = "fabric_error"
+    classification: Classification = Classification.TERMINAL
+
+    execution_id: str | None = None
+
+    def __init_subclass__(cls) -> None:
+        if cls.__module__.startswith("flowfabric.errors."):
+            cls.__module__ = "flowfabric.errors"  # a traceback names an error as people import it
+
+    def __init__(self, detail: str = "", **facts: object) -> None:
+        if not _OWN_NAMES.isdisjoint(facts):
+            raise TypeError(f"not usable as facts: {sorted(_OWN_NAMES.intersection(facts))}")
+        super().__init__(detail)
+        self.detail = detail
+        self.facts = facts
+        self.__dict__.update(facts)
+
+    @property
+    def retryable(self) -> bool:
+        """Whether asking again, a little later, may be answered differently."""
+        return self.classification is Classification.RETRYABLE
+
+    @property
+    def sentence(self) -> str:
+        """What happened, for people: the first line of the class's docstring."""
+        return (type(self).__doc__ or "").partition("\n")[0]
+
+    def __str__(self) -> str:
+        code = f"{self.kind}: {self.detail}" if self.detail else self.kind
+        facts = ", ".join(f"{name}={value}" for name, value in self.facts.items() if value is not None)
+        return f"{code} — {self.sentence} ({facts})" if facts else f"{code} — {self.sentence}"
+
+    def __repr__(self) -> str:
+        given = [repr(self.detail)] if self.detail else []
+        given += [f"{name}={value!r}" for name, value in self.facts.items()]
+        return f"{type(self).__name__}({', '.join(given)})"
+
+    def __eq__(self, other: object) -> bool:
+        if type(self) is not type(other) or not isinstance(other, FabricError):
+            return NotImplemented
+        return (self.kind, self.detail, self.facts) == (other.kind, other.detail, other.facts)
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.kind, self.detail))  # facts may be unhashable; equal errors still meet
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _again, (type(self), self.detail, self.facts)  # required facts have no place in `args`
+
+
+FabricError.__module__ = "flowfabric.errors"
+
+_OWN_NAMES = frozenset({"args", "classification", "detail", "facts", "family", "kind", "retryable", "sentence"})
+
+
+def _again(cls: type[FabricError], detail: str, facts: dict[str, object]) -> FabricError:
+    return cls(detail=detail, **facts)
+
+
+class NotFound(FabricError):
+    """There is no such thing."""
+
+    family = "not_found"
+    kind = "not_found"
+
+    entity: str
+
+    def __init__(self, entity: str, detail: str = "", **facts: object) -> None:
+        """`entity` says what is missing: execution, flow, budget, quota_policy, waitpoint, api_token…"""
+        super().__init__(detail, entity=entity, **facts)
+        self.kind = f"{entity}_not_found"
+
+    @property
+    def sentence(self) -> str:
+        """What is missing, for people."""
+        return f"There is no such {self.entity.replace('_', ' ')}."

@@ -1,0 +1,150 @@
+"""The moment is wrong, and another moment may be right."""
+
+from __future__ import annotations
+
+from flowfabric.errors.base import Classification, FabricError
+
+
+class ContentionError(FabricError):
+    """Someone else was faster, or it is too early."""
+
+    family = "contention"
+    kind = "contention"
+    classification = Classification.RETRYABLE
+
+
+class UseClaimResumedExecution(ContentionError):
+    """The execution continues an interrupted attempt and must be claimed as a resumed one."""
+
+    kind = "use_claim_resumed_execution"
+
+
+class NotAResumedExecution(ContentionError):
+    """The execution has no interrupted attempt to continue and must be claimed as a fresh one."""
+
+    kind = "not_a_resumed_execution"
+
+
+class ExecutionNotLeaseable(ContentionError):
+    """The execution cannot be leased in its present state."""
+
+    kind = "execution_not_leaseable"
+
+
+class LeaseConflict(ContentionError):
+    """Another lease on this execution is in the way."""
+
+    kind = "lease_conflict"
+
+
+class InvalidClaimGrant(ContentionError):
+    """There is no grant that allows this worker to claim this execution."""
+
+    kind = "invalid_claim_grant"
+
+
+class ClaimGrantExpired(ContentionError):
+    """The grant's time is over; ask for a new one."""
+
+    kind = "claim_grant_expired"
+
+
+class NoEligibleExecution(ContentionError):
+    """Nothing is waiting that this worker could run."""
+
+    kind = "no_eligible_execution"
+
+
+class WaitpointNotFound(ContentionError):
+    """There is no such waitpoint, or not yet."""
+
+    kind = "waitpoint_not_found"
+
+
+class WaitpointPendingUseBufferScript(ContentionError):
+    """The waitpoint is still pending; signals to it are buffered."""
+
+    kind = "waitpoint_pending_use_buffer_script"
+
+
+class StaleGraphRevision(ContentionError):
+    """The flow's graph has changed since it was read."""
+
+    kind = "stale_graph_revision"
+
+    expected: int | None = None
+    actual: int | None = None
+
+
+class ExecutionNotActive(ContentionError):
+    """The execution is not running; for the one who held it this is final."""
+
+    kind = "execution_not_active"
+
+    terminal_outcome: str
+    lease_epoch: int
+    lifecycle_phase: str
+    attempt_id: str | None
+
+    def __init__(
+        self,
+        detail: str = "",
+        *,
+        terminal_outcome: str,
+        lease_epoch: int,
+        lifecycle_phase: str,
+        attempt_id: str | None,
+        **facts: object,
+    ) -> None:
+        super().__init__(
+            detail,
+            terminal_outcome=terminal_outcome,
+            lease_epoch=lease_epoch,
+            lifecycle_phase=lifecycle_phase,
+            attempt_id=attempt_id,
+            **facts,
+        )
+
+
+class ExecutionNotEligible(ContentionError):
+    """The execution is not waiting for a worker now."""
+
+    kind = "execution_not_eligible"
+
+
+class ExecutionNotInEligibleSet(ContentionError):
+    """The execution is not waiting in this lane."""
+
+    kind = "execution_not_in_eligible_set"
+
+
+class ExecutionNotReclaimable(ContentionError):
+    """The execution's lease is neither expired nor revoked, so nobody can take it over."""
+
+    kind = "execution_not_reclaimable"
+
+
+class NoActiveLease(ContentionError):
+    """Nobody holds a lease on this execution."""
+
+    kind = "no_active_lease"
+
+
+class RateLimitExceeded(ContentionError):
+    """The quota's rate is used up for now."""
+
+    kind = "rate_limit_exceeded"
+
+    retry_after_ms: int | None = None
+
+
+class ConcurrencyLimitExceeded(ContentionError):
+    """As many executions run under this quota as may run together."""
+
+    kind = "concurrency_limit_exceeded"
+
+
+class RetryExhausted(ContentionError):
+    """The store could not settle this against concurrent writers; the whole call may be tried again."""
+
+    kind = "retry_exhausted"

@@ -1,0 +1,167 @@
+"""What breaks, is full, takes too long or comes to an end: bugs, stores, the limits of the machine, subscriptions."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from flowfabric.errors.base import Classification, FabricError
+
+
+class StoreFault(StrEnum):
+    """What went wrong between the engine and its store."""
+
+    TRANSPORT = "transport"
+    PROTOCOL = "protocol"
+    TIMEOUT = "timeout"
+    AUTH = "auth"
+    CLUSTER = "cluster"
+    BUSY_LOADING = "busy_loading"
+    SCRIPT_NOT_LOADED = "script_not_loaded"
+    OTHER = "other"
+
+    @property
+    def passes(self) -> bool:
+        """Whether this usually goes away by itself."""
+        return self in _PASSING_FAULTS
+
+
+_PASSING_FAULTS = frozenset({StoreFault.TRANSPORT, StoreFault.TIMEOUT, StoreFault.CLUSTER, StoreFault.BUSY_LOADING})
+
+
+class BugError(FabricError):
+    """Something happened that FlowFabric believes impossible; please report it."""
+
+    family = "bug"
+    kind = "bug"
+    classification = Classification.BUG
+
+
+class AttemptNotInCreatedState(BugError):
+    """An attempt was started twice; please report it."""
+
+    kind = "attempt_not_in_created_state"
+
+
+class StoreUnavailable(FabricError):
+    """The store could not be reached or did not answer properly."""
+
+    family = "transport"
+    kind = "transport"
+
+    backend: str
+    source: StoreFault
+    in_doubt: bool  # whether what was asked may have been written all the same
+
+    def __init__(
+        self,
+        detail: str = "",
+        *,
+        backend: str = "",
+        source: StoreFault | str = StoreFault.OTHER,
+        in_doubt: bool = False,
+        **facts: object,
+    ) -> None:
+        """Raise it `from` the driver's own error, so that the cause stays visible."""
+        fault = StoreFault(source)
+        super().__init__(detail, backend=backend, source=fault, in_doubt=in_doubt, **facts)
+        self.classification = Classification.RETRYABLE if fault.passes else Classification.TERMINAL
+
+
+class Unavailable(FabricError):
+    """This operation cannot be served now."""
+
+    family = "unavailable"
+    kind = "unavailable"
+
+    op: str
+
+    def __init__(self, op: str = "", detail: str = "", **facts: object) -> None:
+        super().__init__(detail, op=op, **facts)
+
+
+class SchemaTooNew(Unavailable):
+    """The store was written by a newer release; update this one before it touches anything."""
+
+    kind = "schema_too_new"
+
+    found: int
+    known: int
+
+    def __init__(self, op: str = "open", detail: str = "", *, found: int, known: int, **facts: object) -> None:
+        super().__init__(op, detail, found=found, known=known, **facts)
+
+
+class PartitionMismatch(Unavailable):
+    """The store was begun with other numbers of partitions; ids that exist would not be found with these."""
+
+    kind = "partition_mismatch"
+
+    stored: int
+    config: int
+
+
+class ForkedProcess(Unavailable):
+    """The engine was opened before this process forked; open a new one in the child."""
+
+    kind = "forked_process"
+
+
+class ResourceExhausted(FabricError):
+    """Too many calls of this sort are under way; try again in a moment."""
+
+    family = "resource_exhausted"
+    kind = "resource_exhausted"
+    classification = Classification.RETRYABLE
+
+    pool: str
+    max: int
+    retry_after_ms: int | None
+
+    def __init__(
+        self,
+        pool: str,
+        max: int = 0,  # noqa: A002 - the field's name on the wire
+        retry_after_ms: int | None = None,
+        detail: str = "",
+        **facts: object,
+    ) -> None:
+        super().__init__(detail, pool=pool, max=max, retry_after_ms=retry_after_ms, **facts)
+
+
+class WorkerAtCapacity(ResourceExhausted):
+    """The worker runs as many tasks as it may; the grant stays usable."""
+
+    kind = "worker_at_capacity"
+
+
+class OperationTimeout(FabricError):
+    """The operation took longer than it was given."""
+
+    family = "timeout"
+    kind = "timeout"
+
+    op: str
+    elapsed_ms: int
+
+    def __init__(self, op: str, elapsed_ms: int = 0, detail: str = "", **facts: object) -> None:
+        super().__init__(detail, op=op, elapsed_ms=elapsed_ms, **facts)
+
+
+class StreamDisconnected(FabricError):
+    """The subscription ended; subscribing again with its cursor loses nothing."""
+
+    family = "stream_disconnected"
+    kind = "stream_disconnected"
+
+    cursor: bytes
+
+    def __init__(self, cursor: bytes, detail: str = "", **facts: object) -> None:
+        super().__init__(detail, cursor=cursor, **facts)
+
+
+class StreamBackpressure(FabricError):
+    """Events after the cursor are no longer kept; delivery goes on with the oldest that are."""
+
+    family = "stream_backpressure"
+    kind = "stream_backpressure"
+    classification = Classification.INFORMATIONAL

@@ -1,0 +1,168 @@
+"""The request itself is wrong; the same words will be refused again."""
+
+from __future__ import annotations
+
+from flowfabric.errors.base import FabricError
+
+
+class ValidationError(FabricError):
+    """The request is not acceptable as it stands."""
+
+    family = "validation"
+    kind = "validation_error"
+
+
+class InvalidInput(ValidationError):
+    """An argument is missing, malformed or out of range."""
+
+    kind = "invalid_input"
+
+
+class CapabilityMismatch(ValidationError):
+    """The worker lacks capabilities that this execution requires; the detail lists them."""
+
+    kind = "capability_mismatch"
+
+
+class InvalidCapabilities(ValidationError):
+    """The capability list is not well formed or too long."""
+
+    kind = "invalid_capabilities"
+
+
+class InvalidPolicyJson(ValidationError):
+    """The execution policy cannot be used; the detail names the part that is wrong."""
+
+    kind = "invalid_policy_json"
+
+
+class PayloadTooLarge(ValidationError):
+    """The payload is larger than allowed."""
+
+    kind = "payload_too_large"
+
+
+class SignalLimitExceeded(ValidationError):
+    """This execution has accepted as many signals as it may."""
+
+    kind = "signal_limit_exceeded"
+
+
+class InvalidWaitpointKey(ValidationError):
+    """The waitpoint key is not usable here."""
+
+    kind = "invalid_waitpoint_key"
+
+
+class InvalidToken(ValidationError):
+    """The waitpoint token is missing, wrong or no longer valid."""
+
+    kind = "invalid_token"
+
+
+class WaitpointNotTokenBound(ValidationError):
+    """This waitpoint has no token, so it cannot be activated or signalled."""
+
+    kind = "waitpoint_not_token_bound"
+
+
+class RetentionLimitExceeded(ValidationError):
+    """Keeping this much would exceed the retention limit."""
+
+    kind = "retention_limit_exceeded"
+
+
+class InvalidLeaseForSuspend(ValidationError):
+    """Only the holder of a live lease can suspend an execution."""
+
+    kind = "invalid_lease_for_suspend"
+
+
+class InvalidDependency(ValidationError):
+    """The dependency is not known to this execution or cannot be used."""
+
+    kind = "invalid_dependency"
+
+
+class InvalidWaitpointForExecution(ValidationError):
+    """The waitpoint belongs to another execution or another attempt."""
+
+    kind = "invalid_waitpoint_for_execution"
+
+
+class InvalidBlockingReason(ValidationError):
+    """An execution cannot be blocked or unblocked for this reason."""
+
+    kind = "invalid_blocking_reason"
+
+
+class InvalidOffset(ValidationError):
+    """The position is not one that this log knows."""
+
+    kind = "invalid_offset"
+
+
+class Unauthorized(ValidationError):
+    """The caller is not allowed to do this."""
+
+    kind = "unauthorized"
+
+
+class InvalidBudgetScope(ValidationError):
+    """The budget's scope does not fit what it is attached to."""
+
+    kind = "invalid_budget_scope"
+
+
+class BudgetOverrideNotAllowed(ValidationError):
+    """This budget may not be overridden."""
+
+    kind = "budget_override_not_allowed"
+
+
+class InvalidQuotaSpec(ValidationError):
+    """The quota policy's numbers do not make sense together."""
+
+    kind = "invalid_quota_spec"
+
+
+class InvalidKid(ValidationError):
+    """A key id must not be empty and must not contain a colon."""
+
+    kind = "invalid_kid"
+
+
+class InvalidSecretHex(ValidationError):
+    """A secret must be an even, non-zero number of hexadecimal digits."""
+
+    kind = "invalid_secret_hex"
+
+
+class InvalidGraceMs(ValidationError):
+    """The grace period must be a whole number of milliseconds from 0 to 2^53 - 1."""
+
+    kind = "invalid_grace_ms"
+
+
+class InvalidTagKey(ValidationError):
+    """A tag key is a lowercase namespace, a dot and a lowercase field; the detail is the key."""
+
+    kind = "invalid_tag_key"
+
+
+class InvalidFrameType(ValidationError):
+    """The frame type is not known."""
+
+    kind = "invalid_frame_type"
+
+
+class Corruption(ValidationError):
+    """Bytes that FlowFabric wrote earlier can no longer be read; the detail says where."""
+
+    kind = "corruption"
+
+
+class HandleFromOtherBackend(ValidationError):
+    """The handle was given out by another store."""
+
+    kind = "handle_from_other_backend"
