@@ -234,6 +234,9 @@ VERBS: dict[str, Verb] = {
         {"execution_id": Stand.WAITING, "reason": "waiting_for_quota", "detail": ""},
         {**bad_id, "reason": [None, "", "foo", *TEXT], "detail": [*REQUIRED, *TEXT]},
     ),
+    "verify_grant": Verb(
+        {"execution_id": Stand.WAITING, "grant_key": "key"}, {**bad_id, "grant_key": [*REQUIRED, *TEXT]}
+    ),
     "block_route": Verb({"execution_id": Stand.WAITING}, {**bad_id, "detail": [*REQUIRED, *TEXT]}),
     "unblock_execution": Verb({"execution_id": Stand.WAITING}, {**bad_id, "expected_reason": ["foo", *TEXT]}),
     "set_execution_tag": Verb(

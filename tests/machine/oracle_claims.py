@@ -362,7 +362,6 @@ class Claiming:
     def issue_reclaim_grant(
         self, execution_id: str, lane_id: str, worker_capabilities: Iterable[str], grant_ttl_ms: int, **worker: str
     ) -> Any:
-        self._check_signer()
         life = self.life(execution_id)
         if life.has_lapsed(self.now):
             life.mark_expired(self.now)
@@ -376,6 +375,7 @@ class Claiming:
         if missing := life.required - set(worker_capabilities):
             life.facts["last_capability_mismatch_at"] = life.mutation = self.now
             return {"is": "NotReclaimable", "detail": f"capability_mismatch: {','.join(sorted(missing))}"}
+        self._check_signer()
         return self._signed("ReclaimGrant", life, self._grant(life, worker["worker_id"], grant_ttl_ms), lane_id)
 
     def reclaim_execution(

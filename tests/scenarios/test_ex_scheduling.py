@@ -12,10 +12,9 @@ from flowfabric.clock import ManualClock
 from flowfabric.engine.engine import Engine
 from flowfabric.ids import SeededMinter
 from flowfabric.model.answers import Claimed, ClaimGrant, OperatorClaim, ReclaimGrant, RetryScheduled
-from flowfabric.model.keys import SigningKey
 from flowfabric.model.states import AttemptType
 from flowfabric.rules import tokens
-from flowfabric.stores.base import Scan
+from flowfabric.rules.tokens import GrantFault
 from tests.scenarios.play import ACTIVE, LEASE_MS, WAITING, Play, terminal
 from tests.scenarios.test_ex_grants import MISSING, requires
 
@@ -299,12 +298,32 @@ async def test_ex_030_a_scheduler_s_grant_is_signed_and_outlives_a_rotation(play
 
     await engine.rotate_waitpoint_hmac_secret_all("k2", "ffeeddccbbaa99887766554433221100", 1000)
 
-    keys: list[SigningKey] = await engine.store.scan(Scan(SigningKey))
-    assert tokens.verify_grant(grant.grant_key, stored, keys, play.now) is None
-    assert tokens.verify_grant(grant.grant_key, stored, keys, play.now + 5000) is tokens.GrantFault.EXPIRED
+    assert await engine.verify_grant(e, grant.grant_key) is None
+    play.clock.pass_ms(4999)
+    assert await engine.verify_grant(e, grant.grant_key) is None
+    play.clock.pass_ms(1)
+    assert await engine.verify_grant(e, grant.grant_key) is GrantFault.EXPIRED
+    play.clock.pass_ms(-5000)
     await play.create()
     assert ":k2:" in (await play.next_for("wb")).grant_key
     assert isinstance(await play.claim(e, "wa"), Claimed)
+
+
+async def test_ex_030_a_grant_key_that_was_altered_is_not_good(play: Play) -> None:
+    engine, e = play.engine, await play.create()
+    key = (await play.next_for("wa")).grant_key
+    end = key.split(":")[4]
+
+    stranger, later = "99999999-9999-4999-8999-999999999999", str(int(end) + 1)
+    for old, new in ((e[-36:], stranger), ("{fp:86}", "{fp:85}"), (end, later)):
+        assert await engine.verify_grant(e, key.replace(old, new)) is GrantFault.SIGNATURE_MISMATCH
+    assert await engine.verify_grant(e, key.replace("pg:", "pg:reclaim:")) is GrantFault.SIGNATURE_MISMATCH
+    assert await engine.verify_grant(e, key[:-1] + ("0" if key[-1] != "0" else "1")) is GrantFault.SIGNATURE_MISMATCH
+    assert await engine.verify_grant(e, key.replace(":k1:", ":k7:")) is GrantFault.UNKNOWN_KID
+    assert await engine.verify_grant(e, "pg:") is GrantFault.MALFORMED
+    assert await engine.verify_grant(MISSING, key) is GrantFault.UNKNOWN_GRANT
+    await play.claim(e, "wa")
+    assert await engine.verify_grant(e, key) is GrantFault.UNKNOWN_GRANT, "a grant is used once"
 
 
 async def test_ex_030_without_a_key_nothing_is_granted(keyless: Engine, clock: ManualClock) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from flowfabric import errors, ids
 from flowfabric.engine import intake
-from flowfabric.engine.keys import Keys
+from flowfabric.engine.keys import SIGNING_KEYS, Keys
 from flowfabric.engine.within import Within
 from flowfabric.handles import Handle, HandleKind
 from flowfabric.model import answers
@@ -16,7 +16,7 @@ from flowfabric.model.states import BlockingReason, LifecyclePhase
 from flowfabric.rules import claim, limits, reclaim, tokens
 from flowfabric.rules.change import Decision, refuse
 from flowfabric.rules.claim import Acquired, GrantOrder
-from flowfabric.stores.base import Scan, Where
+from flowfabric.stores.base import Scan, Want, Where
 
 OPERATOR = "operator"
 
@@ -98,6 +98,14 @@ class Claims(Within, Keys):
             return answer
         granted_until = signer.expires_at
         return answers.ReclaimGrant(execution, partition_key(execution), signer.grant_key, granted_until, order.lane_id)
+
+    async def verify_grant(self, execution_id: str, grant_key: str) -> tokens.GrantFault | None:
+        """What is wrong with a key for the grant in this execution's slot; None when it is good."""
+        execution = intake.execution(execution_id)
+        key = limits.text("grant_key", grant_key)
+        loaded = await self.load((Want(Execution, (execution,)), SIGNING_KEYS))
+        grant = claim.stored_grant(loaded.rows[0][0]) if loaded.rows[0] else None
+        return tokens.verify_grant(key, grant, self.keys_in(loaded.rows[1]), loaded.now)
 
     # -- claims by grant ------------------------------------------------------------------------------------------
 
