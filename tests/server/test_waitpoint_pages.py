@@ -14,7 +14,7 @@ import pytest
 
 from flowfabric import Context, Fabric
 from flowfabric.sdk.worker import Worker
-from tests.server.asking import Asking, until
+from tests.server.asking import Asking, path, until
 
 NASTY = "<script>alert(1)</script>\"'&"
 
@@ -193,3 +193,24 @@ async def test_a_second_decision_with_one_link_is_told_that_the_first_one_counts
         assert await run.result() == [True, True]
     worker.stop()
     await working
+
+
+async def test_a_bare_signal_is_held_to_what_was_asked_for_as_well(ask: Asking, asked: Asked) -> None:
+    place, _, token = asked.links[0].partition("?token=")
+    execution_id, waitpoint_id = place.rsplit("/", 2)[1:]
+    bodies = {
+        payload: ask.signal(execution_id, waitpoint_id, token, signal_name="vote", payload=list(payload))
+        for payload in (b"", b"true", b'{"choice":"pay"}', b'{"choice":"pay","amount":101}', b"\xff", b"[" * 20_000)
+    }
+
+    for payload, body in bodies.items():
+        answer = await ask.post(path(execution_id, "signal"), body)
+        assert (answer.status_code, answer.json()["error"].startswith("invalid_input: ")) == (400, True), payload
+    good = ask.signal(
+        execution_id, waitpoint_id, token, signal_name="vote", payload=list(b'{"choice":"pay","amount":7}')
+    )
+    answer = await ask.post(path(execution_id, "signal"), good)
+
+    assert answer.json()["Accepted"]["effect"] == "resume_condition_satisfied"
+    async with asyncio.timeout(10):
+        assert await asked.run.result() == 1
