@@ -120,6 +120,12 @@ async def test_ss_044_timeout_escalate(play: Play, waits: Waits) -> None:
     assert core["last_transition_at"] == core["last_mutation_at"] == deadline
     page = await play.engine.list_suspended(DEFAULT_PARTITION)
     assert page.entries == [SuspendedEntry(e, NO_TIMEOUT, "waiting_for_operator_review")]
+    [listed] = (await play.engine.list_pending_waitpoints(e)).entries
+    assert (listed.state, listed.expires_at, (await waits.record(e, p.waitpoint_id)).expires_at) == (
+        "active",
+        None,
+        None,
+    )
     play.clock.pass_ms(10**9)
     async with play.untouched():
         assert (await play.engine.sweep_once("suspension_timeout")).processed == 0
