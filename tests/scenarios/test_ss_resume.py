@@ -28,8 +28,12 @@ async def test_ss_041_operator_resume(play: Play, waits: Waits) -> None:
     assert await play.engine.resume_execution(e, trigger_type="operator") == Resumed(PublicState.WAITING)
 
     assert await play.vector(e) == RESUMABLE
+    root = await play.engine.describe_suspension(e)
+    assert root is not None
+    assert (root.close_reason, root.satisfied_at, root.closer_signal_id) == ("resumed", play.now, None)
     for one in (a, b):
-        assert (await waits.record(e, one.waitpoint_id)).close_reason == "resumed"
+        record = await waits.record(e, one.waitpoint_id)
+        assert (record.close_reason, record.satisfied_at, record.closed_at) == ("resumed", play.now, play.now)
         async with play.refused(errors.TargetNotSignalable):
             await waits.send(e, "go", one)
     async with play.refused(errors.ExecutionNotSuspended):

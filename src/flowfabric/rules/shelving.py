@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 from flowfabric.model.execution import Execution
@@ -85,18 +85,15 @@ def is_taken(known: Waitpoint | None, row: Execution, root: Suspension | None, n
     return known.execution_id != row.execution_id or waits.state_of(known, root, now) is not WaitpointState.CLOSED
 
 
-def placed(waitpoints: Iterable[Waitpoint], known: Mapping[str, Waitpoint]) -> tuple[Write, ...]:
+def placed(waitpoints: Iterable[Waitpoint], known: Container[str]) -> tuple[Write, ...]:
     """The waitpoints as rows; one whose id was used before begins anew, without the signals of then."""
     writes: list[Write] = []
     for one in waitpoints:
-        before = known.get(one.waitpoint_id)
-        if before is None:
+        key = (one.execution_id, one.waitpoint_id)
+        if one.waitpoint_id in known:
+            writes += [Delete(Signal, key), Delete(Remembered, key), Put(one)]
+        else:
             writes.append(Insert(one))
-            continue
-        if before.activated_at is not None or before.closed_at is not None:
-            writes.append(Delete(Signal, (one.execution_id, one.waitpoint_id)))
-            writes.append(Delete(Remembered, (one.execution_id, one.waitpoint_id)))
-        writes.append(Put(one))
     return tuple(writes)
 
 

@@ -165,6 +165,7 @@ def suspended(
 ) -> Decision[Outcome]:
     """The holder's work put away on these waitpoints, as far as its condition has come."""
     outcome = _outcome(args, holder, waitpoints, suspended=True)
+    activated = isinstance(args.waitpoints[0], UsePending)  # goes on with the signals that it kept
     root = _recorded(
         scene, row, args, waitpoints, progress=waits.written(progress), satisfiers=waits.written(list(counted))
     )
@@ -180,7 +181,7 @@ def suspended(
                 keys=[one.waitpoint_key for one in waitpoints],
             ),
             Put(root),
-            *shelving.placed(waitpoints, scene.waitpoints),
+            *((Put(waitpoints[0]),) if activated else shelving.placed(waitpoints, scene.waitpoints)),
             *shelving.let_go(scene.root, waitpoints),
             *_remembered(row, args, outcome),
         ),
