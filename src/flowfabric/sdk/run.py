@@ -149,14 +149,14 @@ class Run(Generic[R]):
         return isinstance(sent, Accepted)
 
     async def _vote_at(self, engine: Engine, name: str, token: str, value: Any) -> bool:
-        """Answer the open approval that this token is for."""
-        after = None
+        """Answer the open approval that this token is for, found by its fingerprint: no other is tried with it."""
+        after, wanted = None, WaitpointToken(token)
         while True:
             page = await engine.list_pending_waitpoints(self.id, after=after)
             for point in page.entries:
-                if point.waitpoint_key.rpartition(".")[0] == name:
-                    with suppress(errors.InvalidToken):
-                        return await self.vote(Link.to(self._app.public_url, self.id, point.waitpoint_id, token), value)
+                is_its = (point.token_kid, point.token_fingerprint) == (wanted.kid, wanted.fingerprint)
+                if is_its and point.waitpoint_key.rpartition(".")[0] == name:
+                    return await self.vote(Link.to(self._app.public_url, self.id, point.waitpoint_id, token), value)
             if (after := page.next_cursor) is None:
                 raise errors.InvalidInput(f"token: no open approval {name!r} of this run has it")
 
