@@ -197,6 +197,16 @@ async def test_a_vote_of_another_kind_than_was_asked_for_is_refused_and_the_run_
         assert await run.result() == "applied by ana,bo"
 
 
+async def test_links_are_good_whatever_the_key_is_called() -> None:
+    async with World(app) as world:
+        await world.engine.rotate_waitpoint_hmac_secret_all("a&b=c+d %41 #é?/", "77" * 32, 0)
+        run = await deploy.submit(2)
+        gate = await world.approval(run, "approve")
+        await gate.answer_as("ana", Answer(True))
+        assert await run.vote(links[0][1], Answer(True), by="bo") is True
+        assert await run.result() == "applied by ana,bo"
+
+
 async def test_a_run_that_is_replayed_asks_again() -> None:
     async with World(app) as world:
         run = await deploy.submit(2)
