@@ -41,6 +41,8 @@ async def test_ss_041_operator_resume(play: Play, waits: Waits) -> None:
     async with play.refused(errors.NotFound, entity="execution"):
         await play.engine.resume_execution(play.engine.new_execution_id())
     other, _ = await waits.suspended()
+    instant, _ = await waits.suspended()
+    assert await play.engine.resume_execution(instant.execution_id, resume_delay_ms=1) == Resumed(PublicState.DELAYED)
     delayed = await play.engine.resume_execution(other.execution_id, resume_delay_ms=1000)
     assert delayed == Resumed(PublicState.DELAYED)
     assert (await play.core(other.execution_id))["blocking_detail"] == "resume delay 1000ms"
