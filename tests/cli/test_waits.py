@@ -143,7 +143,7 @@ def test_a_wrong_signal_is_told_with_a_hint(ff: Terminal, shop: Shop) -> None:
     forged = listed["links"][0].replace("token=", "token=x")
 
     assert "invalid_token" in ff.refuses("signal", forged, "--value", '{"ok": true}')
-    assert "--value: an object is needed" in ff.refuses("signal", listed["links"][0])
+    assert "value: an object is needed" in ff.refuses("signal", listed["links"][0])
     assert "link: not one of an approval" in ff.refuses("signal", "http://x/v1/waitpoints/nonsense")
     for arguments, text in (
         ((run,), "say which NAME"),

@@ -19,6 +19,9 @@ FOUND = "tests/machine/test_found.py"
 GUARDS = "tests/stores/test_contract_guards.py"
 LEASES = "tests/stores/test_contract_leases.py"
 RACES = "tests/chaos/test_forced_races.py"
+WAITS = "tests/scenarios/test_ss_races.py"
+ANEW = "tests/scenarios/test_gates_anew.py"
+SIGNALS = "tests/scenarios/test_ss_prose_signals.py"
 
 
 class Fault(NamedTuple):
@@ -39,6 +42,41 @@ class Fault(NamedTuple):
 
 FAULTS = (
     # -- rules
+    Fault(
+        "a gate of this life opens the links of the life before",
+        "rules/waits.py",
+        "holds = gate is not None and own and not gate_is_past(gate, now)",
+        "holds = gate is not None and not gate_is_past(gate, now)",
+        ANEW,
+    ),
+    Fault(
+        "a waitpoint that begins anew remembers the signals of before",
+        "rules/shelving.py",
+        "[Delete(Signal, key), Delete(Remembered, key), Put(one)]",
+        "[Put(one)]",
+        ANEW,
+    ),
+    Fault(
+        "a vote is taken whatever it says",
+        "rules/signals.py",
+        "    if wrong := asking.unfit(row, waitpoint, ask.payload):\n        return refuse(wrong)\n",
+        "",
+        ANEW,
+    ),
+    Fault(
+        "a suspend does not notice a signal that came meanwhile",
+        "rules/suspending.py",
+        "waits.guard_of(scene.root, row.execution_id)),\n        writes=(\n            shelving",
+        "),\n        writes=(\n            shelving",
+        WAITS,
+    ),
+    Fault(
+        "a signal is recorded before its key is looked for",
+        "rules/signals.py",
+        "if ask.dedups and kept is not None and kept.expires_at > now:",
+        "if False and kept is not None:",
+        SIGNALS,
+    ),
     Fault(
         "a claimed execution keeps its place in the line",
         "rules/lease.py",

@@ -41,8 +41,11 @@ def test_a_long_life_of_waiting_is_the_same_on_every_store(table: type[WaitingAg
     live(table, seed, steps=150)
 
 
+# A life of 250 steps takes some five seconds. Ten of them are a piece of a minute, so that a run can be split, spread
+# over processes and stopped without losing what it has found out.
 @pytest.mark.soak
 @pytest.mark.timeout(0)
-def test_many_long_lives_of_waiting_are_the_same_on_every_store(table: type[WaitingAgreement]) -> None:
-    for seed in range(2000, 2400):
+@pytest.mark.parametrize("first", range(2000, 2240, 10))
+def test_many_long_lives_of_waiting_are_the_same_on_every_store(table: type[WaitingAgreement], first: int) -> None:
+    for seed in range(first, first + 10):
         live(table, seed, steps=250)

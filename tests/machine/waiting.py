@@ -1,4 +1,4 @@
-"""Lives that wait: suspends, waitpoints, signals and streams as moves, beside all the others.
+"""Lives that wait: suspends, gates, messages, signals and streams as moves, beside all the others.
 
 Signals are sent early, late, twice and in any order; keys rotate in the middle of a wait; time lands just before, on
 and just after what ends it. Tokens, waitpoints and whole signals that were used up stay in play. What may never happen
@@ -8,11 +8,15 @@ is asked here in plain words, without a look at the rules.
 from __future__ import annotations
 
 from typing import Any
+from uuid import NAMESPACE_OID, uuid5
 
 import msgspec
 
 from flowfabric.model.condition import AllOf, ByName, Condition, Count, CountKind, OperatorOnly, Single, Wildcard
+from flowfabric.model.gate import GateKind, GateMemo
 from flowfabric.model.suspension import Suspension, TimeoutBehavior, Waitpoint
+from flowfabric.rules.mailbox import MailArgs
+from flowfabric.rules.parking import GateArgs
 from flowfabric.rules.signals import Accepted, Duplicate, SignalArgs
 from flowfabric.rules.suspend_args import Fresh, ResumePolicy, SuspendArgs, UsePending
 from flowfabric.rules.tokens import WaitpointToken
@@ -69,7 +73,12 @@ class Waiting(Lives):
         found = {}
         for one in await every(store, Waitpoint):
             root = roots[one.execution_id]
-            if one.suspension_id is None and one.closed_at is None:
+            if one.gate is not None:
+                gate = msgspec.json.decode(root.gates or "{}").get(one.gate, {})
+                own = any(pair[0] == one.waitpoint_id for pair in gate.get("waitpoints", ()))
+                state = "open" if own and gate.get("expires_at", now + 1) > now else "closed"
+                state = state if one.closed_at is None else "closed"
+            elif one.suspension_id is None and one.closed_at is None:
                 state = "pending" if one.expires_at > now else "closed"
             else:
                 own = root.suspension_id == one.suspension_id and root.closed_at is None
@@ -143,6 +152,74 @@ class Waiting(Lives):
             self.places.append((execution_id, waitpoint_id))
             self.accepted[waitpoint_id] = 0
         self.tokens[waitpoint_id] = token.reveal()
+
+    # -- the waits of a function --------------------------------------------------------------------------------------
+
+    @move(weight=6, pick=some.picks, name=("g", "g", "h"), keys=(("k",), ("k", "l")), length=(None, None, 500, 5000))
+    def open_a_gate(self, pick: int, name: str, keys: tuple[str, ...], length: int | None) -> None:
+        """Links are derived from where they stand, so that the next life of an execution asks at the same places."""
+        if not self.held:
+            return
+        held = self.handle(pick)
+        e, before = held.fields.execution_id, self.run(self._states())
+        args = GateArgs(
+            name=name,
+            kind=GateKind.SIGNALS,
+            condition=Count(len(keys), CountKind.DISTINCT_WAITPOINTS, keys),
+            waitpoints=tuple((str(uuid5(NAMESPACE_OID, f"{e}|{name}|{key}")), key) for key in keys),
+            expires_in_ms=length,
+        )
+        for link in getattr(self.do("open_gate", handle=held, args=args), "links", ()):
+            if before.get(link.waitpoint_id) == "closed" and link.waitpoint_id in self.accepted:
+                self.accepted[link.waitpoint_id] = 0  # it begins anew, and knows nothing of before
+                for key in [key for key in self.remembered if key[0] == link.waitpoint_id]:
+                    del self.remembered[key]
+            self._keep(e, link.waitpoint_id, link.token)
+
+    @move(weight=3, lane=some.lanes, worker=some.workers, lives=(1, 2), votes=(0, 1, 2))
+    def ask_and_park(self, lane: str, worker: str, lives: int, votes: int) -> None:
+        """A function asks people and waits for them, perhaps again in a life after one that ended well."""
+        e = self.new_id(lane)
+        self.do("create_execution", execution_id=e, lane_id=lane)
+        for life in range(lives):
+            who = self.who(worker)
+            self.do("issue_claim_grant", execution_id=e, lane_id=lane, grant_ttl_ms=1000, **who)
+            self.do("claim_execution", execution_id=e, lease_ttl_ms=30_000, **who)
+            self.open_a_gate(0, "g", ("k", "l"), None)
+            for vote in range(votes):
+                self.signal(vote, "go", "ana", "i1", False, ttl=86_400_000, cap=10_000, seat=0)
+            if life + 1 < lives:
+                self.do("complete", handle=self.handle(0), result=b"asked")
+                self.do("replay_execution", execution_id=e)
+        self.park(0, ("g",))
+
+    @move(weight=4, pick=some.picks, kind=(GateKind.MAILBOX, GateKind.TIMER), length=(0, 300, 5000))
+    def open_another_gate(self, pick: int, kind: GateKind, length: int) -> None:
+        if self.held:
+            box = "box" if kind is GateKind.MAILBOX else None
+            args = GateArgs(name=kind.value, kind=kind, mailbox=box, expires_in_ms=length or None if box else length)
+            self.do("open_gate", handle=self.handle(pick), args=args)
+
+    @move(weight=6, pick=some.picks, names=(("g",), ("g", "h"), ("g", "mailbox", "timer"), ("mailbox",), ("timer",)))
+    def park(self, pick: int, names: tuple[str, ...]) -> None:
+        if self.held:
+            held = self.handle(pick)
+            waits = self.do("read_waits", execution_id=held.fields.execution_id)
+            known = tuple(name for name in names if name in waits.open) if pick < 8 else names
+            self.do("park", handle=held, gates=known or names)
+
+    @move(weight=4, pick=some.picks, key=KEYS, text=(b"", b"one", b"two"), seat=some.seats)
+    def send_a_message(self, pick: int, key: str | None, text: bytes, seat: int) -> None:
+        e = self.pick(pick, is_active)
+        args = MailArgs(
+            execution_id=e,
+            mailbox="box",
+            message_id=self.minter.uuid(),
+            payload=text,
+            idempotency_key=key,
+            dedup_ttl_ms=500,
+        )
+        self.do("send_message", seat=seat, args=args)
 
     @move(place=some.picks)
     def close_a_waitpoint(self, place: int) -> None:
@@ -278,6 +355,7 @@ class Waiting(Lives):
         store = self.players[0].store
         rows = {row.execution_id: row for row in await self.players[0].sheets()}
         roots = {root.execution_id: root for root in await every(store, Suspension)}
+        ended = {(memo.execution_id, memo.gate) for memo in await every(store, GateMemo)}
         for execution_id, row in rows.items():
             root = roots.pop(execution_id, None)
             waits = row.lifecycle_phase.value == "suspended"
@@ -286,6 +364,10 @@ class Waiting(Lives):
             if root is not None:
                 assert not is_open or row.current_suspension_id == root.suspension_id
                 assert (root.due_at is not None) == is_open, "a closed suspension stands in the list"
+                gates = msgspec.json.decode(root.gates or "{}")
+                assert not any((execution_id, name) in ended for name in gates), "a gate is open and has ended"
+                parked_on = msgspec.json.decode(root.waits_on or "[]") if is_open else []
+                assert all(name in gates for name in parked_on), "parked on what has ended"
                 assert not is_open or not satisfied(root), "a satisfied condition did not resume"
                 counted = msgspec.json.decode(root.progress or "{}", type=dict[str, list[str]]).values()
                 assert all(len(set(found)) == len(found) for found in counted), "a satisfier was counted twice"

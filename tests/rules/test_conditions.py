@@ -25,6 +25,7 @@ from flowfabric.model.condition import (
 from flowfabric.rules.conditions import (
     Arrival,
     Effect,
+    Progress,
     check_structure,
     is_met,
     meet,
@@ -178,3 +179,16 @@ def test_names_and_keys_are_listed_as_they_are_met() -> None:
     assert referenced_keys(tree) == ["k", "l", "m"]
     assert required_names(tree, "k") == ["b", "a", "__operator_only__", "__timeout_only__"]
     assert required_names(Single("k"), "k") == []
+
+
+def test_sources_with_long_names_are_told_apart_and_cost_little() -> None:
+    condition, long = Count(3, CountKind.DISTINCT_SOURCES, ("k",)), "x" * 60_000
+    progress: Progress = {}
+    told = []
+    for source in (long + "a", long + "b", long + "a", long[:50], long + "c"):
+        effect, progress = meet(condition, progress, Arrival("wp-k", "k", "s", "go", "user", source))
+        told.append(effect)
+
+    appended, repeated = Effect.APPENDED, Effect.DUPLICATE
+    assert told == [appended, appended, repeated, Effect.SATISFIED, Effect.SATISFIED]
+    assert sum(map(len, progress["<root>"])) < 500

@@ -10,6 +10,7 @@ import pytest
 from flowfabric import errors
 from flowfabric.ids import ExecutionId
 from flowfabric.model.gate import GateEnd
+from flowfabric.rules.parking import Ready
 from tests.scenarios.functions import WAITS, Function, closed
 from tests.scenarios.play import RESUMABLE, Play
 from tests.scenarios.waits import Waits
@@ -28,6 +29,25 @@ async def test_the_end_of_children_resumes_their_parent(function: Function, play
 
     assert await play.vector(function.e) == RESUMABLE
     assert (await function.memo("both")).ended_as is GateEnd.SATISFIED
+
+
+async def test_the_end_of_a_child_closes_no_other_gate(function: Function, play: Play) -> None:
+    child = await function.child()
+    await function.children("one", child.execution_id)
+    await function.children("late", child.execution_id, expires_in_ms=10)
+    await function.approval("approve")
+    await function.receive("r", "steer")
+    await function.timer("nap", 60_000)
+    play.clock.pass_ms(10)
+
+    await function.engine.complete(child.handle)
+    await function.engine.folds_done()
+
+    waits = await function.engine.read_waits(function.e)
+    assert {name: memo.ended_as for name, memo in waits.memos.items()} == {"one": GateEnd.SATISFIED}
+    assert sorted(waits.open) == ["approve", "late", "nap", "r"]
+    assert (await function.park("late")) == Ready(("late",))
+    assert (await function.memo("late")).ended_as is GateEnd.TIMED_OUT
 
 
 async def test_a_child_that_ended_before_the_wait_counts(function: Function) -> None:

@@ -316,3 +316,15 @@ async def test_a_foreign_cursor_is_refused_by_the_call_itself(engine: Engine, cu
     for subscribe in subscribes:
         with pytest.raises(errors.InvalidInput):
             await subscribe(cursor)
+
+
+@pytest.mark.parametrize("position", [0, -1, -(2**63)])
+async def test_a_cursor_at_or_before_the_first_place_replays_everything_that_is_kept(play: Play, position: int) -> None:
+    held = await play.claimed()
+    await play.engine.complete(held.handle)
+
+    feed = await play.engine.subscribe_completion(b"\x02" + position.to_bytes(8, "big", signed=True))
+
+    first = await feed.next(timeout_s=0)
+    assert first is not None
+    assert (first.execution_id, await feed.next(timeout_s=0)) == (held.execution_id, None)

@@ -181,6 +181,10 @@ BAD_SUSPENDS: list[dict[str, Any]] = [
     {"resume_policy": {"resume_delay_ms": 5}},
     {"resume_policy": ResumePolicy(resume_delay_ms=-1)},
     {"resume_policy": ResumePolicy(resume_target="moon")},
+    {"resume_policy": ResumePolicy(consume_matched_signals="yes")},  # type: ignore[arg-type]
+    {"resume_policy": ResumePolicy(close_waitpoint_on_resume=1)},  # type: ignore[arg-type]
+    {"resume_policy": ResumePolicy(retain_signal_buffer_until_closed=None)},  # type: ignore[arg-type]
+    {"resume_policy": ResumePolicy(resume_delay_ms=1.5)},  # type: ignore[arg-type]
     {"continuation_metadata_pointer": 5},
     {"idempotency_key": b"k"},
     {"now": "now"},

@@ -28,8 +28,12 @@ async def test_ss_041_operator_resume(play: Play, waits: Waits) -> None:
     assert await play.engine.resume_execution(e, trigger_type="operator") == Resumed(PublicState.WAITING)
 
     assert await play.vector(e) == RESUMABLE
+    root = await play.engine.describe_suspension(e)
+    assert root is not None
+    assert (root.close_reason, root.satisfied_at, root.closer_signal_id) == ("resumed", play.now, None)
     for one in (a, b):
-        assert (await waits.record(e, one.waitpoint_id)).close_reason == "resumed"
+        record = await waits.record(e, one.waitpoint_id)
+        assert (record.close_reason, record.satisfied_at, record.closed_at) == ("resumed", play.now, play.now)
         async with play.refused(errors.TargetNotSignalable):
             await waits.send(e, "go", one)
     async with play.refused(errors.ExecutionNotSuspended):
@@ -37,6 +41,8 @@ async def test_ss_041_operator_resume(play: Play, waits: Waits) -> None:
     async with play.refused(errors.NotFound, entity="execution"):
         await play.engine.resume_execution(play.engine.new_execution_id())
     other, _ = await waits.suspended()
+    instant, _ = await waits.suspended()
+    assert await play.engine.resume_execution(instant.execution_id, resume_delay_ms=1) == Resumed(PublicState.DELAYED)
     delayed = await play.engine.resume_execution(other.execution_id, resume_delay_ms=1000)
     assert delayed == Resumed(PublicState.DELAYED)
     assert (await play.core(other.execution_id))["blocking_detail"] == "resume delay 1000ms"
@@ -120,6 +126,12 @@ async def test_ss_044_timeout_escalate(play: Play, waits: Waits) -> None:
     assert core["last_transition_at"] == core["last_mutation_at"] == deadline
     page = await play.engine.list_suspended(DEFAULT_PARTITION)
     assert page.entries == [SuspendedEntry(e, NO_TIMEOUT, "waiting_for_operator_review")]
+    [listed] = (await play.engine.list_pending_waitpoints(e)).entries
+    assert (listed.state, listed.expires_at, (await waits.record(e, p.waitpoint_id)).expires_at) == (
+        "active",
+        None,
+        None,
+    )
     play.clock.pass_ms(10**9)
     async with play.untouched():
         assert (await play.engine.sweep_once("suspension_timeout")).processed == 0

@@ -8,9 +8,10 @@ from flowfabric import errors
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.keys import PartitionRotation
 from flowfabric.model.condition import Single
-from flowfabric.rules.tokens import AlreadySeeded, Kids, Noop, Rotated, Seeded, VerifyingKid
-from tests.scenarios.play import Play
-from tests.scenarios.waits import BUFFERED, SATISFIED, Waits
+from flowfabric.model.keys import SigningKey
+from flowfabric.rules.tokens import AlreadySeeded, Kids, Noop, Rotated, Seeded, VerifyingKid, mint_token
+from tests.scenarios.play import DEFAULT_PARTITION, Play
+from tests.scenarios.waits import BUFFERED, SATISFIED, SUSPENDED, Waits
 
 A = "00112233445566778899aabbccddeeff" * 2  # the secret of k1
 B = "bb" * 32
@@ -80,6 +81,25 @@ async def test_ss_028_grace_end_and_collection(play: Play, waits: Waits) -> None
     with pytest.raises(errors.InvalidToken) as refusal:
         await waits.send(held.execution_id, "go", p)
     assert refusal.value.detail == "invalid_token"
+
+
+async def test_a_kid_that_is_used_anew_with_another_secret_does_not_revive_old_waitpoints(
+    play: Play, waits: Waits
+) -> None:
+    held, p = await waits.suspended()
+    e = held.execution_id
+    await rotated(play, "k2", B, 0)
+    play.clock.pass_ms(1)
+    assert (await rotated(play, "k3", C, 60_000)).result == Rotated("k2", "k3", 1)
+    assert (await rotated(play, "k1", B, 60_000)).result == Rotated("k3", "k1", 0)
+    made_now = mint_token(SigningKey("k1", B, current=True), e, p.waitpoint_id)
+
+    for token in (p.waitpoint_token.reveal(), made_now):
+        with pytest.raises(errors.InvalidToken) as refusal:
+            await play.engine.deliver_signal(waits.signal(e, "go", p.waitpoint_id, token))
+        assert refusal.value.detail == "invalid_token"
+    assert await play.engine.read_waitpoint_token(DEFAULT_PARTITION, p.waitpoint_id) is None
+    assert await play.vector(e) == SUSPENDED.format(reason="waiting_for_signal")
 
 
 async def test_ss_029_rotation_idempotency(play: Play) -> None:

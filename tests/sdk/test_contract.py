@@ -25,6 +25,7 @@ from flowfabric import (
     RunFailed,
     current,
 )
+from flowfabric.errors import InvalidInput, InvalidToken
 from flowfabric.model.states import PublicState
 from flowfabric.testing import World
 
@@ -303,8 +304,13 @@ async def test_a_token_answers_an_approval(world: World) -> None:
     run = await deploy.submit(request_)
     await world.approval(run, "approve")
     tokens = [link.rpartition("token=")[2] for link in mailed[0]]
-    for token in tokens:
-        await run.signal("approve", Decision(True), token=token)
+    for token in ("k1:00", "nonsense", ""):
+        with pytest.raises(InvalidInput, match="no open approval 'approve' of this run has it"):
+            await run.signal("approve", Decision(True), token=token)
+    with pytest.raises(InvalidToken):
+        await run.signal("approve", Decision(True), token=f"{tokens[1][:-1]}{'1' if tokens[1][-1] == '0' else '0'}")
+    for token in reversed(tokens):
+        assert await run.signal("approve", Decision(True), token=token) is True
     assert await run.result() == "applied"
 
 

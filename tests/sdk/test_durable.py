@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from flowfabric import Context, Fabric, Retry, RunFailed
+from flowfabric.errors import InvalidInput
 from flowfabric.sdk.joins import AnyOf, Quorum
 from flowfabric.testing.world import World
 
@@ -177,10 +178,47 @@ async def test_one_link_cannot_vote_twice() -> None:
     async with World(app) as world:
         run = await deploy.submit(2)
         await world.approval(run, "approve")
-        for _ in range(3):
-            await run.vote(links[0][0], Answer(True), by="ana")
+        counted = [await run.vote(links[0][0], Answer(True), by="ana") for _ in range(3)]
+        assert counted == [True, False, False]
+        assert await run.signal("approve", Answer(False), token=links[0][0]) is False
         await world.advance("73h")
         assert await run.result() == "rejected"
+
+
+async def test_a_vote_of_another_kind_than_was_asked_for_is_refused_and_the_run_goes_on() -> None:
+    async with World(app) as world:
+        run = await deploy.submit(2)
+        await world.approval(run, "approve")
+        for value in (True, None, "yes", {}, {"ok": "yes"}, [Answer(True)]):
+            with pytest.raises(InvalidInput, match="is needed|is missing"):
+                await run.vote(links[0][0], value, by="ana")
+        assert await run.vote(links[0][0], Answer(True), by="ana") is True
+        assert await run.vote(links[0][1], Answer(True), by="bo") is True
+        assert await run.result() == "applied by ana,bo"
+
+
+async def test_links_are_good_whatever_the_key_is_called() -> None:
+    async with World(app) as world:
+        await world.engine.rotate_waitpoint_hmac_secret_all("a&b=c+d %41 #é?/", "77" * 32, 0)
+        run = await deploy.submit(2)
+        gate = await world.approval(run, "approve")
+        await gate.answer_as("ana", Answer(True))
+        assert await run.vote(links[0][1], Answer(True), by="bo") is True
+        assert await run.result() == "applied by ana,bo"
+
+
+async def test_a_run_that_is_replayed_asks_again() -> None:
+    async with World(app) as world:
+        run = await deploy.submit(2)
+        for _ in range(2):
+            gate = await world.approval(run, "approve")
+            await gate.answer_as("ana", Answer(True))
+            await gate.answer_as("bo", Answer(True))
+            assert await run.result() == "applied by ana,bo"
+            await run.replay()
+        await world.approval(run, "approve")
+        assert len(links) == 3
+        assert await run.vote(links[0][0], Answer(True)) is True
 
 
 async def test_messages_are_kept_before_between_and_after_receiving() -> None:
@@ -191,8 +229,8 @@ async def test_messages_are_kept_before_between_and_after_receiving() -> None:
         await world.advance("1m")
         await run.signal("steer", 2)
         await world.advance("1m")
-        await run.signal("steer", 3, key="third")
-        await run.signal("steer", 3, key="third")
+        assert await run.signal("steer", 3, key="third") is True
+        assert await run.signal("steer", 3, key="third") is False
         assert await run.result() == [1, 2, 3]
 
 

@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 
 from flowfabric.engine.asks import ByName, Count, CountKind, Fresh, Single, SuspendArgs
+from flowfabric.engine.engine import Engine
 from flowfabric.engine.suspensions import SuspendDetails, Suspended
+from flowfabric.rules.tokens import Noop
+from flowfabric.server.serving import seed
+from flowfabric.server.settings import ServerSettings
+from flowfabric.settings import Secret
+from flowfabric.stores.base import Store
 from tests.server.asking import Asking, fresh, path
 
 GO = Single("k", ByName("go"))
@@ -198,3 +204,23 @@ async def test_one_rotation_at_a_time(ask: Asking) -> None:
         429,
         {"error": "too many concurrent admin_rotate calls (server max: 1); retry with backoff", "retryable": True},
     )
+
+
+@pytest.mark.parametrize("secret", ["ab", "AB" * 16, "cd" * 32, "ef" * 100])
+async def test_a_server_installs_its_secret_once_and_warns_of_another(
+    store: Store, secret: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = Engine(store)
+    settings = ServerSettings(waitpoint_secret=Secret(secret))
+    for _ in range(2):
+        await seed(engine, settings)
+    assert (await engine.list_waitpoint_hmac_kids()).current_kid == "k1"
+    assert caplog.records == []
+
+    await seed(engine, ServerSettings(waitpoint_secret=Secret("77" * 32)))
+    await seed(engine, ServerSettings())
+    [warning] = caplog.records
+    assert "the stored one holds" in warning.getMessage()
+    [entry] = await engine.rotate_waitpoint_hmac_secret_all("k1", secret.lower(), 0)
+    assert entry.result == Noop("k1")
+    assert "7777" not in caplog.text

@@ -14,7 +14,7 @@ import pytest
 
 from flowfabric import Context, Fabric
 from flowfabric.sdk.worker import Worker
-from tests.server.asking import Asking, until
+from tests.server.asking import Asking, path, until
 
 NASTY = "<script>alert(1)</script>\"'&"
 
@@ -193,3 +193,48 @@ async def test_a_second_decision_with_one_link_is_told_that_the_first_one_counts
         assert await run.result() == [True, True]
     worker.stop()
     await working
+
+
+async def test_a_link_leads_to_its_page_whatever_the_key_is_called(app: Fabric, ask: Asking) -> None:
+    await ask.engine.rotate_waitpoint_hmac_secret_all("a&b=c+d %41 #é?/", "77" * 32, 0)
+    links: list[str] = []
+
+    @app.task(name="oddly")
+    async def oddly(ctx: Context) -> bool:
+        approval = await ctx.approval("agree", bool)
+        links.extend(map(str, approval.links))
+        return (await approval)[0].value
+
+    worker = Worker(app, slots=1)
+    working = asyncio.create_task(worker.work())
+    run = await oddly.submit()
+    await until(lambda: len(links) == 1)
+    page = await ask.get(links[0])
+    assert page.status_code == 200
+    answer = await post(ask, links[0], hidden(page.text) | {"value": option(page.text, "yes")})
+    assert answer.status_code == 200
+    async with asyncio.timeout(10):
+        assert await run.result() is True
+    worker.stop()
+    await working
+
+
+async def test_a_bare_signal_is_held_to_what_was_asked_for_as_well(ask: Asking, asked: Asked) -> None:
+    place, _, token = asked.links[0].partition("?token=")
+    execution_id, waitpoint_id = place.rsplit("/", 2)[1:]
+    bodies = {
+        payload: ask.signal(execution_id, waitpoint_id, token, signal_name="vote", payload=list(payload))
+        for payload in (b"", b"true", b'{"choice":"pay"}', b'{"choice":"pay","amount":101}', b"\xff", b"[" * 20_000)
+    }
+
+    for payload, body in bodies.items():
+        answer = await ask.post(path(execution_id, "signal"), body)
+        assert (answer.status_code, answer.json()["error"].startswith("invalid_input: ")) == (400, True), payload
+    good = ask.signal(
+        execution_id, waitpoint_id, token, signal_name="vote", payload=list(b'{"choice":"pay","amount":7}')
+    )
+    answer = await ask.post(path(execution_id, "signal"), good)
+
+    assert answer.json()["Accepted"]["effect"] == "resume_condition_satisfied"
+    async with asyncio.timeout(10):
+        assert await asked.run.result() == 1

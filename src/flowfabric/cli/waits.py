@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from flowfabric.model.gate import Gate
 
 LINK = "/v1/waitpoints/"
-VOTED_BEFORE = "appended_to_waitpoint_duplicate"  # the effect of a second vote with one link
 PAGE = 100
 
 
@@ -52,7 +51,7 @@ def signal(
         document({"signal_id": getattr(answer, "signal_id", None), "effect": effect})
     elif effect == "duplicate":
         typer.echo("✓ heard before")
-    elif effect == VOTED_BEFORE:
+    elif not answer.counts:
         typer.echo("ff: not counted: this link has voted before, and the first vote counts", err=True)
         raise typer.Exit(1)
     else:
@@ -83,7 +82,6 @@ def _vote(link: str, payload: bytes, by: str, key: str | None) -> Any:
         from flowfabric.engine.asks import SignalArgs, WaitpointToken
 
         execution_id, waitpoint_id, token = _parts(link)
-        await _must_fit(engine, execution_id, waitpoint_id, payload)
         return await engine.deliver_signal(
             SignalArgs(
                 execution_id=execution_id,
@@ -100,24 +98,6 @@ def _vote(link: str, payload: bytes, by: str, key: str | None) -> Any:
         )
 
     return voted
-
-
-async def _must_fit(engine: Engine, execution_id: str, waitpoint_id: str, payload: bytes) -> None:
-    """Refuse an answer of another kind than the approval asks for: its run could not go on with that."""
-    import msgspec
-
-    from flowfabric.errors import InvalidInput, Unauthorized
-    from flowfabric.server.fitting import misfit
-    from flowfabric.server.routes.waitpoint_pages import schema_of
-
-    try:
-        record = await engine.describe_waitpoint(execution_id, waitpoint_id)
-        snapshot = await engine.describe_execution(execution_id)
-    except Unauthorized:  # a token that may vote and not look
-        return
-    schema = schema_of(snapshot.tags, record.waitpoint_key) if record and snapshot else None
-    if schema and (wrong := misfit(msgspec.json.decode(payload), schema, name="--value")):
-        raise InvalidInput(wrong)
 
 
 def _parts(link: str) -> tuple[str, str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flowfabric.model.condition import AllOf, ByName, Count, CountKind, OperatorOnly, Single, TimeoutOnly, Wildcard
+from flowfabric.rules.asking import ask_tag, asked_by, schema_of
 from flowfabric.rules.budgets import Need
 from flowfabric.rules.change import Change, outcome_of
 from flowfabric.rules.conditions import to_plain as plain_condition
@@ -61,6 +62,9 @@ __all__ = [
     "WaitpointToken",
     "WaitpointView",
     "Wildcard",
+    "ask_tag",
+    "asked_by",
     "outcome_of",
     "plain_condition",
+    "schema_of",
 ]

@@ -79,8 +79,11 @@ class Gates(Keys):
                     root=_first(rows[1]),
                     memo=_first(rows[4]),
                     mail=_first(rows[5]),
-                    ends=[end for found in rows[6:] for end in found],
+                    ends=[end for found in rows[6:] for end in found if isinstance(end, ChildEnd)],
                     keys=seen,
+                    waitpoints={
+                        one.waitpoint_id: one for some in rows[6:] for one in some if isinstance(one, Waitpoint)
+                    },
                 )
                 return parking.open_gate(scene, ask, fence, now)
 
@@ -93,6 +96,7 @@ class Gates(Keys):
                 return await self._linked(execution, answer, seen)
 
     def _gate_wants(self, execution: str, ask: GateArgs, mail_seq: int) -> tuple[Want, ...]:
+        partition = ids.partition_of(ids.ExecutionId(execution))
         return (
             Want(Execution, (execution,)),
             Want(Suspension, (execution,)),
@@ -100,6 +104,7 @@ class Gates(Keys):
             Want(GateMemo, (execution, ask.name)),
             Want(Mail, (execution, ask.mailbox or "", mail_seq)),
             *(Want(ChildEnd, (execution, child)) for child in ask.children),
+            *(Want(Waitpoint, (one, partition)) for one, _ in ask.waitpoints),
         )
 
     async def _linked(self, execution: str, opened: OpenGate, keys: list[SigningKey]) -> OpenedGate:

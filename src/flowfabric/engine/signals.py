@@ -135,7 +135,7 @@ class Signals(Keys):
             return None
         keys = self.keys_in(loaded.rows[2])
         token = tokens.WaitpointToken(tokens.token_of(keys, found.token_kid, found.execution_id, identity))
-        return token if token.fingerprint else None
+        return token if tokens.is_of(token.reveal(), found.token_kid, found.token_fingerprint) else None
 
     async def read_token_of(self, execution_id: str, waitpoint_id: str) -> tokens.WaitpointToken | None:
         """The same for a waitpoint of this very execution."""

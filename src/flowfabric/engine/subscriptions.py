@@ -200,7 +200,8 @@ class Subscriptions(Core):
         position = decode_cursor(bytes(cursor))
         if position is None:
             position = await self.patiently(self.store.feed_end)
-        return Subscription(self, topic, position, wanted, tell)
+        # Nothing stands before the first place, and so nothing can be missing there.
+        return Subscription(self, topic, max(position, 0), wanted, tell)
 
 
 def _filter(chosen: object) -> Filter:

@@ -87,6 +87,9 @@ def _binding(binding: object) -> Binding:
 def _policy(policy: object) -> ResumePolicy:
     if not isinstance(policy, ResumePolicy) or policy.resume_target != "runnable":
         raise errors.InvalidInput("resume_policy: not a policy")
+    for name in ("consume_matched_signals", "retain_signal_buffer_until_closed", "close_waitpoint_on_resume"):
+        if not isinstance(getattr(policy, name), bool):
+            raise errors.InvalidInput(f"{name}: neither true nor false")
     if policy.resume_delay_ms is not None:
         limits.duration("resume_delay_ms", policy.resume_delay_ms, least=0)
     return policy
@@ -235,10 +238,11 @@ def gate(args: object) -> GateArgs:
 
 
 def _pairs(waitpoints: object) -> tuple[tuple[str, str], ...]:
-    found = [tuple(pair) for pair in intake.each("waitpoints", waitpoints)]
-    if any(len(pair) != 2 for pair in found):
-        raise errors.InvalidInput("waitpoints: pairs of id and key expected")
-    return tuple((waitpoint(one), limits.text("waitpoint_key", key)) for one, key in found)
+    found = intake.pairs("waitpoints", waitpoints)
+    bound = tuple((waitpoint(one), limits.text("waitpoint_key", key)) for one, key in found)
+    if len({one for one, _ in bound}) < len(bound):
+        raise errors.InvalidInput("waitpoints: one of them twice")
+    return bound
 
 
 def name_of(field: str, value: object) -> str:

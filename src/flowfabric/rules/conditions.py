@@ -6,6 +6,7 @@ is named by its path, so that two counts beside each other never share a satisfi
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from typing import Any, assert_never
 
@@ -31,6 +32,7 @@ MAX_DEPTH = 4
 EMPTY_NAME = "resume_condition: empty signal name (use Wildcard instead)"
 OPERATOR_ONLY = "__operator_only__"
 TIMEOUT_ONLY = "__timeout_only__"
+LONGEST_SATISFIER = 100
 
 Progress = dict[str, list[str]]  # the satisfiers of each node, by its path
 
@@ -161,9 +163,14 @@ def _token(node: Condition, arrival: Arrival) -> str:
         case CountKind.DISTINCT_SIGNALS:
             return arrival.signal_id
         case CountKind.DISTINCT_SOURCES:  # as a pair: "a" of "b:c" is not "a:b" of "c"
-            return f"{len(arrival.source_type)}:{arrival.source_type}:{arrival.source_identity}"
+            return _short(f"{len(arrival.source_type)}:{arrival.source_type}:{arrival.source_identity}")
         case _:
             assert_never(node.count_kind)
+
+
+def _short(text: str) -> str:
+    """The text, or what stands for a long one: every satisfier is kept until the wait is over."""
+    return text if len(text) <= LONGEST_SATISFIER else f"#{hashlib.sha256(text.encode()).hexdigest()}"
 
 
 def _keys(node: Condition) -> tuple[str, ...]:

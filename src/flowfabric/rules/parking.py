@@ -13,7 +13,7 @@ from flowfabric.model.condition import Condition
 from flowfabric.model.execution import Execution
 from flowfabric.model.gate import ChildEnd, Gate, GateEnd, GateKind, GateMemo, Mail
 from flowfabric.model.keys import SigningKey
-from flowfabric.model.suspension import NO_TIMEOUT, Suspension, TimeoutBehavior
+from flowfabric.model.suspension import NO_TIMEOUT, Suspension, TimeoutBehavior, Waitpoint
 from flowfabric.rules import conditions, gates, lease, mailbox, shelving, tokens, waits
 from flowfabric.rules.change import Change, Decision, Delete, Insert, Put, Write, at, live, refuse, seen
 from flowfabric.rules.lease import Fence
@@ -70,6 +70,7 @@ class Scene(msgspec.Struct, frozen=True):
     mail: Mail | None = None
     ends: Sequence[ChildEnd] = ()
     keys: Sequence[SigningKey] = ()
+    waitpoints: Mapping[str, Waitpoint] = {}  # those of the ids it asks for that were used before
 
 
 def open_gate(scene: Scene, ask: GateArgs, fence: Fence, now: int) -> Decision[OpenGate | GateMemo | LookAt]:
@@ -88,6 +89,8 @@ def open_gate(scene: Scene, ask: GateArgs, fence: Fence, now: int) -> Decision[O
         return Decision(OpenGate(ask.name, known))
     signer: SigningKey | None = None
     if ask.waitpoints:
+        if any(shelving.is_taken(scene.waitpoints.get(one), row, root, now) for one, _ in ask.waitpoints):
+            return refuse(errors.WaitpointAlreadyExists())
         found = tokens.waitpoint_signer(scene.keys)
         if isinstance(found, errors.FabricError):
             return refuse(found)
@@ -107,7 +110,8 @@ def open_gate(scene: Scene, ask: GateArgs, fence: Fence, now: int) -> Decision[O
         gate, end = gates.with_children(gate, {one.child_id: one.outcome for one in scene.ends})
     if signer is not None:
         fresh = (shelving.new_waitpoint(row, signer, *one, gate=ask.name, activated_at=at(0)) for one in ask.waitpoints)
-        writes += tuple(Insert(msgspec.structs.replace(one, expires_at=gate.expires_at)) for one in fresh)
+        made = (msgspec.structs.replace(one, expires_at=gate.expires_at) for one in fresh)
+        writes += shelving.placed(made, scene.waitpoints)
     return _opened(scene, row, ask.name, gate, end, mail, fields, writes, signer)
 
 

@@ -40,7 +40,7 @@ def resume_execution(row: Execution | None, root: Suspension | None, delay_ms: i
         return refuse(errors.NotFound("execution"))
     if row.lifecycle_phase is not LifecyclePhase.SUSPENDED or root is None or not waits.is_open(root):
         return refuse(errors.ExecutionNotSuspended(execution_id=row.execution_id))
-    change = _resumed(row, root, {"close_reason": waits.RESUMED}, delay_ms)
+    change = _resumed(row, root, {"close_reason": waits.RESUMED, "satisfied_at": NOW}, delay_ms)
     return Decision(Resumed(PublicState.DELAYED if delay_ms > 0 else PublicState.WAITING), change)
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 from flowfabric.model.execution import Execution
 from flowfabric.model.keys import SigningKey
 from flowfabric.model.states import AttemptState, BlockingReason, EligibilityState, LifecyclePhase
-from flowfabric.model.suspension import Suspension, Waitpoint
+from flowfabric.model.suspension import Remembered, Signal, Suspension, Waitpoint, WaitpointState
 from flowfabric.rules import budgets, gates, lease, place, step, tokens, waits
-from flowfabric.rules.change import NOW, Patch, Write, at
+from flowfabric.rules.change import NOW, Delete, Insert, Patch, Put, Write, at
 
 BLOCKING = {
     "waiting_for_signal": BlockingReason.WAITING_FOR_SIGNAL,
@@ -76,6 +76,25 @@ def new_waitpoint(
         token_fingerprint=tokens.token_fingerprint(token),
         **fields,
     )
+
+
+def is_taken(known: Waitpoint | None, row: Execution, root: Suspension | None, now: int) -> bool:
+    """Whether a waitpoint's id cannot be used: it is open, or another execution's. A closed one may begin anew."""
+    if known is None:
+        return False
+    return known.execution_id != row.execution_id or waits.state_of(known, root, now) is not WaitpointState.CLOSED
+
+
+def placed(waitpoints: Iterable[Waitpoint], known: Container[str]) -> tuple[Write, ...]:
+    """The waitpoints as rows; one whose id was used before begins anew, without the signals of then."""
+    writes: list[Write] = []
+    for one in waitpoints:
+        key = (one.execution_id, one.waitpoint_id)
+        if one.waitpoint_id in known:
+            writes += [Delete(Signal, key), Delete(Remembered, key), Put(one)]
+        else:
+            writes.append(Insert(one))
+    return tuple(writes)
 
 
 def let_go(before: Suspension | None, made: Sequence[Waitpoint]) -> tuple[Write, ...]:

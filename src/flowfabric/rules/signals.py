@@ -13,7 +13,7 @@ from flowfabric.model.execution import Execution
 from flowfabric.model.keys import SigningKey
 from flowfabric.model.states import LifecyclePhase
 from flowfabric.model.suspension import Remembered, Signal, Suspension, Waitpoint, WaitpointState
-from flowfabric.rules import conditions, gates, tokens, waits
+from flowfabric.rules import asking, conditions, gates, tokens, waits
 from flowfabric.rules.change import NOW, Change, Decision, Delete, Insert, Patch, Put, Write, at, refuse, seen
 from flowfabric.rules.conditions import UNMATCHED, Arrival, Effect
 from flowfabric.rules.suspend_args import ResumePolicy
@@ -59,8 +59,15 @@ class SignalArgs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Accepted(msgspec.Struct, frozen=True):
+    """A signal or message that was taken, and what it did."""
+
     signal_id: str
     effect: str
+
+    @property
+    def counts(self) -> bool:
+        """Whether somebody is helped by it: it was kept for a wait, or one came nearer to its end."""
+        return self.effect not in UNMATCHED and self.effect != Effect.DUPLICATE
 
 
 class Duplicate(msgspec.Struct, frozen=True):
@@ -106,13 +113,16 @@ def deliver(scene: Scene, ask: SignalArgs, now: int) -> Decision[Accepted | Dupl
     root = waits.root_of(scene.root, row)
     if 0 < ask.max_signals_per_execution <= root.signal_count:
         return refuse(errors.SignalLimitExceeded(execution_id=row.execution_id))
+    if wrong := asking.unfit(row, waitpoint, ask.payload):
+        return refuse(wrong)
     return _accepted(scene, row, root, waitpoint, ask, now)
 
 
 def _verify(scene: Scene, ask: SignalArgs, now: int) -> errors.FabricError | None:
     waitpoint, token = scene.waitpoint, _shown(ask)
-    # What is stored of a token is its key: signed with that key, it is the one that was given out.
-    given_out = waitpoint is not None and waitpoint.token_kid == tokens.token_kid(token)
+    # What is stored of a token is its kid and the beginning of its digest: signed with that key, it is the one that
+    # was given out. A kid that was dropped and used anew, with another secret, signs other digests.
+    given_out = waitpoint is not None and tokens.is_of(token, waitpoint.token_kid, waitpoint.token_fingerprint)
     return tokens.verify_token(
         token,
         scene.keys,

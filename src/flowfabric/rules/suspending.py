@@ -20,7 +20,7 @@ from flowfabric.model.suspension import (
     WaitpointState,
 )
 from flowfabric.rules import conditions, lease, shelving, tokens, waits
-from flowfabric.rules.change import Change, Decision, Delete, Insert, Put, Write, at, live, refuse, seen
+from flowfabric.rules.change import Change, Decision, Put, Write, at, live, refuse, seen
 from flowfabric.rules.conditions import Arrival, Effect
 from flowfabric.rules.lease import Fence
 from flowfabric.rules.suspend_args import Fresh, SuspendArgs, UsePending
@@ -134,12 +134,7 @@ def _arrival(signal: Signal, waitpoint: Waitpoint) -> Arrival:
 def _minted(scene: Scene, row: Execution, args: SuspendArgs, now: int) -> list[Waitpoint] | errors.FabricError:
     fresh = [binding for binding in args.waitpoints if isinstance(binding, Fresh)]
     for binding in fresh:
-        known = scene.waitpoints.get(binding.waitpoint_id)
-        # A closed one of this execution may be made anew; one of another execution is not ours to overwrite.
-        if known is not None and (
-            known.execution_id != row.execution_id
-            or waits.state_of(known, scene.root, now) is not WaitpointState.CLOSED
-        ):
+        if shelving.is_taken(scene.waitpoints.get(binding.waitpoint_id), row, scene.root, now):
             return errors.WaitpointAlreadyExists()
     signer = tokens.waitpoint_signer(scene.keys)
     if isinstance(signer, errors.FabricError):
@@ -170,6 +165,7 @@ def suspended(
 ) -> Decision[Outcome]:
     """The holder's work put away on these waitpoints, as far as its condition has come."""
     outcome = _outcome(args, holder, waitpoints, suspended=True)
+    activated = isinstance(args.waitpoints[0], UsePending)  # goes on with the signals that it kept
     root = _recorded(
         scene, row, args, waitpoints, progress=waits.written(progress), satisfiers=waits.written(list(counted))
     )
@@ -185,7 +181,7 @@ def suspended(
                 keys=[one.waitpoint_key for one in waitpoints],
             ),
             Put(root),
-            *_made(scene, waitpoints),
+            *((Put(waitpoints[0]),) if activated else shelving.placed(waitpoints, scene.waitpoints)),
             *shelving.let_go(scene.root, waitpoints),
             *_remembered(row, args, outcome),
         ),
@@ -251,21 +247,6 @@ def _recorded(
         "resume_policy": msgspec.json.encode(args.resume_policy).decode(),
     }
     return Suspension(**(given | fields))  # type: ignore[arg-type]
-
-
-def _made(scene: Scene, waitpoints: Sequence[Waitpoint]) -> tuple[Write, ...]:
-    """The waitpoints as rows; one whose id was used before begins anew, without the signals of then."""
-    writes: list[Write] = []
-    for one in waitpoints:
-        known = scene.waitpoints.get(one.waitpoint_id)
-        if known is None:
-            writes.append(Insert(one))
-        else:
-            if known.activated_at is not None or known.closed_at is not None:
-                writes.append(Delete(Signal, (one.execution_id, one.waitpoint_id)))
-                writes.append(Delete(Remembered, (one.execution_id, one.waitpoint_id)))
-            writes.append(Put(one))
-    return tuple(writes)
 
 
 def _remembered(row: Execution, args: SuspendArgs, outcome: Outcome) -> tuple[Write, ...]:

@@ -322,6 +322,11 @@ def mint_token(key: SigningKey, execution_id: str, waitpoint_id: str) -> str:
     return f"{key.kid}:{_sign(key.secret_hex, key.kid, f'{execution_id}:{waitpoint_id}')}"
 
 
+def is_of(token: str, kid: str, fingerprint: str) -> bool:
+    """Whether this is what is kept of a token: its kid and the beginning of its digest."""
+    return _same_text(f"{token_kid(token)}:{token_fingerprint(token)}", f"{kid}:{fingerprint}")
+
+
 def token_of(keys: Keys, kid: str, execution_id: str, waitpoint_id: str) -> str:
     """The token that was given out under this kid; an empty digest, which verifies nothing, once the key is gone."""
     key = _find(keys, kid)

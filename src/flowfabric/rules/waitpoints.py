@@ -143,7 +143,7 @@ def view(waitpoint: Waitpoint, root: Suspension | None, now: int) -> WaitpointVi
         _names(waitpoint, root),
         waitpoint.created_at,
         waitpoint.activated_at,
-        waitpoint.expires_at,
+        _expires_at(waitpoint, root),
         waitpoint.execution_id,
         waitpoint.token_kid,
         waitpoint.token_fingerprint,
@@ -168,7 +168,7 @@ def record(waitpoint: Waitpoint, root: Suspension | None, now: int) -> Waitpoint
         state,
         waitpoint.created_at,
         waitpoint.activated_at,
-        waitpoint.expires_at,
+        _expires_at(waitpoint, root),
         closed_at if resumed else None,
         closed_at,
         reason,
@@ -176,6 +176,12 @@ def record(waitpoint: Waitpoint, root: Suspension | None, now: int) -> Waitpoint
         waitpoint.matched_signal_count,
         waitpoint.last_signal_at,
     )
+
+
+def _expires_at(waitpoint: Waitpoint, root: Suspension | None) -> int | None:
+    """When its time is over: that of the open suspension it belongs to, which escalating takes away; else its own."""
+    own = root is not None and waits.is_open(root) and root.suspension_id == waitpoint.suspension_id
+    return root.timeout_at if root is not None and own else waitpoint.expires_at
 
 
 def _names(waitpoint: Waitpoint, root: Suspension | None) -> list[str]:

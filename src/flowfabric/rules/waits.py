@@ -58,7 +58,10 @@ def state_of(waitpoint: Waitpoint, root: Suspension | None, now: int) -> Waitpoi
         return WaitpointState.CLOSED
     if waitpoint.gate is not None:
         gate = open_gates(root).get(waitpoint.gate)
-        return WaitpointState.ACTIVE if gate is not None and not gate_is_past(gate, now) else WaitpointState.CLOSED
+        # The gate of this name may be that of a later life, with waitpoints of its own.
+        own = gate is not None and any(waitpoint.waitpoint_id == one for one, _ in gate.waitpoints)
+        holds = gate is not None and own and not gate_is_past(gate, now)
+        return WaitpointState.ACTIVE if holds else WaitpointState.CLOSED
     if waitpoint.suspension_id is not None:
         holds = root is not None and root.suspension_id == waitpoint.suspension_id and root.closed_at is None
         return WaitpointState.ACTIVE if holds else WaitpointState.CLOSED

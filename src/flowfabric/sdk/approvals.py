@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from urllib.parse import quote
 
 import msgspec
 
@@ -26,7 +27,7 @@ class Link(str):
     def to(cls, base_url: str, run_id: str, waitpoint_id: str, token: str) -> Link:
         """The link to one waitpoint."""
         place = f"/v1/waitpoints/{run_id}/{waitpoint_id}"
-        link = cls(f"{base_url}{place}?token={token}")
+        link = cls(f"{base_url}{place}?token={quote(token, safe=':')}")  # a kid may be any text
         link.place = place
         return link
 

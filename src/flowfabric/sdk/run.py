@@ -12,7 +12,7 @@ from urllib.parse import parse_qs, urlsplit
 import msgspec
 
 from flowfabric import errors
-from flowfabric.engine.asks import MailArgs, SignalArgs, WaitpointToken
+from flowfabric.engine.asks import Accepted, MailArgs, SignalArgs, WaitpointToken
 from flowfabric.model.states import PublicState, TerminalOutcome
 from flowfabric.sdk.approvals import Link
 from flowfabric.sdk.codec import Shape, json_bytes, to_plain
@@ -125,19 +125,18 @@ class Run(Generic[R]):
         """Why it is not running: a dependency, a delay, a limit, a budget, no capable worker, all busy …"""
         return await (await self._engine()).explain(self.id)
 
-    async def signal(self, name: str, value: Any = None, *, key: str | None = None, token: str | None = None) -> None:
+    async def signal(self, name: str, value: Any = None, *, key: str | None = None, token: str | None = None) -> bool:
         """Send a message to its function, which gets it with `ctx.receive(name)`, now or later; `key` sends it once.
 
-        With a `token` (or the link it came in) it answers the approval of that name instead.
+        With a `token` (or the link it came in) it answers the approval of that name instead. False when it changes
+        nothing, because it was sent before.
         """
         engine = await self._engine()
         if token is not None:
             if "token=" in token:
-                await self.vote(token, value)
-            else:
-                await self._vote_at(engine, name, token, value)
-            return
-        await engine.send_message(
+                return await self.vote(token, value)
+            return await self._vote_at(engine, name, token, value)
+        sent = await engine.send_message(
             MailArgs(
                 execution_id=self.id,
                 mailbox=name,
@@ -147,25 +146,28 @@ class Run(Generic[R]):
                 idempotency_key=key,
             )
         )
+        return isinstance(sent, Accepted)
 
-    async def _vote_at(self, engine: Engine, name: str, token: str, value: Any) -> None:
-        """Answer the open approval that this token is for."""
-        after = None
+    async def _vote_at(self, engine: Engine, name: str, token: str, value: Any) -> bool:
+        """Answer the open approval that this token is for, found by its fingerprint: no other is tried with it."""
+        after, wanted = None, WaitpointToken(token)
         while True:
             page = await engine.list_pending_waitpoints(self.id, after=after)
             for point in page.entries:
-                if point.waitpoint_key.rpartition(".")[0] == name:
-                    with suppress(errors.InvalidToken):
-                        await self.vote(Link.to(self._app.public_url, self.id, point.waitpoint_id, token), value)
-                        return
+                is_its = (point.token_kid, point.token_fingerprint) == (wanted.kid, wanted.fingerprint)
+                if is_its and point.waitpoint_key.rpartition(".")[0] == name:
+                    return await self.vote(Link.to(self._app.public_url, self.id, point.waitpoint_id, token), value)
             if (after := page.next_cursor) is None:
                 raise errors.InvalidInput(f"token: no open approval {name!r} of this run has it")
 
-    async def vote(self, link: str, value: Any = True, *, by: str = "") -> None:
-        """Answer an approval of this run with one of its links."""
+    async def vote(self, link: str, value: Any = True, *, by: str = "") -> bool:
+        """Answer an approval of this run with one of its links; `InvalidInput` when it asks for something else.
+
+        False when the vote does not count, because this link has voted before: the first vote stands.
+        """
         waitpoint_id, token = _parts(link)
         engine = await self._engine()
-        await engine.deliver_signal(
+        sent = await engine.deliver_signal(
             SignalArgs(
                 execution_id=self.id,
                 waitpoint_id=waitpoint_id,
@@ -178,6 +180,7 @@ class Run(Generic[R]):
                 payload=json_bytes(to_plain(value)),
             )
         )
+        return isinstance(sent, Accepted) and sent.counts
 
     async def stream(self, name: str, *, after: str | None = None) -> AsyncIterator[Frame | Reset]:
         """What its handler writes under this name, from the beginning or after a frame's cursor, until the run ends.

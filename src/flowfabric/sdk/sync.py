@@ -98,13 +98,13 @@ class SyncRun(Generic[R]):
         """Give a finished run another life."""
         self._portal.call(self._run.replay())
 
-    def signal(self, name: str, value: Any = None, *, key: str | None = None, token: str | None = None) -> None:
-        """Send a message to its function, or answer an approval."""
-        self._portal.call(self._run.signal(name, value, key=key, token=token))
+    def signal(self, name: str, value: Any = None, *, key: str | None = None, token: str | None = None) -> bool:
+        """Send a message to its function, or answer an approval; False when it was sent before."""
+        return self._portal.call(self._run.signal(name, value, key=key, token=token))
 
-    def vote(self, link: str, value: Any = True, *, by: str = "") -> None:
-        """Answer an approval of this run with one of its links."""
-        self._portal.call(self._run.vote(link, value, by=by))
+    def vote(self, link: str, value: Any = True, *, by: str = "") -> bool:
+        """Answer an approval of this run with one of its links; False when that link has voted before."""
+        return self._portal.call(self._run.vote(link, value, by=by))
 
     def progress(self) -> dict[str, Any]:
         """What its handler last said."""

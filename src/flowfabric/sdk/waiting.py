@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 import msgspec
 
-from flowfabric.engine.asks import Count, CountKind, GateArgs
+from flowfabric.engine.asks import Count, CountKind, GateArgs, ask_tag
 from flowfabric.errors import ContentionError, ExecutionNotActive, FabricError, InvalidInput, StateError
-from flowfabric.ids import ExecutionId, digest8, partition_of
+from flowfabric.ids import ExecutionId, partition_of
 from flowfabric.model.gate import GateEnd, GateKind, GateMemo, Vote
 from flowfabric.model.states import LifecyclePhase, TerminalOutcome
 from flowfabric.sdk.approvals import Approval
@@ -123,7 +123,7 @@ class Waiting(ABC):
             self.app.on_ask(self._itself, name, shape)
         told = {} if show is None else {"ff.show": msgspec.json.encode(show).decode()}
         if schema := Shape(shape).schema():  # what the page behind a link asks for
-            told[f"ff.ask.{digest8(name)}"] = schema
+            told[ask_tag(name)] = schema
         if told and not isinstance(opened, GateMemo):
             await self.engine.set_execution_tags(self.run_id, told)
         return Approval(

@@ -106,14 +106,10 @@ async def prepared(url: str, settings: ServerSettings) -> AsyncIterator[Engine]:
 
 async def seed(engine: Engine, settings: ServerSettings) -> None:
     """See that there is a signing key: the configured secret, or a random one when there is none at all."""
-    kids = await engine.list_waitpoint_hmac_kids()
     configured = settings.waitpoint_secret
-    if kids.current_kid is None:
-        await engine.ensure_signing_key(configured.reveal() if configured else secrets.token_hex(32))
-    elif configured is not None:
-        answer = await engine.seed_waitpoint_hmac_secret(kids.current_kid, configured.reveal())
-        if getattr(answer, "same_secret", True) is False:
-            logs.logger.warning("another signing secret is stored than the configured one; the stored one holds")
+    answer = await engine.ensure_signing_key(configured.reveal() if configured else secrets.token_hex(32))
+    if configured is not None and getattr(answer, "same_secret", True) is False:
+        logs.logger.warning("another signing secret is stored than the configured one; the stored one holds")
 
 
 async def serve(url: str, settings: ServerSettings) -> None:

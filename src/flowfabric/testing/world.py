@@ -19,6 +19,7 @@ from typing import Any, Literal, Self, get_args
 from flowfabric.clock import Estimate
 from flowfabric.engine.engine import Engine
 from flowfabric.ids import ExecutionId, SeededMinter, partition_of
+from flowfabric.sdk.approvals import Link
 from flowfabric.sdk.context import Context
 from flowfabric.sdk.durable import Crash
 from flowfabric.sdk.durations import Duration, to_ms
@@ -192,7 +193,7 @@ class World:
 
     async def _link(self, run_id: str, waitpoint_id: str) -> str:
         token = await self.engine.read_waitpoint_token(partition_of(ExecutionId(run_id)), waitpoint_id)
-        return f"{self.app.public_url}/v1/waitpoints/{run_id}/{waitpoint_id}?token={token.reveal() if token else ''}"
+        return Link.to(self.app.public_url, run_id, waitpoint_id, token.reveal() if token else "")
 
     def assert_invariants(self) -> Any:
         """Raise when anything that must always hold does not; may be awaited, but is done when it returns."""

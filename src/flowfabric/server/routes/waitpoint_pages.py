@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 from base64 import b64encode
-from collections.abc import Mapping
 from html import escape
 from typing import Any
 from urllib.parse import parse_qsl
@@ -16,10 +15,9 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from flowfabric import errors, ids
-from flowfabric.engine.asks import Duplicate, SignalArgs
+from flowfabric.engine.asks import Duplicate, SignalArgs, asked_by, schema_of
 from flowfabric.server import forms
 from flowfabric.server.ask import Ask, encode
-from flowfabric.server.fitting import misfit
 from flowfabric.server.table import HTML, Param, Reply, Routes
 
 routes = Routes("waitpoint pages")
@@ -45,8 +43,6 @@ SAFE = (
 OVER = "This link is not good: it is wrong, it has been used, or the decision is over."
 DONE = "Thank you. Your decision was recorded."
 VOTED = "A decision was given with this link before. That one counts, and this one does not."
-COUNTED = frozenset({"appended_to_waitpoint", "resume_condition_satisfied", "buffered_for_pending_waitpoint"})
-VOTED_BEFORE = "appended_to_waitpoint_duplicate"
 LONGEST_NAME = 200
 
 
@@ -82,8 +78,6 @@ async def answer_waitpoint(ask: Ask[bytes]) -> Reply:
         decided = forms.value(given, question.schema)
     except forms.NotFilledIn as missing:
         return _form(ask, question, str(missing))
-    if (wrong := misfit(decided, question.schema)) is not None:
-        return _form(ask, question, wrong)
     once = given.get("once", "")
     try:
         signal_id = ids.parse_uuid(once)
@@ -105,12 +99,14 @@ async def answer_waitpoint(ask: Ask[bytes]) -> Reply:
                 idempotency_key=signal_id,  # the same form sent twice is one vote
             )
         )
+    except errors.InvalidInput as wrong:  # of another kind than was asked for
+        return _form(ask, question, wrong.detail)
     except (errors.StateError, errors.ValidationError):
         return _page("Too late", f"<p>{OVER}</p>", 409)
     if isinstance(answer, Duplicate):
         return _page(question.title, f"<p>{DONE} It had been recorded before.</p>")
-    if answer.effect not in COUNTED:
-        return _page("Not counted", f"<p>{VOTED if answer.effect == VOTED_BEFORE else OVER}</p>", 409)
+    if not answer.counts:
+        return _page("Not counted", f"<p>{VOTED}</p>", 409)
     return _page(question.title, f"<p>{DONE}</p>")
 
 
@@ -136,17 +132,6 @@ async def _question(ask: Ask[Any], token: str) -> Question | None:
         _json(tags.get("ff.show")),
         {"type": "boolean", "title": "Approve?"} if schema is None else schema,
     )
-
-
-def asked_by(waitpoint_key: str) -> str:
-    """The name of the approval that a waitpoint belongs to."""
-    return waitpoint_key.rpartition(".")[0] or waitpoint_key
-
-
-def schema_of(tags: Mapping[str, str], waitpoint_key: str) -> dict[str, Any] | None:
-    """What an execution wants to hear at a waitpoint, when it said so."""
-    schema = _json(tags.get(f"ff.ask.{ids.digest8(asked_by(waitpoint_key))}"))
-    return schema if isinstance(schema, dict) else None
 
 
 def _json(text: str | None) -> Any:

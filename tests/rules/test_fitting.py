@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from msgspec import Meta
 
-from flowfabric.server.fitting import misfit
+from flowfabric.rules.fitting import misfit
 
 
 class Colour(StrEnum):
