@@ -316,9 +316,13 @@ class Fabric:
         capabilities: Iterable[str] = (),
         lease_ttl: Duration = "15s",
         grace: Duration = "30s",
+        stall_limit: Duration = "5m",
         worker_id: str | None = None,
     ) -> None:
-        """Work until told to stop: SIGTERM or Ctrl-C drains, a second one hurries."""
+        """Work until told to stop: SIGTERM or Ctrl-C drains, a second one hurries.
+
+        `stall_limit` is how long the event loop may be blocked before its work is left to others.
+        """
         from flowfabric.sdk.worker import Worker
 
         if _in_a_loop():
@@ -332,6 +336,7 @@ class Fabric:
             capabilities=capabilities,
             lease_ttl=lease_ttl,
             grace=grace,
+            stall_limit=stall_limit,
             worker_id=worker_id,
         )
         loops.run(worker.run_until_told())
