@@ -138,3 +138,54 @@ async def test_whoever_votes_twice_counts_once() -> None:
         assert await run.result() == ["ana", "bo"]
         with pytest.raises(AssertionError, match="cleo has no link"):
             await gate.approve_as("cleo")
+
+
+async def test_children_are_gathered_from_whatever_holds_their_calls() -> None:
+    @app.task
+    async def parent(ctx: Context) -> list[list[int]]:
+        return [
+            await ctx.gather([counted.s(0), counted.s(1)]),
+            await ctx.gather(counted.s(n) for n in range(2, 4)),
+            await ctx.gather(counted.s(4), counted.s(5)),
+            await ctx.gather(),
+        ]
+
+    @app.task
+    def plain(ctx: Context) -> list[list[int | None]]:
+        return [
+            ctx.sync.gather([counted.s(0), counted.s(1)]),
+            ctx.sync.gather(counted.s(n) for n in range(2, 4)),
+            [*ctx.sync.gather(counted.s(4), counted.s(5))],
+            ctx.sync.gather(),
+        ]
+
+    wanted = [[0, 1], [2, 3], [4, 5], []]
+    async with World(app):
+        assert await (await parent.submit()).result() == wanted
+        assert await (await plain.submit()).result() == wanted
+    assert await parent() == wanted
+
+
+async def test_a_task_that_is_a_step_gets_the_context_of_its_run() -> None:
+    @app.task
+    async def inner(ctx: Context, n: int) -> list[Any]:
+        return [ctx.run_id, n]
+
+    @app.task
+    def plain(ctx: Context, n: int) -> list[Any]:
+        return [ctx.run_id, n]
+
+    @app.task
+    async def outer(ctx: Context) -> list[Any]:
+        return [await ctx.step(inner, 1), await ctx.step(plain, n=2), ctx.run_id]
+
+    @app.task
+    def outer_plain(ctx: Context) -> list[Any]:
+        return [ctx.sync.step(inner, 1), ctx.sync.step(plain, n=2), ctx.run_id]
+
+    async with World(app):
+        for task in (outer, outer_plain):
+            run = await task.submit()
+            assert await run.result() == [[run.id, 1], [run.id, 2], run.id]
+    one, two, run_id = await outer()
+    assert (one, two) == ([run_id, 1], [run_id, 2])

@@ -153,6 +153,13 @@ async def test_retry_after_waits_and_costs_no_attempt(app: Fabric) -> None:
     assert len(await run.attempts()) == 1
 
 
+@pytest.mark.parametrize(
+    ("after", "ms"), [("120", 120_000), (1.5, 1500), ("2m", 120_000), (timedelta(hours=1), 3_600_000)]
+)
+def test_retry_after_takes_what_servers_and_people_write(after: Any, ms: int) -> None:
+    assert RetryAfter(after).after_ms == ms
+
+
 async def test_a_timeout_fails_the_attempt_and_is_retried(app: Fabric) -> None:
     @app.task(timeout="50ms", retry=Retry(max=1, base="1ms"))
     async def slow(ctx: Context) -> str:

@@ -72,6 +72,7 @@ async def knows_runs(mail: Mail) -> None:
     assert_type(await send.submit(mail, using=object()), Run[Receipt])
     assert_type(send.sync.submit(mail), SyncRun[Receipt])
     assert_type(send.sync.submit(mail).result(), Receipt)
+    assert_type(send.sync.submit(mail, using=object()), SyncRun[Receipt])
     assert_type(run.sync.result(), Receipt)
     assert_type(send.run("id"), Run[Receipt])
 
@@ -89,7 +90,7 @@ async def knows_parameters(mail: Mail) -> None:
     await send.submit()  # type: ignore[call-overload]
     await counting.submit("three")  # type: ignore[call-overload]
     send.s("mail")  # type: ignore[arg-type]
-    send.sync.submit("mail")  # type: ignore[arg-type]
+    send.sync.submit("mail")  # type: ignore[call-overload]
 
 
 async def knows_contexts(ctx: Context) -> None:

@@ -164,7 +164,7 @@ class Context(Waiting, Saying, Spending):
         if not step.is_known:
             await self.at(step.point, "before_effect")
             with in_step(step.name, step.occurrence):
-                value = await run_step(effect_of(function, self.app.stubs), args, kwargs)
+                value = await run_step(effect_of(function, self), args, kwargs)
             step = await self.keep(step, value)
         return step.value()
 

@@ -135,6 +135,13 @@ def a_call(given: Any, /, *args: Any, **kwargs: Any) -> Call[Any]:
     return given
 
 
+def calls_among(given: tuple[Any, ...]) -> list[Any] | None:
+    """The children that `gather` was given, as calls side by side or as a list of them; None for things to await."""
+    if len(given) == 1 and isinstance(given[0], Iterable) and not isinstance(given[0], Awaitable | str | bytes):
+        return list(given[0])
+    return list(given) if any(isinstance(one, Call) for one in given) or not given else None
+
+
 class Task(Generic[P, R]):
     """A function whose calls survive: `submit` hands one over, a plain call just runs it."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 import msgspec
@@ -176,22 +176,27 @@ class Waiting(ABC):
         return runs
 
     @overload
-    async def gather(self, first: Sequence[Call[T]]) -> list[T]: ...
+    async def gather(self, first: Iterable[Call[T]], /) -> list[T]: ...
     @overload
-    async def gather(self, first: Sequence[Call[T]], *, join: Join) -> list[T | None]: ...
+    async def gather(self, first: Iterable[Call[T]], /, *, join: Join) -> list[T | None]: ...
     @overload
-    async def gather(self, first: Awaitable[T], *others: Awaitable[T]) -> list[T]: ...
+    async def gather(self, first: Call[T], /, *others: Call[T]) -> list[T]: ...
     @overload
-    async def gather(self, first: Awaitable[Any], *others: Awaitable[Any]) -> list[Any]: ...
-    async def gather(self, first: Any, *others: Any, join: Join = ALL) -> list[Any]:
+    async def gather(self, first: Awaitable[T], /, *others: Awaitable[T]) -> list[T]: ...
+    @overload
+    async def gather(self, first: Awaitable[Any], /, *others: Awaitable[Any]) -> list[Any]: ...
+    async def gather(self, *several: Any, join: Join = ALL) -> list[Any]:
         """Wait for several things at once: children given as calls, or waits and steps of this function.
 
         A child that the join did not need has None in its place.
         """
-        if isinstance(first, Sequence) and not others:
-            ended = await self._children(first, join)
+        from flowfabric.sdk.task import calls_among
+
+        calls = calls_among(several)
+        if calls is not None:
+            ended = await self._children(calls, join)
             return [await Run.result(run) if won else None for run, won in ended]  # which has ended: nobody waits
-        return await self.durable.gather((first, *others))
+        return await self.durable.gather(several)
 
     async def race(self, *calls: Call[T]) -> T:
         """The first child that succeeds; the others are cancelled."""
