@@ -89,6 +89,10 @@ def open_store(url: str, *, clock: Clock | None = None, pool_size: int | None = 
             if pool_size is not None:
                 return PostgresStore(url, clock=clock, pool_size=pool_size)
             return PostgresStore(url, clock=clock)
+        case "valkey" | "valkey+cluster":
+            raise errors.InvalidInput(
+                "url: there is no Valkey store in this release; use sqlite:///path or postgresql://…"
+            )
         case _:
             raise errors.InvalidInput(
                 f"url: {scheme or url!r} is no known store; use memory://, sqlite:///path, postgresql://… or http://…"

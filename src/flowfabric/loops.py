@@ -7,13 +7,21 @@ loops are alike. Whoever brings a loop of their own keeps it.
 from __future__ import annotations
 
 from collections.abc import Coroutine
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    import asyncio
 
 T = TypeVar("T")
 
+DEAF_AFTER_S = 5.0  # how long tasks that were cancelled have to come to their end
+
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Like `asyncio.run`. Loops are loaded when they are needed: help and shell completion need none."""
+    """Like `asyncio.run`, but what does not listen to its cancellation does not keep the process from ending.
+
+    Loops are loaded when they are needed: help and shell completion need none.
+    """
     import asyncio
 
     try:
@@ -22,4 +30,34 @@ def run(main: Coroutine[Any, Any, T]) -> T:
         import asyncio as provider  # type: ignore[no-redef]
 
     with asyncio.Runner(loop_factory=provider.new_event_loop) as runner:
-        return runner.run(main)
+        value = runner.run(main)
+        if deaf := runner.run(_end_others()):
+            _leave(deaf)
+        return value
+
+
+async def _end_others() -> set[asyncio.Task[Any]]:
+    """Cancel whatever still runs; what goes on all the same."""
+    import asyncio
+
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    if not others:
+        return set()
+    for task in others:
+        task.cancel()
+    _, going_on = await asyncio.wait(others, timeout=DEAF_AFTER_S)
+    return going_on
+
+
+def _leave(deaf: set[asyncio.Task[Any]]) -> None:
+    """End the process without those: the loop would wait for them, for ever."""
+    import logging
+    import os
+    import sys
+
+    for task in deaf:
+        logging.getLogger("flowfabric.worker").error("%r was cancelled and goes on; the process ends without it", task)
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

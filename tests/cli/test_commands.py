@@ -13,7 +13,9 @@ from typer.testing import CliRunner
 from flowfabric import Engine
 from flowfabric.cli import app
 from flowfabric.cli.stores import chosen_store, shown
+from flowfabric.cli.telling import STATES
 from flowfabric.errors import InvalidInput
+from flowfabric.model.states import PublicState
 from tests.cli.terminal import Terminal
 
 WATCHING = ("explain", "tail", "signal", "approvals", "workers", "budgets")
@@ -108,7 +110,7 @@ def test_people_get_tables(ff: Terminal) -> None:
     ff.engine(fail_once)
     listed, told = ff.says("ls"), ff.says("show", execution)
 
-    assert re.search(rf"{re.escape(execution)} +delayed +default +1 ", listed)
+    assert re.search(rf"{re.escape(execution)} +task +delayed +default +1 ", listed)
     assert "retry backoff until" in listed
     assert re.search(r"0 +initial +ended_failure +w-1 +1 .* flaky", told)
     assert re.search(r"acquired +1 +w-1", told)
@@ -219,9 +221,9 @@ def test_help_lists_the_commands_and_loads_neither_engine_nor_tables() -> None:
         "doctor",
         "ls",
         "show",
-        "submit",
         "cancel",
         "replay",
+        "submit",
         *WATCHING,
         "worker",
         "serve",
@@ -229,6 +231,10 @@ def test_help_lists_the_commands_and_loads_neither_engine_nor_tables() -> None:
         "admin",
         "bench",
     ]
+
+
+def test_the_states_that_are_offered_are_those_that_there_are() -> None:
+    assert set(STATES) == {state.value for state in PublicState if state is not PublicState.RESUMABLE}
 
 
 def test_states_are_completed_by_the_shell() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -42,6 +43,21 @@ def test_the_demo_kills_a_worker_and_proves_that_nothing_was_lost(tmp_path: Path
     assert re.search(r"publish +suspended +attempt 1$", done.stdout, re.MULTILINE)
     assert re.search(r"order-2 +delayed +attempt 1", done.stdout)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_machines_get_one_document_of_what_held(tmp_path: Path) -> None:
+    demo = [sys.executable, "-m", "flowfabric.cli", "demo", "--json"]
+
+    done = subprocess.run(demo, capture_output=True, text=True, cwd=tmp_path, timeout=90)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads(done.stdout)
+    assert told["proven"]
+    claims = [f"{one['claim']}: {one['detail']}" for one in told["claims"] if one["held"]]
+    assert len(claims) == len(told["claims"]) == len(HELD)
+    assert all(re.match(claim, said) for claim, said in zip(HELD, claims, strict=True))
+    assert "gets SIGKILL at" in done.stderr
 
 
 async def test_a_demo_without_retry_and_takeover_proves_nothing(capsys: pytest.CaptureFixture[str]) -> None:

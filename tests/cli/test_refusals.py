@@ -23,7 +23,7 @@ UNKNOWN = "{fp:1}:1a255fe9-f16a-4af0-8cb6-6085de2ea47d"
         (("show", "{fp:x}:1a255fe9"), "partition index is not a valid u16", "an execution id looks like"),
         (("show", "{fp:1}:zzz"), "is not a valid UUID", "an execution id looks like"),
         (("budgets", "nonsense"), "budget_id: not a UUID: 'nonsense'", "`ff budgets` shows which budgets there are"),
-        (("ls", "--state", "sleepy"), "public_state: 'sleepy' is no state", ""),
+        (("ls", "--state", "sleepy"), "public_state: 'sleepy' is no state", "the states are waiting, delayed, "),
         (("ls", "--lane", "x" * 65), "lane_id: too long: 65 bytes", ""),
         (("ls", "--cursor", "nonsense"), "missing the `{fp:N}:` hash-tag prefix", "an execution id looks like"),
         (("submit", "--delay", "soon"), "delay: 'soon' is no length of time", ""),

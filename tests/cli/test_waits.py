@@ -180,17 +180,24 @@ def test_tail_prints_what_was_written_and_how_it_ended(ff: Terminal, shop: Shop)
 
     answer = ff.run("tail", good)
     assert (answer.exit_code, answer.stdout) == (0, "fortythinking\n-two\n")
-    assert "· 90 %, almost there" in answer.stderr
+    assert "· ━━━━━━━━━━━━━━━━━━╌╌ 90 %, almost there" in answer.stderr
+    assert "━━╌╌ 90 %, almost there" in ff.says("show", good)
     assert answer.stderr.endswith("· success\n")
     assert ff.says("tail", good, "--name", "answer") == "forty-two\n"
 
-    lines = [json.loads(line) for line in ff.says("tail", good, "--json").splitlines()]
+    told = ff.document("tail", good)
+    assert [one["text"] for one in told["frames"] if one["name"] == "answer"] == ["forty", "-two\n"]
+    assert told["progress"] == {"message": "almost there", "pct": 90}
+    assert (told["execution_id"], told["ended"], told["reason"]) == (good, "success", None)
+
+    lines = [json.loads(line) for line in ff.says("tail", good, "--json-lines").splitlines()]
     assert [line["text"] for line in lines if line.get("name") == "answer"] == ["forty", "-two\n"]
     assert lines[-1] == {"ended": "success", "reason": None}
 
     failed = ff.run("tail", bad)
     assert failed.exit_code == 1
     assert failed.stdout == "fortythinking\n"
+    assert ff.run("tail", bad, "--json").exit_code == 1
     assert "· failed: Fatal: no idea" in failed.stderr
 
 

@@ -57,6 +57,17 @@ def total(most: int) -> int:
     return sum(n * n for n in range(most))
 
 
+@app.task
+async def deaf_to_cancels() -> None:
+    """Goes on whatever it is told."""
+    print("began deaf_to_cancels", flush=True)
+    while True:
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            print("not listening", flush=True)
+
+
 @app.task(isolation="process")
 def sleeper(ctx: Context, marks: str) -> str:
     """A durable function in a process: it parks, and comes back in perhaps another one."""

@@ -75,6 +75,17 @@ async def test_a_thread_that_does_not_listen_does_not_keep_the_process_from_endi
         await _is_claimable_as_the_same_attempt(file_app, run)
 
 
+async def test_a_handler_that_does_not_listen_does_not_keep_the_process_from_ending(file_app: Fabric) -> None:
+    async with serving(file_app, grace="100ms") as worker:
+        run = await service.deaf_to_cancels.submit()
+        await until_said(worker, "began deaf_to_cancels")
+        worker.terminate()
+        assert worker.join() == 0
+        assert worker.heard("not listening")
+        assert any("the process ends without it" in line for line in worker.said)
+        await _is_claimable_as_the_same_attempt(file_app, run)
+
+
 async def _is_claimable_as_the_same_attempt(app: Fabric, run: Run[Any]) -> None:
     engine = await app.engine()
     assert await run.state() in (PublicState.DELAYED, PublicState.WAITING)

@@ -175,8 +175,7 @@ async def test_a_message_may_be_a_model() -> None:
 
     @app.task
     async def steered(ctx: Context) -> int:
-        heard = await ctx.receive("steer", Steer)
-        return heard.degrees if heard else 0
+        return (await ctx.receive("steer", Steer)).degrees
 
     async with World(app):
         run = await steered.submit()

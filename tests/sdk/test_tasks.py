@@ -153,6 +153,13 @@ async def test_retry_after_waits_and_costs_no_attempt(app: Fabric) -> None:
     assert len(await run.attempts()) == 1
 
 
+@pytest.mark.parametrize(
+    ("after", "ms"), [("120", 120_000), (1.5, 1500), ("2m", 120_000), (timedelta(hours=1), 3_600_000)]
+)
+def test_retry_after_takes_what_servers_and_people_write(after: Any, ms: int) -> None:
+    assert RetryAfter(after).after_ms == ms
+
+
 async def test_a_timeout_fails_the_attempt_and_is_retried(app: Fabric) -> None:
     @app.task(timeout="50ms", retry=Retry(max=1, base="1ms"))
     async def slow(ctx: Context) -> str:
@@ -176,6 +183,52 @@ async def test_a_key_makes_submitting_idempotent(app: Fabric) -> None:
 
     assert again.id == first.id
     assert (first.created, again.created) == (True, False)
+
+
+async def test_a_key_is_the_tasks_own_and_holds_on_every_lane(app: Fabric) -> None:
+    @app.task
+    async def order(n: int) -> int:
+        return n
+
+    @app.task
+    async def refund(reason: str) -> str:
+        return reason
+
+    first = await order.options(key="order-7").submit(1)
+    other = await refund.options(key="order-7").submit("broken")
+    again = await order.options(key="order-7", lane="bulk").submit(2)
+
+    assert (other.created, other.id == first.id) == (True, False)
+    assert (again.created, again.id == first.id) == (False, True)
+    async with working(app):
+        assert (await first.result(20), await other.result(20)) == (1, "broken")
+
+
+@pytest.mark.parametrize("key", ["", 7])
+async def test_a_key_that_tells_nothing_apart_is_refused(app: Fabric, key: Any) -> None:
+    @app.task
+    async def order(n: int) -> int:
+        return n
+
+    with pytest.raises(errors.InvalidInput, match=f"key: {key!r} is no text"):
+        order.options(key=key)
+
+
+async def test_waiting_for_a_child_needs_no_slot(app: Fabric) -> None:
+    @app.task
+    async def leaf(n: int) -> int:
+        return n * 2
+
+    @app.task
+    async def branch(ctx: Context, n: int) -> int:
+        return await (await ctx.spawn(leaf, n)).result() + 1
+
+    @app.task
+    def plain(ctx: Context, n: int) -> int:
+        return ctx.sync.spawn(branch, n).result() + 1
+
+    async with working(app, slots=1):
+        assert await (await plain.submit(3)).result(20) == 8
 
 
 async def test_many_are_submitted_at_once_and_each_runs_once(app: Fabric) -> None:

@@ -1,20 +1,25 @@
 """What editors and type checkers know: results, parameters, and calls that are wrong.
 
-The functions below are checked, never run: `assert_type` has to hold, and each `type: ignore` has to be needed, or the
-check of the tests fails. They are written so that mypy and pyright agree.
+The functions below are checked, never run: `assert_type` has to hold, and each `type: ignore` has to be needed. mypy
+looks at them in `./dev check`, and pyright, which is what editors use, in the tests at the end.
 """
 
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any, assert_type
 
+import msgspec
 import pydantic
 
 from flowfabric import Context, Fabric, FlowRun, Quorum, Run, Task
 from flowfabric.sdk.approvals import Approval, Votes
 from flowfabric.sdk.flows import Node
 from flowfabric.sdk.sync import SyncRun
+from tests.postgres_install import ROOT
 
 app = Fabric("sqlite:////nowhere/at/all.db")
 
@@ -67,8 +72,16 @@ async def knows_runs(mail: Mail) -> None:
     assert_type(await send.submit(mail, using=object()), Run[Receipt])
     assert_type(send.sync.submit(mail), SyncRun[Receipt])
     assert_type(send.sync.submit(mail).result(), Receipt)
+    assert_type(send.sync.submit(mail, using=object()), SyncRun[Receipt])
     assert_type(run.sync.result(), Receipt)
     assert_type(send.run("id"), Run[Receipt])
+
+
+async def knows_plain_calls(mail: Mail) -> None:
+    assert_type(await send(mail, copies=2), Receipt)
+    assert_type(await plain(mail), Receipt)
+    assert_type(blocking(3), str)
+    await send("mail")  # type: ignore[arg-type]
 
 
 async def knows_parameters(mail: Mail) -> None:
@@ -77,7 +90,7 @@ async def knows_parameters(mail: Mail) -> None:
     await send.submit()  # type: ignore[call-overload]
     await counting.submit("three")  # type: ignore[call-overload]
     send.s("mail")  # type: ignore[arg-type]
-    send.sync.submit("mail")  # type: ignore[arg-type]
+    send.sync.submit("mail")  # type: ignore[call-overload]
 
 
 async def knows_contexts(ctx: Context) -> None:
@@ -85,11 +98,15 @@ async def knows_contexts(ctx: Context) -> None:
     assert_type(await ctx.step(look, 1), bytes)
     assert_type(ctx.sync.step(fetch, 1), list[str])
     assert_type(ctx.sync.step(look, 1), bytes)
-    assert_type(await ctx.receive("steer", Mail), Mail | None)
+    assert_type(await ctx.receive("steer", Mail), Mail)
+    assert_type(await ctx.receive("steer", Mail, timeout="5m"), Mail | None)
+    assert_type(ctx.sync.receive("steer", Mail, timeout="5m"), Mail | None)
     gate = assert_type(await ctx.approval("approve", Mail), Approval[Mail])
     votes = await gate
     assert_type(votes, Votes[Mail])
     assert_type([vote.value for vote in votes], list[Mail])
+    assert_type(votes[0].value, Mail)
+    assert_type(await ctx.step(plain, Mail(to="a")), Receipt)
     assert_type(await ctx.spawn(counting.s(1)), Run[int])
     assert_type(await ctx.spawn(counting, 1), Run[int])
     assert_type(ctx.sync.spawn(counting, 1), SyncRun[int])
@@ -109,6 +126,40 @@ async def knows_flows() -> None:
 
 
 def test_what_is_checked_is_there() -> None:
-    checked: list[Any] = [knows_runs, knows_parameters, knows_contexts, knows_flows]
+    checked: list[Any] = [knows_runs, knows_plain_calls, knows_parameters, knows_contexts, knows_flows]
     assert all(inspect.iscoroutinefunction(one) for one in checked)
     assert all(isinstance(one, Task) for one in (send, plain, blocking, counting))
+
+
+def pyright(file: Path, folder: Path) -> list[tuple[int, str]]:
+    """What pyright finds wrong in a file: line and rule."""
+    settings = {
+        "include": [str(file)],
+        "extraPaths": [str(ROOT / "src"), str(ROOT)],
+        "pythonVersion": "3.11",
+        "typeCheckingMode": "standard",
+        "reportUnnecessaryTypeIgnoreComment": "error",
+    }
+    (folder / "pyrightconfig.json").write_bytes(msgspec.json.encode(settings))
+    command = [sys.executable, "-m", "basedpyright", "--project", str(folder), "--outputjson"]
+    done = subprocess.run([*command, "--pythonpath", sys.executable], capture_output=True, text=True, check=False)
+    told = msgspec.json.decode(done.stdout)
+    assert told["summary"]["filesAnalyzed"] == 1, done.stdout
+    return [(one["range"]["start"]["line"] + 1, one["rule"]) for one in told["generalDiagnostics"]]
+
+
+def test_pyright_agrees(tmp_path: Path) -> None:
+    assert pyright(Path(__file__), tmp_path) == []
+
+
+def test_pyright_would_not_agree_with_anything(tmp_path: Path) -> None:
+    page = tmp_path / "page.py"
+    page.write_text(
+        "from typing import assert_type\n"
+        "from tests.sdk.test_typing import Mail, send\n"
+        "async def wrong(mail: Mail) -> None:\n"
+        "    assert_type(await (await send.submit(mail)).result(), str)\n"
+        "    await send.submit('mail')\n"
+    )
+
+    assert pyright(page, tmp_path) == [(4, "reportAssertTypeFailure"), (5, "reportArgumentType")]

@@ -10,7 +10,9 @@ from typing import Any
 import asyncpg
 import psycopg
 import pytest
+from sqlalchemy import create_engine
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
+from sqlalchemy.orm import Session
 
 from flowfabric import Fabric, Settings, Task, errors
 from tests.sdk.conftest import until, working
@@ -84,8 +86,31 @@ async def of_sqlalchemy_session(dsn: str) -> AsyncIterator[Any]:
         await engine.dispose()
 
 
+@asynccontextmanager
+async def of_plain_sqlalchemy(dsn: str) -> AsyncIterator[Any]:
+    engine = create_engine(dsn.replace("postgresql://", "postgresql+psycopg://"))
+    connection = await asyncio.to_thread(engine.connect)
+    try:
+        yield (
+            connection,
+            lambda: asyncio.to_thread(connection.commit),
+            lambda: asyncio.to_thread(connection.rollback),
+        )
+    finally:
+        connection.close()
+        engine.dispose()
+
+
 EACH = pytest.mark.parametrize(
-    "connecting", [of_asyncpg, of_psycopg, of_plain_psycopg, of_sqlalchemy_connection, of_sqlalchemy_session]
+    "connecting",
+    [
+        of_asyncpg,
+        of_psycopg,
+        of_plain_psycopg,
+        of_sqlalchemy_connection,
+        of_sqlalchemy_session,
+        of_plain_sqlalchemy,
+    ],
 )
 
 
@@ -151,6 +176,27 @@ async def test_of_two_transactions_with_one_key_the_second_finds_the_first(
         await two.execute("insert into own values (1)")  # the transaction goes on
         await commit_two()
     assert (run.id, run.created) == (first.id, False)
+
+
+async def test_a_view_that_cannot_await_submits_within_its_session(
+    pg_app: Fabric, greet: Task[[str], str], database: str
+) -> None:
+    engine = create_engine(database.replace("postgresql://", "postgresql+psycopg://"))
+
+    def view(name: str, *, commits: bool) -> str:
+        with Session(engine) as session:
+            run = greet.sync.submit(name, using=session)
+            if commits:
+                session.commit()
+            else:
+                session.rollback()
+            return run.id
+
+    kept = await asyncio.to_thread(view, "ana", commits=True)
+    await asyncio.to_thread(view, "bo", commits=False)
+    engine.dispose()
+
+    assert await seen(pg_app) == [kept]
 
 
 async def test_other_things_are_refused_and_change_nothing(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from flowfabric import Context, Engine, Fabric, Run, RunFailed, errors
+from flowfabric import Context, Engine, Fabric, Retry, Run, RunFailed, errors
 from flowfabric.model.states import PublicState
 from flowfabric.model.worker import WorkerEntry
 from flowfabric.rules.change import Change
@@ -116,6 +117,63 @@ async def test_a_loop_that_is_blocked_beyond_its_limit_loses_its_work(
         run = await dead.submit()
         assert await run.result(20) == 1, "somebody else could have had it"
     assert "renewed no more" in caplog.text
+
+
+@pytest.mark.parametrize("how", ["blocks the loop", "does not listen"])
+async def test_a_handler_that_goes_on_after_its_timeout_loses_its_work(
+    shared_app: Fabric, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    over = asyncio.Event()
+
+    @shared_app.task(timeout="200ms", retry=Retry(max=0))
+    async def deaf(ctx: Context) -> int:
+        if ctx.attempt:
+            return ctx.attempt
+        if how == "blocks the loop":
+            time.sleep(2)  # noqa: ASYNC251
+        while not over.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await over.wait()
+        return 99
+
+    async with working(shared_app, lease_ttl="300ms"):
+        run = await deaf.submit()
+        try:
+            assert await run.result(20) == 1, "somebody else could have had it"
+        finally:
+            over.set()
+
+    assert [attempt.attempt_type.value for attempt in await run.attempts()] == ["initial", "reclaim"]
+    assert "although its 0.2 s are over" in caplog.text
+
+
+async def test_an_end_that_is_late_in_being_told_keeps_its_lease(
+    file_app: Fabric, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @file_app.task(timeout="100ms")
+    async def quick(ctx: Context) -> int:
+        return ctx.attempt
+
+    engine = await file_app.engine()
+    tell, lands = engine.complete_many, asyncio.Event()
+    ends: set[int] = set()
+
+    async def slow(*given: Any, **ways: Any) -> Any:
+        await lands.wait()
+        return await tell(*given, **ways)
+
+    monkeypatch.setattr(engine, "complete_many", slow)
+    async with working(file_app, lease_ttl="300ms"):
+        run = await quick.submit()
+
+        async def was_renewed_long_after_its_time() -> bool:
+            if (lease := (await run.describe()).current_lease) is not None:
+                ends.add(lease.expires_at)
+            return len(ends) > 8
+
+        await until(was_renewed_long_after_its_time, 20)
+        lands.set()
+        assert await run.result(20) == 0
 
 
 async def test_a_heartbeat_that_stumbles_goes_on(

@@ -11,6 +11,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from flowfabric.errors import InvalidInput
+
 BATCH = 100  # rows that the control claims and finishes at a time
 INSERT_BATCH = 500  # rows that it inserts at a time
 
@@ -47,7 +49,10 @@ def ground(url: str) -> AbstractAsyncContextManager[Ground]:
         case "sqlite":
             return _sqlite(url)
         case "postgresql" | "postgres":
-            from flowfabric.bench.postgres import postgres_ground
+            try:
+                from flowfabric.bench.postgres import postgres_ground
+            except ImportError as missing:
+                raise InvalidInput("url: Postgres needs its driver: pip install 'flowfabric[postgres]'") from missing
 
             return postgres_ground(url)
         case _:

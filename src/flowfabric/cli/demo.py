@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import typer
 
+from flowfabric.cli.telling import JsonOption
+
 
 def add_to(app: typer.Typer) -> None:
     """Hang the command up."""
     app.command()(demo)
 
 
-def demo() -> None:
+def demo(json: JsonOption = False) -> None:
     """Watch it work: a retry, a killed worker, a takeover, a quorum, an approval; in a folder of its own."""
     from flowfabric.demo import play
 
-    raise typer.Exit(play())
+    raise typer.Exit(play(json=json))

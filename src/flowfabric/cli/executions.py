@@ -1,19 +1,16 @@
-"""`ff ls`, `show`, `submit`, `cancel`, `replay`: looking at executions and acting on them."""
+"""`ff ls`, `show`, `cancel`, `replay`: looking at executions and acting on them."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from flowfabric.cli.stores import StoreOrServerOption, on_store
-from flowfabric.cli.telling import JsonOption, console, document, instant, table
+from flowfabric.cli.telling import STATES, JsonOption, console, document, how_far, instant, table
 
 if TYPE_CHECKING:
     from flowfabric import Engine
-
-STATES = "waiting delayed rate_limited waiting_children active suspended completed failed cancelled expired skipped"
 
 IdArgument = Annotated[
     str, typer.Argument(metavar="ID", help="The execution, as `ff ls` shows it.", show_default=False)
@@ -22,12 +19,12 @@ IdArgument = Annotated[
 
 def add_to(app: typer.Typer) -> None:
     """Hang the commands up."""
-    for command in (ls, show, submit, cancel, replay):
+    for command in (ls, show, cancel, replay):
         app.command()(command)
 
 
 def _states(incomplete: str) -> list[str]:
-    return [state for state in STATES.split() if state.startswith(incomplete)]
+    return [state for state in STATES if state.startswith(incomplete)]
 
 
 def ls(
@@ -45,26 +42,33 @@ def ls(
     json: JsonOption = False,
 ) -> None:
     """List executions, by id."""
-    wanted = None if tag is None else _pair(tag, "--tag")
+    wanted = None if tag is None else pair(tag, "--tag")
 
     async def found(engine: Engine) -> Any:
-        return await engine.search_executions(
+        page = await engine.search_executions(
             public_state=state, lane_id=lane, namespace=namespace, tag=wanted, limit=limit, cursor=cursor
         )
+        return page, await engine.read_kinds([one.execution_id for one in page.executions])
 
-    page = on_store(store, found)
+    page, kinds = on_store(store, found)
     if json:
-        document(page)
+        import msgspec
+
+        listed = [
+            {**msgspec.to_builtins(one), "execution_kind": kinds.get(one.execution_id)} for one in page.executions
+        ]
+        document({"executions": listed, "next_cursor": page.next_cursor})
         return
     if not page.executions:
         typer.echo("No executions." if cursor is None else "No more executions.")
         return
     table(
         "",
-        ("execution", "state", "lane", "attempts", "created", "why it waits"),
+        ("execution", "task", "state", "lane", "attempts", "created", "why it waits"),
         [
             (
                 one.execution_id,
+                kinds.get(one.execution_id),
                 one.public_state.value,
                 one.lane_id,
                 one.total_attempt_count,
@@ -87,8 +91,12 @@ def show(execution_id: IdArgument, store: StoreOrServerOption = None, json: Json
         snapshot = await engine.describe_execution(execution_id)
         if snapshot is None:
             raise NotFound("execution", execution_id=execution_id)
+        from flowfabric.sdk.output import progress_of
+
         return {
             "execution": snapshot,
+            "execution_kind": (await engine.read_kinds([execution_id])).get(execution_id),
+            "progress": progress_of(*await engine.read_progress(execution_id)),
             "state_vector": await engine.read_state_vector(execution_id),
             "attempts": await engine.attempt_history(execution_id),
             "lease_history": await engine.lease_history(execution_id),
@@ -99,7 +107,7 @@ def show(execution_id: IdArgument, store: StoreOrServerOption = None, json: Json
     if json:
         document(found)
         return
-    _show_snapshot(found["execution"], found["result"])
+    _show_snapshot(found)
     if not found["attempts"]:
         return
     table(
@@ -135,8 +143,10 @@ def show(execution_id: IdArgument, store: StoreOrServerOption = None, json: Json
     )
 
 
-def _show_snapshot(snapshot: Any, result: dict[str, Any] | None) -> None:
+def _show_snapshot(found: dict[str, Any]) -> None:
+    snapshot, result = found["execution"], found["result"]
     facts = {
+        "task": found["execution_kind"],
         "state": snapshot.public_state.value,
         "lane": snapshot.lane_id,
         "namespace": snapshot.namespace,
@@ -145,6 +155,7 @@ def _show_snapshot(snapshot: Any, result: dict[str, Any] | None) -> None:
         "waits for": snapshot.blocking_detail or (snapshot.blocking_reason and snapshot.blocking_reason.value),
         "held by": snapshot.current_lease
         and f"{snapshot.current_lease.worker_instance_id} until {instant(snapshot.current_lease.expires_at)}",
+        "progress": how_far(found["progress"]),
         "tags": ", ".join(f"{key}={value}" for key, value in snapshot.tags.items()),
         "result": result and (result.get("text") or f"{result['bytes']} bytes"),
     }
@@ -154,66 +165,6 @@ def _show_snapshot(snapshot: Any, result: dict[str, Any] | None) -> None:
         if value:
             out.print(f"  {name:<10}{value}", markup=False)
     out.print()
-
-
-def submit(
-    lane: Annotated[str, typer.Option(help="The lane whose workers take it.")] = "default",
-    kind: Annotated[
-        str, typer.Option(help="The name of a task, as module.function, or what other handlers know it by.")
-    ] = "task",
-    payload: Annotated[
-        str | None,
-        typer.Option(help="The input as text; for a task a JSON object of its parameters.", show_default=False),
-    ] = None,
-    payload_file: Annotated[
-        Path | None, typer.Option(help="The input, byte for byte from a file; - is stdin.", show_default=False)
-    ] = None,
-    key: Annotated[
-        str | None, typer.Option(help="Idempotency key: the same key is the same execution.", show_default=False)
-    ] = None,
-    priority: Annotated[int, typer.Option(help="0 to 9000, higher first.")] = 0,
-    delay: Annotated[
-        str | None, typer.Option(help='Not before this has passed: "30s", "5m".', show_default=False)
-    ] = None,
-    policy: Annotated[str | None, typer.Option(help="The policy, as JSON.", show_default=False)] = None,
-    namespace: Annotated[str, typer.Option(help="Whose it is.")] = "default",
-    tag: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="May be repeated.", show_default=False)
-    ] = None,
-    store: StoreOrServerOption = None,
-    json: JsonOption = False,
-) -> None:
-    """Create an execution and print its id."""
-    if payload is not None and payload_file is not None:
-        raise typer.BadParameter("give --payload or --payload-file, not both")
-    given = _payload(payload, payload_file)
-    tags = dict(_pair(one, "--tag") for one in tag or ())
-
-    async def created(engine: Engine) -> Any:
-        from flowfabric.sdk.durations import to_ms
-
-        return await engine.create_execution(
-            execution_id=engine.new_execution_id(lane),
-            namespace=namespace,
-            lane_id=lane,
-            execution_kind=kind,
-            input_payload=given,
-            priority=priority,
-            creator_identity="ff submit",
-            idempotency_key=key,
-            tags=tags,
-            policy=policy,
-            delay_until=None if delay is None else await engine.ping() + to_ms(delay, "delay"),
-        )
-
-    answer = on_store(store, created)
-    is_new = hasattr(answer, "public_state")
-    if json:
-        document({"execution_id": answer.execution_id, "created": is_new})
-        return
-    typer.echo(answer.execution_id)
-    if not is_new:
-        typer.echo("(it was there already, under the same key)", err=True)
 
 
 def cancel(
@@ -240,18 +191,8 @@ def _told(state: str, execution_id: str, *, json: bool) -> None:
         typer.echo(f"✓ {execution_id} is {state}")
 
 
-def _payload(text: str | None, file: Path | None) -> bytes:
-    if file is None:
-        return (text or "").encode()
-    if str(file) == "-":
-        return typer.get_binary_stream("stdin").read()
-    try:
-        return file.read_bytes()
-    except OSError as fault:
-        raise typer.BadParameter(f"{file}: {fault.strerror}", param_hint="--payload-file") from None
-
-
-def _pair(text: str, option: str) -> tuple[str, str]:
+def pair(text: str, option: str) -> tuple[str, str]:
+    """A tag as it is written on the command line."""
     key, found, value = text.partition("=")
     if not found:
         raise typer.BadParameter(f"{text!r} is not KEY=VALUE", param_hint=option)

@@ -104,12 +104,27 @@ def _rows(status: BudgetStatus) -> list[tuple[object, ...]]:
     for dimension in dict.fromkeys((*status.hard_limits, *status.usage)):
         hard, soft = status.hard_limits.get(dimension, 0), status.soft_limits.get(dimension, 0)
         used, promised = status.usage.get(dimension, 0), status.reserved.get(dimension, 0)
-        share = f"{used:,}" + (f" ({used * 100 // hard} %)" if hard else "")
+        name, unit = _unit(dimension)
+        share = _amount(used, unit) + (f" ({used * 100 // hard} %)" if hard else "")
         first = (status.budget_id, of) if not rows else ("", "")
         last = (resets, status.on_hard_limit) if not rows else ("", "")
-        rows.append((*first, dimension, share, promised or "", _limit(soft), _limit(hard), *last))
+        kept = _amount(promised, unit) if promised else ""
+        rows.append((*first, name, share, kept, _limit(soft, unit), _limit(hard, unit), *last))
     return rows
 
 
-def _limit(value: int) -> str:
-    return f"{value:,}" if value else "none"
+def _unit(dimension: str) -> tuple[str, int]:
+    """A dimension as people named it, and how many of what is counted make one."""
+    from flowfabric.sdk.limits import MILLIONTHS
+
+    if dimension.endswith(MILLIONTHS):
+        return dimension.removesuffix(MILLIONTHS), 1_000_000
+    return dimension, 1
+
+
+def _amount(value: int, unit: int) -> str:
+    return f"{value:,}" if unit == 1 else f"{value / unit:,.6f}".rstrip("0").rstrip(".")
+
+
+def _limit(value: int, unit: int) -> str:
+    return _amount(value, unit) if value else "none"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,6 +17,12 @@ if TYPE_CHECKING:
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
 
+# In words here, so that shell completion loads no engine; a test compares them.
+STATES = (
+    *("waiting", "delayed", "rate_limited", "waiting_children", "active", "suspended"),
+    *("completed", "failed", "cancelled", "expired", "skipped"),
+)
+WIDTH_OF_A_BAR = 20
 WIDTH_OF_A_PIPE = 200  # nobody folds lines there, and ids should stay whole
 
 
@@ -79,6 +85,19 @@ def instant(ms: int | None) -> str:
     return datetime.fromtimestamp(ms / 1000, UTC).isoformat(" ", "milliseconds").removesuffix("+00:00") + "Z"
 
 
+def how_far(progress: Mapping[str, Any]) -> str:
+    """What a handler said of its progress, with a bar for its percentage."""
+    share = progress.get("pct")
+    told = [f"{_bar(share)} {share} %"] if isinstance(share, int) else []
+    told += [value if name == "message" else f"{name}: {value}" for name, value in progress.items() if name != "pct"]
+    return ", ".join(map(str, told))
+
+
+def _bar(pct: int) -> str:
+    full = round(min(max(pct, 0), 100) * WIDTH_OF_A_BAR / 100)
+    return "━" * full + "╌" * (WIDTH_OF_A_BAR - full)
+
+
 @contextmanager
 def telling_errors() -> Iterator[None]:
     """Turn a refusal into words on stderr and an exit code; anything else is a bug and keeps its traceback."""
@@ -112,6 +131,8 @@ def hint_for(error: FabricError) -> str | None:
             return "is the address right and the server up? `ff doctor` looks closer"
         case errors.Unauthorized():
             return "FLOWFABRIC_TOKEN holds the token for the server; ask whoever runs it for one that is good for this"
+        case errors.InvalidInput(detail=detail) if detail.startswith("public_state:"):
+            return f"the states are {', '.join(STATES)}"
         case errors.NotFound(entity="budget") | ids.InvalidUuid(facts={"field": "budget_id"}):
             return "`ff budgets` shows which budgets there are"
         case errors.NotFound():

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from flowfabric.cli.executions import IdArgument
 from flowfabric.cli.stores import StoreOrServerOption, on_store
-from flowfabric.cli.telling import JsonOption, console, document, instant, line
+from flowfabric.cli.telling import JsonOption, console, document, how_far, instant, line
 
 if TYPE_CHECKING:
     from flowfabric import Engine
@@ -68,30 +68,60 @@ def tail(
     ] = None,
     follow: Annotated[bool, typer.Option(help="Wait for more until it has ended.")] = True,
     store: StoreOrServerOption = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document a line instead.")] = False,
+    json: JsonOption = False,
+    json_lines: Annotated[
+        bool, typer.Option("--json-lines", help="Print one JSON document a line instead, while it runs.")
+    ] = False,
 ) -> None:
-    """Print what an execution writes while it runs, and how far it says it is; exit code 1 when it does not succeed."""
-    ended = on_store(store, lambda engine: _Tail(engine, execution_id, name, json=json).run(follow=follow))
+    """Print what an execution writes while it runs, and how far it says it is; exit code 1 when it does not succeed.
+
+    With --json all of it is one document, printed at the end.
+    """
+    told: list[dict[str, Any]] = []
+    tell = told.append if json else line if json_lines else None
+    ended = on_store(store, lambda engine: _Tail(engine, execution_id, name, tell).run(follow=follow))
+    if json:
+        _print_document(execution_id, told, ended)
     if ended is None:
         return
     succeeded = ended.outcome.value == "success"
-    reason = None if succeeded else ended.reason  # after a success it is that of an earlier attempt
-    if json:
+    reason = _reason(ended)
+    if json_lines and not json:
         line({"ended": ended.outcome.value, "reason": reason})
-    else:
+    elif not json:
         typer.echo(f"· {ended.outcome.value}" + (f": {reason.splitlines()[0]}" if reason else ""), err=True)
     if not succeeded:
         raise typer.Exit(1)
 
 
+def _reason(ended: Ended) -> str | None:
+    return None if ended.outcome.value == "success" else ended.reason  # after a success it is an earlier attempt's
+
+
+def _print_document(execution_id: str, told: list[dict[str, Any]], ended: Ended | None) -> None:
+    """Everything that was told, in one: what the last attempt wrote is what counts, the others' frames name theirs."""
+    document(
+        {
+            "execution_id": execution_id,
+            "frames": [one for one in told if "text" in one],
+            "progress": next((one["progress"] for one in reversed(told) if "progress" in one), {}),
+            "ended": None if ended is None else ended.outcome.value,
+            "reason": None if ended is None else _reason(ended),
+        }
+    )
+
+
 class _Tail:
     """Follows one execution from attempt to attempt."""
 
-    def __init__(self, engine: Engine, execution_id: str, name: str | None, *, json: bool) -> None:
+    def __init__(
+        self, engine: Engine, execution_id: str, name: str | None, tell: Callable[[dict[str, Any]], object] | None
+    ) -> None:
+        """`tell` is what machines hear; people hear it without."""
         self._engine = engine
         self._id = execution_id
         self._name = name
-        self._json = json
+        self._tell = tell
         self._attempt = 0
         self._after = "0-0"
         self._progress: dict[str, Any] = {}
@@ -126,16 +156,16 @@ class _Tail:
         if self._name is not None and kind != self._name:
             return
         text = _text(fields)
-        if self._json:
-            line({"attempt": self._attempt, "name": kind, "at": self._after, "text": text})
+        if self._tell is not None:
+            self._tell({"attempt": self._attempt, "name": kind, "at": self._after, "text": text})
             return
         typer.echo(text, nl=False)
         self._mid_line = sys.stdout.isatty() and bool(text) and not text.endswith("\n")
 
     def _reset(self, attempt: int) -> None:
         self._attempt, self._after = attempt, "0-0"
-        if self._json:
-            line({"attempt": attempt, "reset": True})
+        if self._tell is not None:
+            self._tell({"attempt": attempt, "reset": True})
         else:
             self._aside(f"attempt {attempt + 1} begins anew")
 
@@ -146,12 +176,10 @@ class _Tail:
         if said in (self._progress, {}):
             return
         self._progress = said
-        if self._json:
-            line({"attempt": self._attempt, "progress": said})
+        if self._tell is not None:
+            self._tell({"attempt": self._attempt, "progress": said})
         else:
-            share = [f"{said['pct']} %"] if "pct" in said else []
-            rest = [value if name == "message" else f"{name}: {value}" for name, value in said.items() if name != "pct"]
-            self._aside(", ".join([*share, *map(str, rest)]))
+            self._aside(how_far(said))
 
     def _aside(self, words: str) -> None:
         if self._mid_line:

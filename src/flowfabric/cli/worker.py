@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flowfabric.cli.finding import found_app
 from flowfabric.cli.stores import StoreOrServerOption, shown
 from flowfabric.cli.telling import telling_errors
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     from flowfabric import Fabric
     from flowfabric.sdk.worker import Worker
 
@@ -39,6 +38,9 @@ def worker(
     ] = None,
     lease_ttl: Annotated[str, typer.Option(help="After how long silence others take over.")] = "15s",
     grace: Annotated[str, typer.Option(help="How long work may go on after SIGTERM.")] = "30s",
+    stall_limit: Annotated[
+        str, typer.Option(help="How long the event loop may be blocked before its work is left to others.")
+    ] = "5m",
     reload: Annotated[bool, typer.Option("--reload", help="Start anew when a .py file below here changes.")] = False,
     store: StoreOrServerOption = None,
 ) -> None:
@@ -62,6 +64,7 @@ def worker(
                 capabilities=_each(capabilities),
                 lease_ttl=lease_ttl,
                 grace=grace,
+                stall_limit=stall_limit,
             )
         )
 
@@ -100,48 +103,6 @@ async def _stop_with_parent(made: Worker) -> None:
             made.stop()
             return
         await asyncio.sleep(ORPHAN_LOOK_S)
-
-
-def found_app(target: str) -> Fabric:
-    """The Fabric that `module:name` names; without a name, the only one of the module."""
-    import importlib
-    import sys
-
-    from flowfabric import Fabric
-    from flowfabric.errors import InvalidInput
-
-    module_name, _, name = target.partition(":")
-    sys.path.insert(0, "")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as missing:
-        if missing.name is None or not (module_name == missing.name or module_name.startswith(f"{missing.name}.")):
-            raise  # the module is there, and what it imports is not: its traceback tells where
-        raise InvalidInput(
-            f"there is no module {missing.name!r} here; run ff in the folder that contains it, or install it"
-        ) from None
-    except ValueError:
-        raise InvalidInput(f"{target!r} is not MODULE:APP, as in shop.tasks:app") from None
-    if name:
-        app = getattr(module, name, None)
-        if not isinstance(app, Fabric):
-            raise InvalidInput(f"{module_name} has no Fabric named {name!r}{_others(module)}")
-        return app
-    apps = _apps(module)
-    if len(apps) != 1:
-        raise InvalidInput(f"say which Fabric of {module_name} is meant, as in {module_name}:app{_others(module)}")
-    return next(iter(apps.values()))
-
-
-def _apps(module: ModuleType) -> dict[str, Fabric]:
-    from flowfabric import Fabric
-
-    return {name: value for name, value in vars(module).items() if isinstance(value, Fabric)}
-
-
-def _others(module: ModuleType) -> str:
-    apps = _apps(module)
-    return f"; it has {', '.join(apps)}" if apps else "; it has none"
 
 
 def _each(values: list[str] | None) -> list[str]:

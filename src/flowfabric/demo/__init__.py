@@ -9,10 +9,21 @@ claims was checked: the exit code is 0 only when all of it held.
 from __future__ import annotations
 
 
-def play() -> int:
-    """Perform the demo on the terminal, or line by line where there is none; the exit code."""
+def play(*, json: bool = False) -> int:
+    """Perform the demo on the terminal, or line by line where there is none; the exit code.
+
+    With `json` what was claimed and held is one document on stdout, and the play is on stderr.
+    """
     import asyncio
 
-    from flowfabric.demo.scene import perform
+    import msgspec
 
-    return asyncio.run(perform())
+    from flowfabric.demo.scene import perform
+    from flowfabric.demo.screen import Screen
+
+    screen = Screen(aside=json)
+    code = asyncio.run(perform(screen))
+    if json:
+        told = {"proven": code == 0, "claims": screen.claims}
+        print(msgspec.json.format(msgspec.json.encode(told), indent=2).decode())
+    return code

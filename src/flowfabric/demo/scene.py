@@ -22,9 +22,8 @@ LOOK_S = 0.05
 KILL_AT = 25  # per cent of the long order
 
 
-async def perform() -> int:
+async def perform(screen: Screen) -> int:
     """Play it and judge it; 0 when everything that is claimed was seen to hold."""
-    screen = Screen()
     with tempfile.TemporaryDirectory(prefix="ff-demo-") as folder:
         url = f"sqlite:///{folder}/demo.db"
         async with await connect(url) as engine:

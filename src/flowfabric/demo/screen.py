@@ -31,8 +31,11 @@ class Sight(msgspec.Struct, frozen=True):
 class Screen:
     """Shows sights as they change, and says what happens beside them."""
 
-    def __init__(self) -> None:
-        self.console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    def __init__(self, *, aside: bool = False) -> None:
+        """`aside` leaves stdout to whoever wants the claims as a document."""
+        stream = sys.stderr if aside else sys.stdout
+        self.console = Console(stderr=aside, highlight=False, width=None if stream.isatty() else 120)
+        self.claims: list[dict[str, object]] = []
         self._began = monotonic()
         self._live: Live | None = None
         self._shown: dict[str, tuple[str, int, str]] = {}
@@ -65,6 +68,7 @@ class Screen:
 
     def verdict(self, claim: str, held: bool, detail: str) -> None:
         """Something that was to be proven."""
+        self.claims.append({"claim": claim, "held": held, "detail": detail})
         mark = ("✓ ", "green") if held else ("✗ ", "red")
         self.console.print(Text.assemble(mark, f"{claim}: {detail}"))
 

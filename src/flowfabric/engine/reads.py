@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -111,6 +111,13 @@ class Reads(Core):
         if row is None or payload is None:
             raise errors.InvalidInput("execution_id: no such execution")
         return views.ExecutionContext(payload.input_payload or b"", payload.execution_kind, notes.read_tags(row.tags))
+
+    async def read_kinds(self, execution_ids: Iterable[str]) -> dict[str, str]:
+        """What kinds these executions are of, in one trip; one that does not exist has none."""
+        wanted = [intake.execution(execution) for execution in intake.each("execution_ids", execution_ids)]
+        loaded = await self.load([Want(Payload, (execution,)) for execution in wanted]) if wanted else None
+        found = [] if loaded is None else loaded.rows
+        return {execution: rows[0].execution_kind for execution, rows in zip(wanted, found, strict=True) if rows}
 
     async def read_current_attempt_index(self, execution_id: str) -> int:
         """The index of the latest attempt; 0 before the first claim."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -46,6 +47,13 @@ class Reading(Asking):
         if told.status == 404:
             raise errors.NotFound("execution", execution_id=execution_id)
         return read(told.body, executions.Info).current_attempt_index
+
+    async def read_kinds(self, execution_ids: Iterable[str]) -> dict[str, str]:
+        """What kinds these executions are of; one that does not exist has none."""
+        wanted = list(execution_ids)
+        asked = (self.wire.ask("GET", execution_path(one), misses=True) for one in wanted)
+        told = zip(wanted, await asyncio.gather(*asked), strict=True)
+        return {one: read(answer.body, executions.Info).execution_kind for one, answer in told if answer.status != 404}
 
     async def read_state_vector(self, execution_id: str) -> StateVector | None:
         """The seven dimensions."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 from urllib.parse import quote
 
 import msgspec
@@ -47,7 +47,11 @@ class Votes(Sequence[Ballot[V]]):
         self._ballots = ballots
         self.expired = expired
 
-    def __getitem__(self, place: Any) -> Any:
+    @overload
+    def __getitem__(self, place: int) -> Ballot[V]: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[Ballot[V]]: ...
+    def __getitem__(self, place: int | slice) -> Ballot[V] | list[Ballot[V]]:
         return self._ballots[place]
 
     def __len__(self) -> int:

@@ -109,11 +109,14 @@ class BareContext(Context):
         """A child would be a run."""
         raise RuntimeError(f"spawn: {NOBODY}")
 
-    async def gather(self, first: Any, *others: Any, join: Any = None) -> list[Any]:
+    async def gather(self, *several: Any, join: Any = None) -> list[Any]:
         """Children run here, all of them."""
-        if isinstance(first, Sequence) and not others:
-            return [await _called(call) for call in first]
-        return list(await asyncio.gather(first, *others))
+        from flowfabric.sdk.task import calls_among
+
+        calls = calls_among(several)
+        if calls is not None:
+            return [await _called(call) for call in calls]
+        return list(await asyncio.gather(*several))
 
     async def race(self, *calls: Any) -> Any:
         """The first one wins."""

@@ -101,6 +101,13 @@ class Context(Waiting, Saying, Spending):
         return self._durable
 
     @property
+    def may_park(self) -> bool:
+        """Whether the code that asks is the handler itself or a branch of it, where a wait can put the run away."""
+        found = _current.get(None)
+        here = found.context if isinstance(found, Pending) else found
+        return here is self and not self._cancelled and self.durable.is_handler()
+
+    @property
     def is_parked(self) -> bool:
         """Whether the run was put away: this attempt's handler is over, whatever it still does."""
         return self._durable is not None and self._durable.parked is not None
@@ -157,7 +164,7 @@ class Context(Waiting, Saying, Spending):
         if not step.is_known:
             await self.at(step.point, "before_effect")
             with in_step(step.name, step.occurrence):
-                value = await run_step(effect_of(function, self.app.stubs), args, kwargs)
+                value = await run_step(effect_of(function, self), args, kwargs)
             step = await self.keep(step, value)
         return step.value()
 

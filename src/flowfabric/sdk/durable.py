@@ -70,6 +70,7 @@ class Durable:
         self._flush = flush
         self._strict = strict
         self._active = 1
+        self._branches: set[asyncio.Task[Any]] = set()
         self._blocked: dict[str, asyncio.Future[GateMemo]] = {}
         self._names: Counter[str] = Counter()
         self._steps: dict[tuple[str, int], StepMemo] | None = None
@@ -156,6 +157,7 @@ class Durable:
             asyncio.create_task(self._run(member, f"{name}#{occurrence}.{number}/"))
             for number, member in enumerate(members)
         ]
+        self._branches.update(tasks)
         try:
             return list(await asyncio.gather(*tasks))
         except BaseException:
@@ -165,6 +167,14 @@ class Durable:
             raise
         finally:
             self._active += 1
+            self._branches.difference_update(tasks)
+
+    def is_handler(self) -> bool:
+        """Whether the code that asks is the handler or a branch of it; a step, or a task of the handler's own making,
+        is neither."""
+        if _step.get() or self.parked is not None:
+            return False
+        return self._root is None or asyncio.current_task() in (self._root, *self._branches)
 
     async def _run(self, member: Awaitable[Any], branch: str) -> Any:
         _branch.set(branch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import inspect
 import os
 import secrets
 import socket
@@ -30,7 +31,7 @@ from flowfabric.sdk.failing import Retry
 from flowfabric.sdk.flows import Flow
 from flowfabric.sdk.limits import Bound, Budget, Limit, Scope
 from flowfabric.sdk.run import Run
-from flowfabric.sdk.task import Decorator, Options, Task, submit_ways
+from flowfabric.sdk.task import AsyncTask, Decorator, Options, PlainTask, Task, submit_ways
 from flowfabric.sdk.threads import Portal
 from flowfabric.settings import Settings
 
@@ -87,14 +88,15 @@ class Fabric:
 
     # -- tasks ----------------------------------------------------------------------------------------------------
 
+    # In this order: what is awaited is also something that is called, and the first that fits is taken.
     @overload
-    def task(self, handler: Callable[Concatenate[Context, P], Awaitable[R]]) -> Task[P, R]: ...
+    def task(self, handler: Callable[Concatenate[Context, P], Awaitable[R]]) -> AsyncTask[P, R]: ...  # type: ignore[overload-overlap]
     @overload
-    def task(self, handler: Callable[P, Awaitable[R]]) -> Task[P, R]: ...
+    def task(self, handler: Callable[P, Awaitable[R]]) -> AsyncTask[P, R]: ...  # type: ignore[overload-overlap]
     @overload
-    def task(self, handler: Callable[Concatenate[Context, P], R]) -> Task[P, R]: ...
+    def task(self, handler: Callable[Concatenate[Context, P], R]) -> PlainTask[P, R]: ...
     @overload
-    def task(self, handler: Callable[P, R]) -> Task[P, R]: ...
+    def task(self, handler: Callable[P, R]) -> PlainTask[P, R]: ...
     @overload
     def task(
         self,
@@ -156,7 +158,8 @@ class Fabric:
             known_as = name or f"{_home(function)}.{function.__qualname__}"
             if known_as in self.tasks:
                 raise InvalidInput(f"task {known_as!r} exists already; give one of them another name=")
-            made: Task[..., Any] = Task(
+            kind = AsyncTask if inspect.iscoroutinefunction(function) else PlainTask
+            made: Task[..., Any] = kind(
                 self, function, name=known_as, isolation=isolation, on_mismatch=on_mismatch, options=options
             )
             self.tasks[known_as] = made
@@ -313,9 +316,13 @@ class Fabric:
         capabilities: Iterable[str] = (),
         lease_ttl: Duration = "15s",
         grace: Duration = "30s",
+        stall_limit: Duration = "5m",
         worker_id: str | None = None,
     ) -> None:
-        """Work until told to stop: SIGTERM or Ctrl-C drains, a second one hurries."""
+        """Work until told to stop: SIGTERM or Ctrl-C drains, a second one hurries.
+
+        `stall_limit` is how long the event loop may be blocked before its work is left to others.
+        """
         from flowfabric.sdk.worker import Worker
 
         if _in_a_loop():
@@ -329,6 +336,7 @@ class Fabric:
             capabilities=capabilities,
             lease_ttl=lease_ttl,
             grace=grace,
+            stall_limit=stall_limit,
             worker_id=worker_id,
         )
         loops.run(worker.run_until_told())

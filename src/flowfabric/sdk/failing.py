@@ -45,11 +45,15 @@ class Retry(msgspec.Struct, frozen=True):
 
 
 class RetryAfter(Exception):
-    """Raised by a handler that should go on later: the attempt is put away until then and costs no retry."""
+    """Raised by a handler that should go on later: the attempt is put away until then and costs no retry.
+
+    A text of digits is a number of seconds, as servers write it into a Retry-After header.
+    """
 
     def __init__(self, after: Duration) -> None:
         super().__init__(f"try again after {after}")
-        self.after_ms = to_ms(after, "after")
+        seconds = int(after) if isinstance(after, str) and after.strip().isdecimal() else after
+        self.after_ms = to_ms(seconds, "after")
 
 
 class Fatal(Exception):

@@ -1,7 +1,8 @@
 """Heartbeats: leases are renewed from a thread of its own with a connection of its own.
 
 A handler that blocks the event loop does not lose its work that way. But a loop that makes no turn for very long is
-not alive either: after `stall_limit` the thread stops renewing, so that somebody else can take the work.
+not alive either: after `stall_limit` the thread stops renewing, so that somebody else can take the work. So it does for
+a handler that goes on although its timeout is over, because it blocks the loop or does not listen.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Sequence
 
 from flowfabric.engine.engine import Engine
-from flowfabric.errors import FabricError, StoreUnavailable
+from flowfabric.errors import FabricError, LeaseExpired, StoreUnavailable
 from flowfabric.model.answers import Claimed
 from flowfabric.sdk.presence import Presence
 
@@ -32,9 +33,12 @@ Lost = Callable[[str, FabricError], None]
 class Leases:
     """What a worker holds, and until when; asked and told by several threads."""
 
-    def __init__(self) -> None:
+    def __init__(self, time_of: Callable[[Claimed], float | None]) -> None:
+        """`time_of` tells how many seconds a handler has; None for one that has all the time, or is over."""
+        self._time_of = time_of
         self._held: dict[str, Claimed] = {}
         self._until: dict[str, int] = {}
+        self._seen_at: dict[str, float] = {}  # when a renewal first came by
         self._lock = threading.Lock()
         self.any_held = asyncio.Event()  # set on the worker's loop only
 
@@ -67,16 +71,16 @@ class Leases:
 
     async def renew(self, engine: Engine, ttl_ms: int) -> list[tuple[str, FabricError]]:
         """Renew everything; the leases that turned out to be lost, which are let go of."""
+        lost = self._give_up_overdue(ttl_ms)
         with self._lock:
             held = list(self._held.values())
         if not held:
-            return []
+            return lost
         try:
             answers = await engine.renew_many([claimed.handle for claimed in held], lease_ttl_ms=ttl_ms)
         except StoreUnavailable as away:
             logger.warning("renewal: the store is away (%s); trying again", away)
-            return []
-        lost: list[tuple[str, FabricError]] = []
+            return lost
         for claimed, answer in zip(held, answers, strict=True):
             if not isinstance(answer, FabricError):
                 with self._lock:
@@ -86,6 +90,22 @@ class Leases:
                 self.let_go([claimed])
                 lost.append((claimed.lease_id, answer))
         return lost
+
+    def _give_up_overdue(self, ttl_ms: int) -> list[tuple[str, FabricError]]:
+        """Let go of leases whose handlers should have ended; they have the length of a lease to come to their end."""
+        now = asyncio.get_running_loop().time()
+        with self._lock:
+            self._seen_at = {lease_id: self._seen_at.get(lease_id, now) for lease_id in self._held}
+            held = list(self._held.values())
+        given_up: list[tuple[str, FabricError]] = []
+        for claimed in held:
+            limit_s = self._time_of(claimed)
+            if limit_s is not None and now - self._seen_at[claimed.lease_id] > limit_s + ttl_ms / 1000:
+                words = f"its handler goes on although its {limit_s:g} s are over: its lease is renewed no more"
+                logger.error("%s: %s", claimed.execution_id, words)
+                self.let_go([claimed])
+                given_up.append((claimed.lease_id, LeaseExpired(words, execution_id=claimed.execution_id)))
+        return given_up
 
 
 class Heartbeat:

@@ -88,9 +88,11 @@ class Run(Generic[R]):
             if ended is not None:
                 return await self._value(engine, ended)
             if until is not None and clock() >= until:
-                raise TimeoutError(
-                    f"{self.task} {self.id} has not ended after {longest_s:g} s; it goes on all the same"
-                )
+                raise self.not_ended(longest_s)
+
+    def not_ended(self, after_s: float | None) -> TimeoutError:
+        """What whoever waited so long for its end is told."""
+        return TimeoutError(f"{self.task} {self.id} has not ended after {after_s:g} s; it goes on all the same")
 
     async def state(self) -> PublicState:
         """The one public word for what it is doing."""

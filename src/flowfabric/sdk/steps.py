@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import inspect
 import typing
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from flowfabric.sdk.codec import Shape
 from flowfabric.sdk.threads import without_stops
 
 if TYPE_CHECKING:
+    from flowfabric.sdk.context import Context
     from flowfabric.sdk.durable import Durable
 
 
@@ -67,11 +68,23 @@ def step_of(
     return Step(label, known, occurrence, _digest(args, kwargs), _shape_of(getattr(function, "handler", function)))
 
 
-def effect_of(function: Any, stubs: Mapping[Any, Any]) -> Any:
+def effect_of(function: Any, context: Context) -> Any:
     """What a step really calls: the function, the handler of a task that is used as one, or a test's stub for it."""
+    stubs = context.app.stubs
     if stubs and isinstance(function, Hashable) and function in stubs:
         return stubs[function]
-    return getattr(function, "handler", function)
+    handler = getattr(function, "handler", function)
+    if handler is function or function.signature.context_name is None:
+        return handler
+
+    def arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        given: dict[str, Any] = function.with_context(function.signature.bound(args, kwargs), lambda: context)
+        return given
+
+    async def awaited(*args: Any, **kwargs: Any) -> Any:
+        return await handler(**arguments(args, kwargs))
+
+    return awaited if function.is_async else lambda *args, **kwargs: handler(**arguments(args, kwargs))
 
 
 async def run_step(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

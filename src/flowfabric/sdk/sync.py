@@ -130,8 +130,12 @@ class SyncSubmitter(Generic[P, R]):
         self._submitter = submitter
         self._portal = portal
 
-    def submit(self, *args: P.args, **kwargs: P.kwargs) -> SyncRun[R]:
-        """Hand a call over; it is kept when this returns."""
+    @overload
+    def submit(self, *args: P.args, **kwargs: P.kwargs) -> SyncRun[R]: ...
+    @overload
+    def submit(self, *args: Any, using: object, **kwargs: Any) -> SyncRun[R]: ...
+    def submit(self, *args: Any, **kwargs: Any) -> SyncRun[R]:
+        """Hand a call over; it is kept when this returns, or with `using` when that transaction commits."""
         portal = self._portal()
         return SyncRun(portal.call(self._submitter.submit(*args, **kwargs)), portal)
 
@@ -214,7 +218,7 @@ class SyncContext:
         if not step.is_known:
             self._portal.call(context.at(step.point, "before_effect"))
             with in_step(step.name, step.occurrence):
-                value = effect_of(function, context.app.stubs)(*args, **kwargs)
+                value = effect_of(function, context)(*args, **kwargs)
                 if inspect.isawaitable(value):
                     value = self._portal.call(_awaited(value))
             step = self._portal.call(context.keep(step, value))
@@ -225,7 +229,9 @@ class SyncContext:
         self._portal.call(self._context.sleep(length))
 
     @overload
-    def receive(self, name: str, shape: type[T], *, timeout: Duration | None = None) -> T | None: ...
+    def receive(self, name: str, shape: type[T]) -> T: ...
+    @overload
+    def receive(self, name: str, shape: type[T], *, timeout: Duration | None) -> T | None: ...
     @overload
     def receive(self, name: str, shape: Any = Any, *, timeout: Duration | None = None) -> Any: ...
     def receive(self, name: str, shape: Any = Any, *, timeout: Duration | None = None) -> Any:
@@ -258,16 +264,21 @@ class SyncContext:
         return SyncRun(self._portal.call(self._context.spawn(call, *args, **kwargs)), self._portal)
 
     @overload
-    def gather(self, first: Sequence[Call[T]], *, join: Join = ALL) -> list[T | None]: ...
+    def gather(self, first: Iterable[Call[T]], /, *, join: Join = ALL) -> list[T | None]: ...
     @overload
-    def gather(self, first: Callable[[], T], *others: Callable[[], T]) -> list[T]: ...
+    def gather(self, first: Call[T], /, *others: Call[T]) -> list[T]: ...
     @overload
-    def gather(self, first: Callable[[], Any], *others: Callable[[], Any]) -> list[Any]: ...
-    def gather(self, first: Any, *others: Any, join: Join = ALL) -> list[Any]:
+    def gather(self, first: Callable[[], T], /, *others: Callable[[], T]) -> list[T]: ...
+    @overload
+    def gather(self, first: Callable[[], Any], /, *others: Callable[[], Any]) -> list[Any]: ...
+    def gather(self, *several: Any, join: Join = ALL) -> list[Any]:
         """Wait for several things at once: children given as calls, or functions of no arguments, each in a thread."""
-        if isinstance(first, Sequence) and not others:
-            return self._portal.call(self._context.gather(first, join=join))
-        return self._portal.call(self._context.gather(*(_in_thread(branch) for branch in (first, *others))))
+        from flowfabric.sdk.task import calls_among
+
+        calls = calls_among(several)
+        if calls is not None:
+            return self._portal.call(self._context.gather(calls, join=join))
+        return self._portal.call(self._context.gather(*(_in_thread(branch) for branch in several)))
 
     def race(self, *calls: Call[T]) -> T:
         """The first child that succeeds; the others are cancelled."""

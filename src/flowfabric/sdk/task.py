@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import inspect
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
@@ -81,6 +81,7 @@ def submit_ways(**given: Any) -> dict[str, Any]:
         "retry": _a_retry,
         "fair": _a_scope,
         "deadline": _a_moment,
+        "key": _a_key,
     }
     return {name: checks[name](value) for name, value in given.items()}
 
@@ -94,6 +95,12 @@ def _a_retry(value: object) -> Retry | None:
 def _a_scope(value: object) -> Scope | None:
     if value is not None and not isinstance(value, str) and not callable(value):
         raise InvalidInput(f"fair: {value!r} is neither the name of a parameter nor a function of the arguments")
+    return value
+
+
+def _a_key(value: object) -> str:
+    if not isinstance(value, str) or not value:
+        raise InvalidInput(f'key: {value!r} is no text that tells one piece of work from another, as "order-7" does')
     return value
 
 
@@ -126,6 +133,13 @@ def a_call(given: Any, /, *args: Any, **kwargs: Any) -> Call[Any]:
     if args or kwargs:
         raise InvalidInput(f"a call of {given.task.name} has its arguments already")
     return given
+
+
+def calls_among(given: tuple[Any, ...]) -> list[Any] | None:
+    """The children that `gather` was given, as calls side by side or as a list of them; None for things to await."""
+    if len(given) == 1 and isinstance(given[0], Iterable) and not isinstance(given[0], Awaitable | str | bytes):
+        return list(given[0])
+    return list(given) if any(isinstance(one, Call) for one in given) or not given else None
 
 
 class Task(Generic[P, R]):
@@ -194,10 +208,11 @@ class Task(Generic[P, R]):
     ) -> Submitter[P, R]:
         """The task with other ways for the next submits; `key` makes a submit idempotent.
 
+        A key is the task's own: another task may use the same one for its work, and another lane changes nothing.
         `using` is a connection to the store's own Postgres database: the run then exists when its transaction commits.
         """
-        changed: dict[str, Any] = {"delay_ms": None if delay is None else to_ms(delay, "delay"), "key": key}
-        given: dict[str, Any] = {"tags": tags, "priority": priority, "lane": lane, "deadline": deadline}
+        changed: dict[str, Any] = {"delay_ms": None if delay is None else to_ms(delay, "delay")}
+        given: dict[str, Any] = {"key": key, "tags": tags, "priority": priority, "lane": lane, "deadline": deadline}
         given |= {"retry": retry, "fair": fair, "weight": weight}
         changed |= submit_ways(**{name: value for name, value in given.items() if value is not None})
         return Submitter(self, msgspec.structs.replace(self.own, **changed), using)
@@ -246,8 +261,10 @@ class Task(Generic[P, R]):
         if options.is_bound:
             bound = self.bound(options, arguments, unknown=(results or {}).keys())
             await self.app.declare_bound(engine, bound)
+        # Keys are told apart within a partition, and that is the lane's: a key stays where its task is at home.
+        home = options.lane if options.key is None else self.own.lane
         return CreateExecution(
-            execution_id=execution_id or engine.new_execution_id(options.lane),
+            execution_id=execution_id or engine.new_execution_id(home),
             partition=0,
             namespace=self.app.namespace,
             lane_id=options.lane,
@@ -256,7 +273,7 @@ class Task(Generic[P, R]):
             payload_encoding=REFERRING if results else PLAIN,
             priority=options.priority,
             creator_identity=self.app.identity,
-            idempotency_key=options.key,
+            idempotency_key=None if options.key is None else f"{self.name}|{options.key}",
             tags=options.tags,
             policy=options.policy(bound),
             delay_until=None if options.delay_ms is None else engine.estimate.now() + options.delay_ms,
@@ -283,6 +300,22 @@ class Task(Generic[P, R]):
 
     def __repr__(self) -> str:
         return f"<Task {self.name}>"
+
+
+class AsyncTask(Task[P, R]):
+    """A task whose function is awaited; so is a plain call of it."""
+
+    if TYPE_CHECKING:  # for editors: what is known of the result of a plain call
+
+        def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Coroutine[Any, Any, R]: ...
+
+
+class PlainTask(Task[P, R]):
+    """A task whose function is called."""
+
+    if TYPE_CHECKING:
+
+        def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
 
 
 class Submitter(Generic[P, R]):
@@ -359,13 +392,14 @@ class Decorator:
     def __init__(self, make: Callable[[Callable[..., Any]], Task[..., Any]]) -> None:
         self._make = make
 
+    # In this order: what is awaited is also something that is called, and the first that fits is taken.
     @overload
-    def __call__(self, handler: Callable[Concatenate[Context, P], Awaitable[R]]) -> Task[P, R]: ...
+    def __call__(self, handler: Callable[Concatenate[Context, P], Awaitable[R]]) -> AsyncTask[P, R]: ...  # type: ignore[overload-overlap]
     @overload
-    def __call__(self, handler: Callable[P, Awaitable[R]]) -> Task[P, R]: ...
+    def __call__(self, handler: Callable[P, Awaitable[R]]) -> AsyncTask[P, R]: ...  # type: ignore[overload-overlap]
     @overload
-    def __call__(self, handler: Callable[Concatenate[Context, P], R]) -> Task[P, R]: ...
+    def __call__(self, handler: Callable[Concatenate[Context, P], R]) -> PlainTask[P, R]: ...
     @overload
-    def __call__(self, handler: Callable[P, R]) -> Task[P, R]: ...
+    def __call__(self, handler: Callable[P, R]) -> PlainTask[P, R]: ...
     def __call__(self, handler: Callable[..., Any]) -> Task[..., Any]:
         return self._make(handler)

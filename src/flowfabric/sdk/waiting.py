@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 import msgspec
@@ -17,7 +17,7 @@ from flowfabric.model.gate import GateEnd, GateKind, GateMemo, Vote
 from flowfabric.model.states import LifecyclePhase, TerminalOutcome
 from flowfabric.sdk.approvals import Approval
 from flowfabric.sdk.codec import Shape, from_json
-from flowfabric.sdk.durations import Duration, to_ms
+from flowfabric.sdk.durations import Duration, to_ms, to_seconds
 from flowfabric.sdk.failing import RunFailed
 from flowfabric.sdk.joins import AllOf, Join, Quorum
 from flowfabric.sdk.run import Run
@@ -60,6 +60,11 @@ class Waiting(ABC):
     def durable(self) -> Durable:
         """What earlier attempts left behind."""
 
+    @property
+    @abstractmethod
+    def may_park(self) -> bool:
+        """Whether the code that asks is the handler itself or a branch of it, where a wait can put the run away."""
+
     async def sleep(self, length: Duration) -> None:
         """Let time pass; the slot is free meanwhile, and the time goes on when the process does not."""
         length_ms = to_ms(length, "sleep")
@@ -70,7 +75,9 @@ class Waiting(ABC):
         await self.durable.wait(GateArgs(name=name, kind=GateKind.TIMER, expires_in_ms=length_ms))
 
     @overload
-    async def receive(self, name: str, shape: type[T], *, timeout: Duration | None = None) -> T | None: ...
+    async def receive(self, name: str, shape: type[T]) -> T: ...
+    @overload
+    async def receive(self, name: str, shape: type[T], *, timeout: Duration | None) -> T | None: ...
     @overload
     async def receive(self, name: str, shape: Any = Any, *, timeout: Duration | None = None) -> Any: ...
     async def receive(self, name: str, shape: Any = Any, *, timeout: Duration | None = None) -> Any:
@@ -144,47 +151,52 @@ class Waiting(ABC):
     async def spawn(self, call: Any, *args: Any, **kwargs: Any) -> Run[Any]:
         """Submit a child: a task with its arguments, or a call made with `s`.
 
-        Its id is derived from where it stands, so that no crash can make two of it.
+        Its id is derived from where it stands, so that no crash can make two of it. Awaiting its result frees the slot.
         """
         from flowfabric.sdk.task import a_call
 
         [run] = await self._spawn([a_call(call, *args, **kwargs)])
         return run
 
-    async def _spawn(self, given: Sequence[Call[Any]]) -> list[Run[Any]]:
-        from flowfabric.sdk.task import a_call
-
-        asks, calls = [], [a_call(one) for one in given]
+    async def _spawn(self, calls: Sequence[Call[Any]]) -> list[Run[Any]]:
+        asks = []
         for call in calls:
             place = self.durable.gate_name(f"child:{call.task.name}")
             arguments = call.task.signature.bound(call.args, call.kwargs)
             ask = await call.task.ask(self.engine, arguments, options=call.options, execution_id=self._child_id(place))
             asks.append(msgspec.structs.replace(ask, creator_identity=self.run_id, parent_id=self.run_id))
-        for answer in await self.engine.create_executions(asks):
+        runs: list[Run[Any]] = []
+        for answer, ask, call in zip(await self.engine.create_executions(asks), asks, calls, strict=True):
             if isinstance(answer, FabricError):
                 raise answer
-        return [
-            Child(ask.execution_id, call.task.name, call.task.signature.result, self)
-            for ask, call in zip(asks, calls, strict=True)
-        ]
+            known = (answer.execution_id, call.task.name, call.task.signature.result)
+            # Under a key somebody else's run may stand for this one: it has another parent, to whom its end is told.
+            is_ours = answer.execution_id == ask.execution_id
+            runs.append(Child(*known, self) if is_ours else Run(*known, self.app, created=False))
+        return runs
 
     @overload
-    async def gather(self, first: Sequence[Call[T]]) -> list[T]: ...
+    async def gather(self, first: Iterable[Call[T]], /) -> list[T]: ...
     @overload
-    async def gather(self, first: Sequence[Call[T]], *, join: Join) -> list[T | None]: ...
+    async def gather(self, first: Iterable[Call[T]], /, *, join: Join) -> list[T | None]: ...
     @overload
-    async def gather(self, first: Awaitable[T], *others: Awaitable[T]) -> list[T]: ...
+    async def gather(self, first: Call[T], /, *others: Call[T]) -> list[T]: ...
     @overload
-    async def gather(self, first: Awaitable[Any], *others: Awaitable[Any]) -> list[Any]: ...
-    async def gather(self, first: Any, *others: Any, join: Join = ALL) -> list[Any]:
+    async def gather(self, first: Awaitable[T], /, *others: Awaitable[T]) -> list[T]: ...
+    @overload
+    async def gather(self, first: Awaitable[Any], /, *others: Awaitable[Any]) -> list[Any]: ...
+    async def gather(self, *several: Any, join: Join = ALL) -> list[Any]:
         """Wait for several things at once: children given as calls, or waits and steps of this function.
 
         A child that the join did not need has None in its place.
         """
-        if isinstance(first, Sequence) and not others:
-            ended = await self._children(first, join)
-            return [await run.result() if won else None for run, won in ended]
-        return await self.durable.gather((first, *others))
+        from flowfabric.sdk.task import calls_among
+
+        calls = calls_among(several)
+        if calls is not None:
+            ended = await self._children(calls, join)
+            return [await Run.result(run) if won else None for run, won in ended]  # which has ended: nobody waits
+        return await self.durable.gather(several)
 
     async def race(self, *calls: Call[T]) -> T:
         """The first child that succeeds; the others are cancelled."""
@@ -192,12 +204,21 @@ class Waiting(ABC):
             raise InvalidInput("race: nobody runs; write ctx.race(first.s(), second.s())")
         ended = await self._children(calls, Quorum(1, cancel_rest=True))
         winner: Run[T] = next(run for run, won in ended if won)
-        return await winner.result()
+        return await Run.result(winner)
 
     async def _children(self, calls: Sequence[Call[Any]], join: Join) -> list[tuple[Run[Any], bool]]:
         """Each child, and whether it succeeded before the join was done."""
+        from flowfabric.sdk.task import a_call
+
         if not calls:
             return []
+        calls = [a_call(one) for one in calls]
+        for call in calls:
+            if call.options.key is not None:
+                raise InvalidInput(
+                    f"key: {call.options.key!r} may be that of a run with another parent; a child that is waited for "
+                    "is known by where it stands and needs no key"
+                )
         runs = await self._spawn(calls)
         ids = tuple(run.id for run in runs)
         name = self.durable.gate_name("children")
@@ -210,7 +231,7 @@ class Waiting(ABC):
             await self.engine.cancel_children(self.handle, rest, reason="the others were enough")
         if memo.ended_as is not GateEnd.SATISFIED:
             failed = next(run for run in runs if ended.get(run.id, "success") != "success")
-            await failed.result()  # raises with its reason
+            await Run.result(failed)  # raises with its reason
             raise RunFailed(failed.id, failed.task, "too few children succeeded")
         return [(run, ended.get(run.id) == "success") for run in runs]
 
@@ -227,6 +248,24 @@ class Child(Run[T]):
     def __init__(self, run_id: str, task: str, shape: Shape, parent: Waiting) -> None:
         super().__init__(run_id, task, shape, parent.app)
         self._parent = parent
+
+    async def result(self, timeout: Duration | None = None) -> T:
+        """What the child returned, as of any run. The parent's slot is free meanwhile, unless the wait is short."""
+        longest_s = to_seconds(timeout)
+        if (longest_s is not None and longest_s * 1000 <= SHORT_MS) or not self._parent.may_park:
+            return await super().result(timeout)
+        durable = self._parent.durable
+        memo = await durable.wait(
+            GateArgs(
+                name=durable.gate_name(f"result:{self.id.rpartition(':')[2]}"),
+                kind=GateKind.CHILDREN,
+                children=(self.id,),
+                expires_in_ms=None if longest_s is None else round(longest_s * 1000),
+            )
+        )
+        if memo.ended_as is GateEnd.TIMED_OUT:
+            raise self.not_ended(longest_s)
+        return await super().result()
 
     async def cancel(self, reason: str = "") -> None:
         """End it, whatever it is doing; again is fine."""

@@ -26,6 +26,7 @@ logger = logging.getLogger("flowfabric.worker")
 
 PULL_WAIT_MS = 10_000
 PAUSE_S = 1.0
+DEAF_AFTER_S = 5.0  # how long handlers that were cancelled have to come to their end
 ROUNDS = 2  # how many ends a slot may be ahead of what is told
 
 
@@ -64,7 +65,7 @@ class Worker:
             capabilities=self._capabilities,
             ttl_ms=max(1000, 2 * self._ttl_ms) if presence_ttl is None else to_ms(presence_ttl, "presence_ttl"),
         )
-        self._leases = Leases()
+        self._leases = Leases(self._time_of)
         self._running: dict[str, Pending] = {}  # by lease
         self._ends: Ends | None = None
         self._free = asyncio.Event()
@@ -185,7 +186,8 @@ class Worker:
         running = list(self._running.values())
         left = [*(own.claimed for own in running), *ends.drop()]
         self._cancel_all("the worker stops")
-        await asyncio.gather(*(own.root for own in running if own.root is not None), return_exceptions=True)
+        if roots := [own.root for own in running if own.root is not None]:
+            await asyncio.wait(roots, timeout=DEAF_AFTER_S)  # whoever does not listen is not waited for
         await ends.all_told()  # a handler may have had something to say all the same
         for claimed in left:
             try:
@@ -218,6 +220,13 @@ class Worker:
             self._leases.let_go([claimed])
         else:
             self._ends.add(claimed, outcome)
+
+    def _time_of(self, claimed: Claimed) -> float | None:
+        """How many seconds its handler has; None when it has all the time, or is over and only its end is untold."""
+        if claimed.lease_id not in self._running or claimed.payload is None:
+            return None
+        task = self._app.tasks.get(claimed.payload.execution_kind)
+        return None if task is None else task.timeout_s
 
     def _cancel_all(self, why: str) -> None:
         for own in list(self._running.values()):

@@ -26,11 +26,12 @@ class Stub:
 
 
 class Ballots:
-    """An open approval, answered by one person after another."""
+    """An open approval, answered by one person after another. Each has a link of their own, as in a mail."""
 
     def __init__(self, run: Run[Any], links: list[str], shape: Any) -> None:
         self._run = run
-        self._links = links
+        self._free = links
+        self._links: dict[str, str] = {}
         self._shape = shape
 
     async def approve_as(self, person: str, **fields: Any) -> None:
@@ -42,10 +43,12 @@ class Ballots:
         await self.answer_as(person, _answer(self._shape, False, fields))
 
     async def answer_as(self, person: str, value: Any = True) -> None:
-        """One vote of this value, with the next link."""
-        if not self._links:
-            raise AssertionError(f"{person} has no link: each of them has been used; ask for more with approvers=")
-        await self._run.vote(self._links.pop(0), value, by=person)
+        """One vote of this value; whoever votes again does so with the same link, which counts once."""
+        if person not in self._links:
+            if not self._free:
+                raise AssertionError(f"{person} has no link: all are in other hands; ask for more with approvers=")
+            self._links[person] = self._free.pop(0)
+        await self._run.vote(self._links[person], value, by=person)
 
 
 class Checked:

@@ -56,6 +56,7 @@ class World:
         self._workers: list[tuple[Worker, asyncio.Task[None]]] = []
         self._faults: list[tuple[str, str, float]] = []
         self._shapes: dict[tuple[str, str], Any] = {}
+        self._ballots: dict[tuple[tuple[str, str], ...], Ballots] = {}  # by waitpoints: who has which link
 
     async def __aenter__(self) -> Self:
         self._time = VirtualTime(asyncio.get_running_loop())
@@ -183,8 +184,10 @@ class World:
             waits = await self.engine.read_waits(run.id)
             for gate in waits.open.values():
                 if any(key.rpartition(".")[0] == name for _, key in gate.waitpoints):
-                    links = [await self._link(run.id, one) for one, _ in gate.waitpoints]
-                    return Ballots(run, links, self._shapes.get((run.id, name), bool))
+                    if gate.waitpoints not in self._ballots:
+                        links = [await self._link(run.id, one) for one, _ in gate.waitpoints]
+                        self._ballots[gate.waitpoints] = Ballots(run, links, self._shapes.get((run.id, name), bool))
+                    return self._ballots[gate.waitpoints]
             await asyncio.sleep(0.01)
         raise AssertionError(f"{run} does not ask for {name!r}")
 

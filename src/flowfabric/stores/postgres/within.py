@@ -1,8 +1,8 @@
 """Within somebody else's transaction: reads and writes on a connection that is not ours, kept or lost with its commit.
 
-The connection is one of asyncpg, of psycopg 3 (async or not), or SQLAlchemy's async connection or session over either
-of them; what the store's statements need of a driver is a handful of verbs. A savepoint keeps a row that somebody else
-inserts at the same moment from spoiling the whole transaction.
+The connection is one of asyncpg, of psycopg 3 (async or not), or SQLAlchemy's connection or session (async or not) over
+either of them; what the statements of the store need of a driver is a handful of verbs. A savepoint keeps a row that
+somebody else inserts at the same moment from spoiling the whole transaction.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from flowfabric.stores.postgres.lines import Lines
 from flowfabric.stores.postgres.wake import CHANNEL, payloads
 
 UNIQUE, UNDEFINED_TABLE = "23505", "42P01"
-KINDS = "a connection of asyncpg or psycopg 3, or an AsyncConnection or AsyncSession of SQLAlchemy"
+KINDS = "a connection of asyncpg or psycopg 3, or a connection or session of SQLAlchemy over one of them"
 
 
 class Link(Protocol):
@@ -91,12 +91,18 @@ async def _driver(connection: Any) -> Any:
     """The driver's own connection; SQLAlchemy's begins its transaction with the first statement."""
     if not type(connection).__module__.startswith("sqlalchemy."):
         return connection
-    if asyncio.iscoroutinefunction(getattr(type(connection), "connection", None)):  # a session
+    of_session = getattr(type(connection), "connection", None)
+    if asyncio.iscoroutinefunction(of_session):
         connection = await connection.connection()
-    if not hasattr(connection, "get_raw_connection"):
-        raise InvalidInput(f"using: {type(connection).__name__} is not {KINDS}")
-    await connection.exec_driver_sql("select 1")
-    return (await connection.get_raw_connection()).driver_connection
+    elif callable(of_session):
+        connection = await asyncio.to_thread(connection.connection)
+    if hasattr(connection, "get_raw_connection"):
+        await connection.exec_driver_sql("select 1")
+        return (await connection.get_raw_connection()).driver_connection
+    if hasattr(connection, "exec_driver_sql"):
+        await asyncio.to_thread(connection.exec_driver_sql, "select 1")
+        return connection.connection.driver_connection
+    raise InvalidInput(f"using: {type(connection).__name__} is not {KINDS}")
 
 
 class _Record(tuple[Any, ...]):

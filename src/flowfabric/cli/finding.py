@@ -1,0 +1,77 @@
+"""Where an app or a task is: `MODULE:NAME`, looked for in this folder first."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from flowfabric import Fabric, Task
+
+T = TypeVar("T")
+
+
+def found_app(target: str) -> Fabric:
+    """The Fabric that `module:name` names; without a name, the only one of the module."""
+    from flowfabric import Fabric
+    from flowfabric.errors import InvalidInput
+
+    module, name = _module(target, "MODULE:APP, as in shop.tasks:app")
+    if name:
+        return _named(module, name, Fabric)
+    apps = _all(module, Fabric)
+    if len(apps) != 1:
+        which = f"say which Fabric of {module.__name__} is meant, as in {module.__name__}:app"
+        raise InvalidInput(which + _others(module, Fabric))
+    return next(iter(apps.values()))
+
+
+def found_task(target: str) -> Task[..., Any]:
+    """The task that `module:name` names."""
+    from flowfabric import Task
+    from flowfabric.errors import InvalidInput
+
+    module, name = _module(target, "MODULE:TASK, as in shop.tasks:send")
+    if not name:
+        which = f"say which task of {module.__name__} is meant, as in {module.__name__}:send"
+        raise InvalidInput(which + _others(module, Task))
+    return _named(module, name, Task)
+
+
+def _module(target: str, form: str) -> tuple[ModuleType, str]:
+    import importlib
+    import sys
+
+    from flowfabric.errors import InvalidInput
+
+    module_name, _, name = target.partition(":")
+    sys.path.insert(0, "")
+    try:
+        return importlib.import_module(module_name), name
+    except ModuleNotFoundError as missing:
+        if missing.name is None or not (module_name == missing.name or module_name.startswith(f"{missing.name}.")):
+            raise  # the module is there, and what it imports is not: its traceback tells where
+        raise InvalidInput(
+            f"there is no module {missing.name!r} here; run ff in the folder that contains it, or install it"
+        ) from None
+    except ValueError:
+        raise InvalidInput(f"{target!r} is not {form}") from None
+
+
+def _named(module: ModuleType, name: str, kind: type[T]) -> T:
+    from flowfabric.errors import InvalidInput
+
+    found = getattr(module, name, None)
+    if not isinstance(found, kind):
+        raise InvalidInput(f"{module.__name__} has no {kind.__name__} named {name!r}{_others(module, kind)}")
+    return found
+
+
+def _all(module: ModuleType, kind: type[T]) -> dict[str, T]:
+    return {name: value for name, value in vars(module).items() if isinstance(value, kind)}
+
+
+def _others(module: ModuleType, kind: type[Any]) -> str:
+    known = _all(module, kind)
+    return f"; it has {', '.join(known)}" if known else "; it has none"

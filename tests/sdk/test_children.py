@@ -1,0 +1,191 @@
+"""Children whose ends a handler waits for by hand: the wait frees the slot, and hears what became of them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from flowfabric import Context, Fabric, Retry, RunFailed
+from flowfabric.model.states import PublicState
+from flowfabric.testing.world import World
+
+app = Fabric("sqlite:////nowhere/at/all.db")
+
+
+@app.task
+async def slow(ctx: Context, length: str) -> str:
+    await ctx.sleep(length)
+    return f"after {length}"
+
+
+@app.task
+async def broken() -> None:
+    raise ValueError("no good")
+
+
+@app.task
+async def counted(n: int) -> int:
+    return n
+
+
+async def test_days_of_waiting_for_a_child_take_no_slot_and_one_attempt() -> None:
+    @app.task
+    async def parent(ctx: Context) -> str:
+        return await (await ctx.spawn(slow, "3d")).result()
+
+    async with World(app, slots=1) as world:
+        run = await parent.submit()
+        await world.advance("1d")
+        assert await run.state() is PublicState.SUSPENDED
+        assert await run.result() == "after 3d"
+        assert len(await run.attempts()) == 1
+        world.assert_invariants()
+
+
+async def test_a_killed_parent_finds_its_child_again() -> None:
+    @app.task
+    async def parent(ctx: Context) -> str:
+        return await (await ctx.spawn(slow, "3d")).result()
+
+    async with World(app, workers=0) as world:
+        worker = world.start_worker()
+        run = await parent.submit()
+        await world.advance("1d")
+        await world.kill(worker)
+        world.start_worker()
+        assert await run.result() == "after 3d"
+        found = await world.engine.search_executions(limit=10)
+        assert len(found.executions) == 2, "the parent, and one child"
+
+
+async def test_a_wait_for_a_child_ends_with_its_timeout_and_can_begin_again() -> None:
+    @app.task
+    async def parent(ctx: Context) -> list[str]:
+        child = await ctx.spawn(slow, "3h")
+        try:
+            await child.result(timeout="1h")
+        except TimeoutError as late:
+            return [str(late), await child.result(timeout="1d")]
+        return []
+
+    async with World(app):
+        late, value = await (await parent.submit()).result()
+
+    assert "has not ended after 3600 s; it goes on all the same" in late
+    assert value == "after 3h"
+
+
+async def test_a_child_that_failed_fails_the_wait_with_its_reason() -> None:
+    @app.task(retry=Retry(max=0))
+    async def parent(ctx: Context) -> None:
+        await (await ctx.spawn(broken)).result()
+
+    async with World(app):
+        with pytest.raises(RunFailed, match="no good"):
+            await (await parent.submit()).result()
+
+
+async def test_what_is_no_branch_of_the_handler_waits_where_it_is() -> None:
+    begun: list[str] = []
+
+    @app.task
+    async def parent(ctx: Context) -> list[int]:
+        begun.append(ctx.run_id)
+        one, two, three = [await ctx.spawn(counted, n) for n in range(3)]
+
+        async def third() -> int:
+            return await three.result()
+
+        return [*await asyncio.gather(one.result(), two.result()), await ctx.step(third)]
+
+    async with World(app):
+        assert await (await parent.submit()).result() == [0, 1, 2]
+        assert len(begun) == 1, "a task of its own making and a step are not put away"
+
+
+async def test_a_child_that_is_waited_for_has_no_key_and_another_may_find_an_earlier_run() -> None:
+    @app.task(retry=Retry(max=0))
+    async def gathers(ctx: Context) -> list[int]:
+        return await ctx.gather([counted.options(key="one").s(1)])
+
+    @app.task
+    async def spawns(ctx: Context, n: int) -> list[Any]:
+        run = await ctx.spawn(counted.options(key="one").s(n))
+        return [run.created, await run.result()]
+
+    async with World(app):
+        with pytest.raises(RunFailed, match="key: 'one' may be that of a run with another parent"):
+            await (await gathers.submit()).result()
+        assert await (await spawns.submit(1)).result() == [True, 1]
+        assert await (await spawns.submit(2)).result() == [False, 1]
+
+
+async def test_whoever_votes_twice_counts_once() -> None:
+    @app.task
+    async def asks(ctx: Context) -> list[str]:
+        return [vote.by for vote in await (await ctx.approval("ok", bool, need=2))]
+
+    async with World(app) as world:
+        run = await asks.submit()
+        gate = await world.approval(run, "ok")
+        await gate.approve_as("ana")
+        await gate.approve_as("ana")
+        await world.settle()
+        assert await run.state() is PublicState.SUSPENDED
+        await (await world.approval(run, "ok")).approve_as("bo")
+        assert await run.result() == ["ana", "bo"]
+        with pytest.raises(AssertionError, match="cleo has no link"):
+            await gate.approve_as("cleo")
+
+
+async def test_children_are_gathered_from_whatever_holds_their_calls() -> None:
+    @app.task
+    async def parent(ctx: Context) -> list[list[int]]:
+        return [
+            await ctx.gather([counted.s(0), counted.s(1)]),
+            await ctx.gather(counted.s(n) for n in range(2, 4)),
+            await ctx.gather(counted.s(4), counted.s(5)),
+            await ctx.gather(),
+        ]
+
+    @app.task
+    def plain(ctx: Context) -> list[list[int | None]]:
+        return [
+            ctx.sync.gather([counted.s(0), counted.s(1)]),
+            ctx.sync.gather(counted.s(n) for n in range(2, 4)),
+            [*ctx.sync.gather(counted.s(4), counted.s(5))],
+            ctx.sync.gather(),
+        ]
+
+    wanted = [[0, 1], [2, 3], [4, 5], []]
+    async with World(app):
+        assert await (await parent.submit()).result() == wanted
+        assert await (await plain.submit()).result() == wanted
+    assert await parent() == wanted
+
+
+async def test_a_task_that_is_a_step_gets_the_context_of_its_run() -> None:
+    @app.task
+    async def inner(ctx: Context, n: int) -> list[Any]:
+        return [ctx.run_id, n]
+
+    @app.task
+    def plain(ctx: Context, n: int) -> list[Any]:
+        return [ctx.run_id, n]
+
+    @app.task
+    async def outer(ctx: Context) -> list[Any]:
+        return [await ctx.step(inner, 1), await ctx.step(plain, n=2), ctx.run_id]
+
+    @app.task
+    def outer_plain(ctx: Context) -> list[Any]:
+        return [ctx.sync.step(inner, 1), ctx.sync.step(plain, n=2), ctx.run_id]
+
+    async with World(app):
+        for task in (outer, outer_plain):
+            run = await task.submit()
+            assert await run.result() == [[run.id, 1], [run.id, 2], run.id]
+    one, two, run_id = await outer()
+    assert (one, two) == ([run_id, 1], [run_id, 2])
