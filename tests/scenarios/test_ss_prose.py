@@ -237,7 +237,11 @@ async def test_a_key_is_remembered_as_long_as_its_timeout_asks_for(
     play: Play, waits: Waits, ahead: int, remembered: int
 ) -> None:
     held = await play.claimed()
-    given = {"timeout_at": play.now + ahead, "timeout_behavior": TimeoutBehavior.ESCALATE, "idempotency_key": "once"}
+    given: dict[str, Any] = {
+        "timeout_at": play.now + ahead,
+        "timeout_behavior": TimeoutBehavior.ESCALATE,
+        "idempotency_key": "once",
+    }
     first = await play.engine.suspend(held.handle, waits.args(**given))
     assert isinstance(first, Suspended)
 

@@ -31,7 +31,12 @@ async def test_a_delivery_is_looked_at_in_its_order(play: Play, waits: Waits) ->
     await waits.effect(e, "other", p, idempotency_key="first")
 
     async def refused(kind: type[errors.FabricError], *, stamped: bool = False, **given: Any) -> None:
-        args = {"execution_id": e, "payload": b"x", "idempotency_key": "new", "max_signals_per_execution": 1} | given
+        args: dict[str, Any] = {
+            "execution_id": e,
+            "payload": b"x",
+            "idempotency_key": "new",
+            "max_signals_per_execution": 1,
+        } | given
         signal = waits.signal(e, "go", p.waitpoint_id, args.pop("waitpoint_token", token))
         before = await play.everything()
         with pytest.raises(kind):
@@ -164,7 +169,7 @@ async def test_repeated_approvals_are_one_source(play: Play, waits: Waits) -> No
 
 async def test_a_signal_is_kept_as_it_was_sent(play: Play, waits: Waits) -> None:
     held, p = await waits.suspended()
-    given = {
+    given: dict[str, Any] = {
         "payload": b"\x00\xff",
         "payload_encoding": "cbor",
         "correlation_id": "c",

@@ -203,7 +203,8 @@ async def test_a_link_leads_to_its_page_whatever_the_key_is_called(app: Fabric, 
     async def oddly(ctx: Context) -> bool:
         approval = await ctx.approval("agree", bool)
         links.extend(map(str, approval.links))
-        return (await approval)[0].value
+        [vote] = await approval
+        return vote.value
 
     worker = Worker(app, slots=1)
     working = asyncio.create_task(worker.work())
