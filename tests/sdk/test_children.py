@@ -9,6 +9,7 @@ import pytest
 
 from flowfabric import Context, Fabric, Retry, RunFailed
 from flowfabric.model.states import PublicState
+from flowfabric.sdk.task import Call
 from flowfabric.testing.world import World
 
 app = Fabric("sqlite:////nowhere/at/all.db")
@@ -141,13 +142,15 @@ async def test_whoever_votes_twice_counts_once() -> None:
 
 
 async def test_children_are_gathered_from_whatever_holds_their_calls() -> None:
+    nobody: list[Call[int]] = []
+
     @app.task
     async def parent(ctx: Context) -> list[list[int]]:
         return [
             await ctx.gather([counted.s(0), counted.s(1)]),
             await ctx.gather(counted.s(n) for n in range(2, 4)),
             await ctx.gather(counted.s(4), counted.s(5)),
-            await ctx.gather(),
+            await ctx.gather(*nobody),
         ]
 
     @app.task
@@ -156,7 +159,7 @@ async def test_children_are_gathered_from_whatever_holds_their_calls() -> None:
             ctx.sync.gather([counted.s(0), counted.s(1)]),
             ctx.sync.gather(counted.s(n) for n in range(2, 4)),
             [*ctx.sync.gather(counted.s(4), counted.s(5))],
-            ctx.sync.gather(),
+            [*ctx.sync.gather(*nobody)],
         ]
 
     wanted = [[0, 1], [2, 3], [4, 5], []]

@@ -154,6 +154,26 @@ async def test_what_json_has_no_words_for_is_refused_at_submit(app: Fabric) -> N
     assert (await engine.search_executions()).executions == []
 
 
+class Posted(pydantic.BaseModel):
+    to: str = pydantic.Field(alias="recipient")
+    steer: Steer
+
+
+async def test_a_model_that_was_changed_into_nonsense_is_refused_at_submit(app: Fabric) -> None:
+    @app.task
+    async def post(posted: Posted) -> Posted:
+        return posted
+
+    posted = Posted(recipient="ana", steer=Steer(degrees=1))
+    async with working(app):
+        assert await (await post.submit(posted)).result(20) == posted, "and one with other names comes back"
+    posted.steer.degrees = "left"  # type: ignore[assignment]
+    with pytest.raises(errors.InvalidInput, match=r"posted: .*steer.degrees"):
+        await post.submit(posted)
+    engine = await app.engine()
+    assert len((await engine.search_executions()).executions) == 1
+
+
 async def test_keys_that_are_numbers_and_models_within_dataclasses_come_back_as_they_went(app: Fabric) -> None:
     @app.task
     async def turn(names: dict[int, str], order: Order, at: Context | None = None) -> tuple[dict[int, str], Order]:
@@ -274,8 +294,9 @@ async def test_a_limit_by_a_function_sees_defaults_and_only_the_parameters_it_na
 
 async def test_a_run_that_does_not_exist_is_said_so_by_everything(app: Fabric) -> None:
     run = app.find("{fp:1}:00000000-0000-4000-8000-000000000000")
-    for ask in (run.result(1), run.state(), run.describe(), run.attempts(), run.cancel(), run.replay(), run.explain()):
-        with pytest.raises(errors.NotFound):
+    asks = (run.result(1), run.state(), run.describe(), run.attempts(), run.cancel(), run.replay(), run.explain())
+    for ask in (*asks, run.signal("steer", 1)):
+        with pytest.raises(errors.NotFound, match=run.id):
             await ask
     with pytest.raises(errors.NotFound):
         async for _ in run.stream("answer"):

@@ -82,7 +82,12 @@ class Shape:
         """Plain data for a value that fits the annotation."""
         try:
             if self._adapter is not None:
-                return self._adapter.dump_python(self._adapter.validate_python(value), mode="json")
+                valid = self._adapter.validate_python(value)
+                plain = self._adapter.dump_python(valid, mode="json", by_alias=True, warnings=False)
+                self._adapter.validate_python(
+                    plain
+                )  # a model that was changed since it was made is not looked at again
+                return plain
             plain = msgspec.to_builtins(value, str_keys=True, enc_hook=_model_data)
             if self.annotation is not Any:
                 msgspec.convert(plain, self.annotation, str_keys=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import AsyncIterator, Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
@@ -117,15 +117,18 @@ class Run(Generic[R]):
 
     async def cancel(self, reason: str = "") -> None:
         """End it, whatever it is doing; again is fine."""
-        await (await self._engine()).cancel_execution(self.id, reason=reason)
+        with self._named():
+            await (await self._engine()).cancel_execution(self.id, reason=reason)
 
     async def replay(self) -> None:
         """Give a finished run another life."""
-        await (await self._engine()).replay_execution(self.id)
+        with self._named():
+            await (await self._engine()).replay_execution(self.id)
 
     async def explain(self) -> Explanation:
         """Why it is not running: a dependency, a delay, a limit, a budget, no capable worker, all busy …"""
-        return await (await self._engine()).explain(self.id)
+        with self._named():
+            return await (await self._engine()).explain(self.id)
 
     async def signal(self, name: str, value: Any = None, *, key: str | None = None, token: str | None = None) -> bool:
         """Send a message to its function, which gets it with `ctx.receive(name)`, now or later; `key` sends it once.
@@ -138,16 +141,16 @@ class Run(Generic[R]):
             if "token=" in token:
                 return await self.vote(token, value)
             return await self._vote_at(engine, name, token, value)
-        sent = await engine.send_message(
-            MailArgs(
-                execution_id=self.id,
-                mailbox=name,
-                message_id=engine.minter.uuid(),
-                payload=json_bytes(to_plain(value)),
-                payload_encoding="json",
-                idempotency_key=key,
-            )
+        mail = MailArgs(
+            execution_id=self.id,
+            mailbox=name,
+            message_id=engine.minter.uuid(),
+            payload=json_bytes(to_plain(value)),
+            payload_encoding="json",
+            idempotency_key=key,
         )
+        with self._named():
+            sent = await engine.send_message(mail)
         return isinstance(sent, Accepted)
 
     async def _vote_at(self, engine: Engine, name: str, token: str, value: Any) -> bool:
@@ -210,6 +213,16 @@ class Run(Generic[R]):
     async def progress(self) -> dict[str, Any]:
         """What its handler last said, as one document; `pct` is the percentage."""
         return progress_of(*await (await self._engine()).read_progress(self.id))
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Let a refusal say which run there is not."""
+        try:
+            yield
+        except errors.NotFound as missing:
+            if missing.execution_id is not None:
+                raise
+            raise errors.NotFound(missing.entity, execution_id=self.id) from None
 
     async def _value(self, engine: Engine, ended: Ended) -> R:
         if ended.outcome is not TerminalOutcome.SUCCESS:

@@ -15,6 +15,7 @@ from flowfabric.errors import ContentionError, ExecutionNotActive, FabricError, 
 from flowfabric.ids import ExecutionId, partition_of
 from flowfabric.model.gate import GateEnd, GateKind, GateMemo, Vote
 from flowfabric.model.states import LifecyclePhase, TerminalOutcome
+from flowfabric.sdk import declared
 from flowfabric.sdk.approvals import Approval
 from flowfabric.sdk.codec import Shape, from_json
 from flowfabric.sdk.durations import Duration, to_ms, to_seconds
@@ -110,6 +111,7 @@ class Waiting(ABC):
         The links stay good over crashes and deploys. Await the approval for the votes. `show` is what the page
         behind a link tells of what is decided.
         """
+        declared.name(name)
         count = approvers if approvers is not None else max(need, 1)
         if not 1 <= need <= count:
             raise InvalidInput(f"approval: {need} votes cannot come from {count} links")
