@@ -22,10 +22,12 @@ from flowfabric.bench.throughput import Progress, Steps
 from flowfabric.engine.asks import Change, outcome_of
 from flowfabric.engine.flows import GraphEdge
 from flowfabric.ids import FlowId, mint_for_flow
+from flowfabric.model.answers import Claimed
 from flowfabric.model.execution import Execution
+from flowfabric.sdk.ends import Ends
+from flowfabric.sdk.outcomes import Done
 
 IN_FLIGHT = 16
-CLAIM_LOOPS = 1
 SILENCE_MS = 10_000
 
 
@@ -80,7 +82,7 @@ async def flow(
             gc.collect()
             rates.append(await _chains(engine, f"bench-chains-{number}", chains, steps))
         tell(f"fan-out of {fan} and join")
-        async with _worker(engine, "bench-fan", claim=fan, loops=1) as ended:
+        async with _worker(engine, "bench-fan", slots=fan) as ended:
             fans = [await _fan(engine, "bench-fan", fan, ended) for _ in range(samples + 2)]
         tell(f"cancel of {siblings - 1} siblings")
         cancels = [await _quorum(engine, f"bench-quorum-{number}", siblings) for number in range(samples + 2)]
@@ -121,7 +123,7 @@ async def _chains(engine: Engine, lane: str, chains: int, steps: int) -> float:
             await engine.create_flow_graph(flow_id, _nodes(lane, names), edges, namespace="bench")
             await ended(names[-1])
 
-    async with _worker(engine, lane, claim=IN_FLIGHT // CLAIM_LOOPS, loops=CLAIM_LOOPS) as ended:
+    async with _worker(engine, lane, slots=IN_FLIGHT) as ended:
         began = perf_counter()
         await asyncio.gather(*(one_after_another() for _ in range(IN_FLIGHT)))
         return chains / (perf_counter() - began)
@@ -221,36 +223,37 @@ class _Ends:
 
 
 @asynccontextmanager
-async def _worker(engine: Engine, lane: str, *, claim: int, loops: int) -> AsyncIterator[_Ends]:
-    """A worker that does nothing with what it claims but to complete it, until the block is left.
+async def _worker(engine: Engine, lane: str, *, slots: int) -> AsyncIterator[_Ends]:
+    """A worker as there is one in `flowfabric.sdk`, whose handlers do nothing, until the block is left.
 
-    It is one for many samples: to cancel a claim that is on its way costs the store a connection.
+    It claims what it has slots for, and while ends are on their way it claims again. It is one for many samples: to
+    cancel a claim that is on its way costs the store a connection.
     """
-    ends = _Ends()
+    ends, begun = _Ends(), 0
 
-    async def work(instance: str) -> None:
+    def told(over: list[Claimed]) -> None:
+        for one in over:
+            ends.told(one.execution_id)
+
+    telling = Ends(engine, told)
+    pull = engine.pulling([lane], worker_id=WORKER, worker_instance_id=WORKER, lease_ttl_ms=LEASE_MS)
+
+    async def work() -> None:
+        nonlocal begun
         while True:
-            claimed = await engine.claim_many(
-                lane,
-                claim,
-                worker_id=WORKER,
-                worker_instance_id=instance,
-                lease_ttl_ms=LEASE_MS,
-                max_wait_ms=SILENCE_MS,
-            )
-            answers = await engine.complete_many([(one.handle, RESULT) for one in claimed])  # as workers do
-            for one, answer in zip(claimed, answers, strict=True):
-                if isinstance(answer, Exception):
-                    raise answer
-                ends.told(one.execution_id)
+            for one in await pull.claim(slots, max_wait_ms=SILENCE_MS):
+                begun += 1
+                telling.add(one, Done(RESULT))
 
-    working = [asyncio.create_task(work(f"{WORKER}-{number}")) for number in range(loops)]
+    working = asyncio.create_task(work())
     try:
         yield ends
     finally:
-        for each in working:
-            each.cancel()
-        for each in working:
-            with suppress(asyncio.CancelledError):
-                await each
+        working.cancel()
+        with suppress(asyncio.CancelledError):
+            await working
+        pull.close()
+        await telling.all_told()
         await engine.dispatched()
+        if telling.succeeded < begun:
+            raise AssertionError(f"{begun - telling.succeeded} of {begun} ends were refused")

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from flowfabric import errors
-from flowfabric.engine.wakes import topics_of
+from flowfabric.engine.wakes import lane_topic, lines_of, topics_of
 from flowfabric.rules.change import Change
 from flowfabric.stores.base import Collision, Store, Unstorable
 
@@ -36,6 +36,7 @@ class Commits:
         self.untold: set[int] = set()  # ids of changes whose answers got lost, and with them perhaps their hints
         self._waiting: deque[tuple[Change, asyncio.Future[int | None]]] = deque()
         self._under_way: set[asyncio.Task[Any]] = set()
+        self._bringing: dict[asyncio.Future[None], set[str]] = {}  # batches under way that put work into lanes
         self._running = 0  # counted by the lanes themselves: a task that has just returned is not running any more
 
     def add(self, change: Change) -> asyncio.Future[int | None]:
@@ -47,7 +48,7 @@ class Commits:
 
     def send(self, changes: Sequence[Change]) -> asyncio.Task[list[Verdict]]:
         """Write a batch that one caller put together, at once; one change that fails does not fail the others."""
-        writing = asyncio.create_task(self._write(changes))
+        writing = asyncio.create_task(self._write_aloud(changes))
         self._under_way.add(writing)
         writing.add_done_callback(self._under_way.discard)
         return writing
@@ -58,6 +59,12 @@ class Commits:
         for start in range(0, len(changes), self._store.batch_limit):
             verdicts += await self.send(changes[start : start + self._store.batch_limit])
         return verdicts
+
+    async def brought(self, topics: Collection[str]) -> None:
+        """Wait until the batches under way that put work into one of these lanes are answered."""
+        under_way = [batch for batch, lanes in self._bringing.items() if not lanes.isdisjoint(topics)]
+        for batch in under_way:
+            await asyncio.shield(batch)
 
     async def drained(self) -> None:
         """Wait until nothing is on its way."""
@@ -74,12 +81,9 @@ class Commits:
     async def _run_lane(self) -> None:
         try:
             while batch := self._next_batch():
-                changes = [change for change, _ in batch]
-                if self._announce is not None:
-                    self._announce(changes)  # whoever hears it is heard after what is written here without a pause
-                verdicts = await self._write(changes)
+                verdicts = await self._write_aloud([change for change, _ in batch])
                 for (change, waiter), verdict in zip(batch, verdicts, strict=True):
-                    if waiter.done() or type(verdict) is not int:
+                    if waiter.done():  # nobody will note what became of it
                         self.announced.discard(change.id)
                     _answer(waiter, verdict)
         finally:
@@ -100,6 +104,30 @@ class Commits:
                 later.append(entry)
         waiting.extendleft(reversed(later))
         return batch
+
+    async def _write_aloud(self, changes: Sequence[Change]) -> list[Verdict]:
+        """Commit, and let those come along who can; what was not written is not announced any more."""
+        if self._announce is None:
+            return await self._write_for_lanes(changes)
+        self._announce(changes)  # whoever hears it is heard after what is written here without a pause
+        verdicts = await self._write(changes)
+        if self.announced:
+            self.announced.difference_update(
+                change.id for change, verdict in zip(changes, verdicts, strict=True) if type(verdict) is not int
+            )
+        return verdicts
+
+    async def _write_for_lanes(self, changes: Sequence[Change]) -> list[Verdict]:
+        """Commit where nobody can come along; those who would look in vain can wait for the answer."""
+        if not (lanes := {lane_topic(line.lane_id) for change in changes for line in lines_of(change)}):
+            return await self._write(changes)
+        batch: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._bringing[batch] = lanes
+        try:
+            return await self._write(changes)
+        finally:
+            del self._bringing[batch]
+            batch.set_result(None)
 
     async def _write(self, changes: Sequence[Change]) -> list[Verdict]:
         """Commit; a batch that the store cannot keep is halved until the one at fault stands alone."""

@@ -64,17 +64,20 @@ class Dispatcher:
         """A change was written: take up what it leaves to be done."""
         if not self._enabled:
             return
-        flow_id = _flow_of(change, rows) if outcome_of(change) else None
+        flow_id: str | None = None
         for write in change.writes:
             row: Any = write.row
-            if type(write) is Patch and row is Dependency and flow_id and write.fields.get("unfolded_at") is not None:
-                child, edge_id = write.key
-                self._settled.setdefault(Child(flow_id, child), set()).add(edge_id)
+            if type(write) is Patch and row is Dependency and write.fields.get("unfolded_at") is not None:
+                flow_id = flow_id or (_flow_of(change, rows) if outcome_of(change) else None)
+                if flow_id:
+                    child, edge_id = write.key
+                    self._settled.setdefault(Child(flow_id, child), set()).add(edge_id)
             elif type(write) is Put and type(row) is Dispatch:
                 self._start(partial(self.deliver, row.execution_id))
             elif type(write) is Put and type(row) is PendingCancelGroup:
                 self._start(partial(self._end_siblings, Child(row.flow_id, row.downstream_execution_id)))
-        self._start_round()
+        if self._settled:
+            self._start_round()
 
     async def idle(self) -> None:
         """Wait until everything that this process took up is done, or left to the sweeps."""

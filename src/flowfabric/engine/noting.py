@@ -18,7 +18,7 @@ from flowfabric.clock import Estimate
 from flowfabric.engine.commits import Commits
 from flowfabric.engine.meters import Meters
 from flowfabric.engine.outcomes import Outcomes
-from flowfabric.engine.wakes import LANE, Wakes, due_topic, lane_topic, line_of, topics_of
+from flowfabric.engine.wakes import Wakes, due_topic, lane_topic, lines_of, topics_of
 from flowfabric.model.execution import Execution, LineKey
 from flowfabric.model.states import LifecyclePhase, OwnershipState
 from flowfabric.rules.change import Change, Delete, FromNow, Patch
@@ -80,11 +80,11 @@ class Noting:
             self._note_due(change, committed_at)
         for empty in change.lines:
             self.note_line(empty)
+        for line in lines_of(change):
+            self.note_line(line)
+            if line.decided:
+                self._decided_lanes.add(line.lane_id)
         for write in change.writes:  # compared by type: this runs for every change
-            if (line := line_of(write)) is not None:
-                self.note_line(line)
-                if line.decided:
-                    self._decided_lanes.add(line.lane_id)
             if type(write) is Patch and write.row is Execution:
                 self._note_sheet(write.key[0], write.fields, change.id, rows, committed_at)
         for event in change.events:
@@ -104,7 +104,7 @@ class Noting:
         for change in changes:
             if change.id in commits.announced:  # its lanes were told of it when it was on its way
                 commits.announced.discard(change.id)
-                topics.difference_update([topic for topic in topics_of((change,)) if topic.startswith(LANE)])
+                topics.difference_update([lane_topic(line.lane_id) for line in lines_of(change)])
         self.wakes.fire(topics)
 
     def _following(self, change: Change) -> Iterable[Follow]:
@@ -147,7 +147,7 @@ class Noting:
         lines before it takes sees nothing yet: it is woken when the changes are written.
         """
         for change in changes:
-            lines = {line for write in change.writes if (line := line_of(write)) is not None}
+            lines = lines_of(change)
             topics = [lane_topic(line.lane_id) for line in lines]
             if not any(map(self.wakes.waiting, topics)):
                 continue

@@ -20,6 +20,8 @@ from flowfabric.rules import limits
 from flowfabric.rules.create import CreateExecution as CreateExecution  # part of the engine's own vocabulary
 from flowfabric.stores.base import Want
 
+TURNS = 2  # of the loop, within which a worker hands over to the store what it has just done
+
 
 class Ended(msgspec.Struct, frozen=True):
     """How a life ended."""
@@ -86,9 +88,21 @@ class Pull:
                 await waited(hint, min(max(0.0, until - clock()), self._engine.poll_s))
                 if not go_on():
                     return []
+            else:
+                await self._behind_own_work()
             claimed = await self._look(limit)
             if claimed or until <= clock() or not go_on():
                 return claimed
+
+    async def _behind_own_work(self) -> None:
+        """Let what this process has just done go before the look, which finds what that sets free.
+
+        Where the store keeps the order it is enough to be handed over behind it, and both are one commit.
+        """
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
+        if not self._engine.store.in_order:
+            await self._engine.commits.brought(self._topics)
 
     def close(self) -> None:
         """Expect no more hints."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from flowfabric.model.execution import Execution, LineKey
 from flowfabric.model.stream import Stream
-from flowfabric.rules.change import Change, Patch, Write
+from flowfabric.rules.change import Change, Patch
 
 
 class Wakes:
@@ -87,26 +87,31 @@ FEED = "feed"
 LANE = "lane:"
 
 
-def line_of(write: Write) -> LineKey | None:
-    """The line that a write puts an execution into."""
-    row: Any = write.row
-    if type(write) is Patch:
-        return write.fields.get("line") if row is Execution else None
-    return row.line if type(row) is Execution else None
+def lines_of(change: Change) -> set[LineKey]:
+    """The lines that a change puts executions into."""
+    found: set[LineKey] = set()
+    for write in change.writes:  # compared by type: this runs for every write, of which a graph has thousands
+        row: Any = write.row
+        if type(row) is Execution:
+            if row.line is not None:
+                found.add(row.line)
+        elif row is Execution and type(write) is Patch and (line := write.fields.get("line")) is not None:
+            found.add(line)
+    return found
 
 
 def topics_of(changes: Iterable[Change]) -> set[str]:
     """What there is to look at once these changes are written."""
     topics: set[str] = set()
+    lines: set[LineKey] = set()
     for change in changes:
-        for write in change.writes:  # compared by type: this runs for every change
+        lines |= lines_of(change)
+        for write in change.writes:
             row: Any = write.row
-            if (line := line_of(write)) is not None:
-                topics.add(lane_topic(line.lane_id))
+            if type(row) is Stream:
+                topics.add(stream_topic(row.execution_id))
             elif row is Stream and type(write) is Patch:
                 topics.add(stream_topic(write.key[0]))
-            elif type(row) is Stream:
-                topics.add(stream_topic(row.execution_id))
         if change.form is not None:
             topics.add(FEED)
             topics.add(end_topic(change.guards[0].key[0]))
@@ -114,4 +119,5 @@ def topics_of(changes: Iterable[Change]) -> set[str]:
             topics.add(FEED)
             if event.outcome is not None:
                 topics.add(end_topic(event.execution_id))
+    topics.update(lane_topic(line.lane_id) for line in lines)
     return topics

@@ -102,8 +102,10 @@ def tallied(by: Sequence[str], found: Iterable[Sequence[Any]]) -> dict[tuple[Any
 def encode_column(values: Sequence[Any], line_of: LineOf, now: int) -> Sequence[Any]:
     """The values that many rows have for one column, as they are stored at `now`.
 
-    A column at a time, because most columns hold nothing that needs encoding, and that is quickly seen.
+    A column at a time, because most columns hold one value, or nothing that needs encoding, and that is quickly seen.
     """
+    if values.count(values[0]) == len(values):
+        return encode_row(values[:1], line_of, now) * len(values)
     kinds = set(map(type, values))
     if kinds <= _TEXT:
         if str in kinds and "\0" in "".join(filter(None, values)):

@@ -25,7 +25,7 @@ from msgspec.structs import astuple
 
 from flowfabric.model.event import Event
 from flowfabric.model.execution import LineKey
-from flowfabric.rules.change import Change, Delete, Form, Guard, LeaseCheck, Like, Patch, Put, Write
+from flowfabric.rules.change import Change, Delete, Form, Guard, Insert, LeaseCheck, Like, Patch, Put, Write
 from flowfabric.stores.base import Unstorable
 from flowfabric.stores.codec import CODEC, row_of, target
 from flowfabric.stores.postgres.habits import Habits
@@ -139,7 +139,8 @@ def _rounds(changes: Sequence[Change]) -> list[list[tuple[int, int, Write]]]:
     first = rounds[0]
     for no, change in enumerate(changes, start=1):
         writes = change.writes
-        if len(writes) == 1 or len({row_of(write) for write in writes}) == len(writes):
+        # Two inserts of one row are refused wherever they stand.
+        if all(type(write) is Insert for write in writes) or len({row_of(write) for write in writes}) == len(writes):
             first += [(no, change.id, write) for write in writes]
             continue
         emptied = {write.row for write in writes if type(write) is Delete}

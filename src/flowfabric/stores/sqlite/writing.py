@@ -8,6 +8,7 @@ root, so only the order within a change matters, and that is kept.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from itertools import chain, repeat
 from typing import Any
 
@@ -17,7 +18,7 @@ from msgspec.structs import astuple
 
 from flowfabric.model.event import Event
 from flowfabric.model.execution import LineKey
-from flowfabric.rules.change import Change, Delete, Form, LeaseWant, Like, Patch, Put, Write
+from flowfabric.rules.change import Change, Delete, Form, Insert, LeaseWant, Like, Patch, Put, Write
 from flowfabric.stores.base import Held, Take, Taken, Unstorable
 from flowfabric.stores.codec import CODEC, encode_column, encode_row, row_of, target
 from flowfabric.stores.rows import TABLE
@@ -150,8 +151,8 @@ def _rounds(changes: Iterable[Change]) -> list[Gathered]:
 
 def _places(writes: Sequence[Write]) -> Sequence[int]:
     """The round of each write: how many writes of the same row come before it."""
-    if len({row_of(write) for write in writes}) == len(writes):
-        return [0] * len(writes)
+    if all(type(write) is Insert for write in writes) or len({row_of(write) for write in writes}) == len(writes):
+        return [0] * len(writes)  # two inserts of one row are refused wherever they stand
     emptied = {write.row for write in writes if type(write) is Delete}  # where one write may meet any number of rows
     targets = [target(write) for write in writes]
     if not emptied and len(set(targets)) == len(targets):
@@ -166,56 +167,74 @@ def _places(writes: Sequence[Write]) -> Sequence[int]:
 
 
 def _gather(gathered: Gathered, write: Write, change_id: int) -> None:
-    """Put a write with those of its shape; a root gets the change's id as its revision."""
-    shape: Shape
+    """Put a write with those of its shape."""
     values: Row
     if type(write) is Patch:  # by type, as in the codec
-        fields, codec = write.fields, CODEC[write.row]
-        if not codec.column.keys() >= fields.keys():
-            raise Unstorable(f"{codec.table.name} has no column {sorted(fields.keys() - codec.column.keys())}")
-        if codec.revision_place is not None:
-            fields = fields | {"revision": change_id}
-        shape = Patch, write.row, tuple(fields), write.unless
-        values = (*fields.values(), *write.key)
+        shape = _shape_of_patch(write.row, tuple(write.fields), write.unless)
+        if len(shape[2]) > len(write.fields):
+            values = (*write.fields.values(), change_id, *write.key)
+        else:
+            values = (*write.fields.values(), *write.key)
     elif type(write) is Delete:
         shape = Delete, write.row, TABLE[write.row].key[: len(write.key)], None
         values = write.key or (0,)
     else:
         row: Any = write.row
-        codec = CODEC[type(row)]
         shape = type(write), type(row), (), None
-        values = astuple(row)
-        if values[0] is None:  # which would be taken for one of the rows that only fill up
-            raise Unstorable(f"a row of {codec.table.name} has no key")
-        if (place := codec.revision_place) is not None:
-            values = (*values[:place], change_id, *values[place + 1 :])
+        values = (row, change_id)
     gathered.setdefault(shape, []).append(values)
+
+
+@lru_cache(maxsize=1000)
+def _shape_of_patch(row: type[msgspec.Struct], names: tuple[str, ...], unless: str | None) -> Shape:
+    """The shape of a patch of these fields; a root gets the change's id as its revision."""
+    codec = CODEC[row]
+    if unknown := set(names) - codec.column.keys():
+        raise Unstorable(f"{codec.table.name} has no column {sorted(unknown)}")
+    return Patch, row, names if codec.revision_place is None else (*names, "revision"), unless
 
 
 def _write(db: apsw.Connection, lines: LinesOfWriter, gathered: Gathered, now: int) -> None:
     for (kind, row, names, unless), rows in gathered.items():
         if kind is Delete:
-            statement, rows = sql.delete(row, len(names)), rows if names else rows[:1]
+            statement, columns = sql.delete(row, len(names)), _turned(rows if names else rows[:1])
         elif kind is Patch:
-            statement = sql.patch(row, names, unless)
+            statement, columns = sql.patch(row, names, unless), _turned(rows)
         else:
-            statement = sql.insert(row, replace=kind is Put)
-        many(db, statement, _encoded(db, lines, rows, now))
+            statement, columns = sql.insert(row, replace=kind is Put), _columns(row, rows)
+        many(db, statement, _encoded(db, lines, columns, now))
 
 
-def _encoded(db: apsw.Connection, lines: LinesOfWriter, rows: Sequence[Row], now: int) -> list[Row]:
+def _columns(row: type[msgspec.Struct], new: Sequence[Row]) -> list[Row]:
+    """The columns of new rows, of which each comes with the id of its change: the revision of a root."""
+    codec = CODEC[row]
+    rows, ids = zip(*new, strict=True)
+    columns = _turned([*map(astuple, rows)])
+    if None in columns[0]:  # which would be taken for one of the rows that only fill up
+        raise Unstorable(f"a row of {codec.table.name} has no key")
+    if codec.revision_place is not None:
+        columns[codec.revision_place] = ids
+    return columns
+
+
+def _turned(rows: Sequence[Row]) -> list[Row]:
+    return [*zip(*rows, strict=True)]
+
+
+def _encoded(db: apsw.Connection, lines: LinesOfWriter, columns: Sequence[Row], now: int) -> list[Row]:
+    """Rows as they are stored, from their columns."""
+
     def line_of(line: LineKey) -> int:
         return lines.number_to_write(db, line)
 
-    if len(rows) == 1:
-        return [encode_row(rows[0], line_of, now)]
-    columns = zip(*rows, strict=True)
-    return [*zip(*(encode_column(column, line_of, now) for column in columns), strict=True)]
+    if len(columns[0]) == 1:
+        return [encode_row([value for (value,) in columns], line_of, now)]
+    return _turned([encode_column(column, line_of, now) for column in columns])
 
 
 def _tell(db: apsw.Connection, lines: LinesOfWriter, events: Sequence[Event], now: int) -> None:
     if events:
-        many(db, sql.TELL, _encoded(db, lines, [(now, *astuple(event)) for event in events], now))
+        many(db, sql.TELL, _encoded(db, lines, _turned([(now, *astuple(event)) for event in events]), now))
 
 
 def many(

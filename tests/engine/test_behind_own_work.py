@@ -1,0 +1,117 @@
+"""A worker's next look goes behind the ends that it has just told, and finds what those set free."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import pairwise
+from typing import Any
+from uuid import UUID
+
+import pytest
+
+from flowfabric.engine.engine import Engine
+from flowfabric.engine.flows import GraphEdge
+from flowfabric.ids import FlowId, SeededMinter, mint_for_flow
+from flowfabric.model.answers import Claimed, Completed
+from flowfabric.rules.create import CreateExecution
+from flowfabric.stores.base import Store, Take, Taken
+
+LANE = "mail"
+CHAINS = 3
+
+
+class Counting:
+    """Hands everything on to a store and counts the takes."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.takes = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+    async def take(self, take: Take) -> Taken:
+        self.takes += 1
+        return await self.store.take(take)
+
+
+@pytest.fixture
+def counting(store: Store) -> Counting:
+    return Counting(store)
+
+
+@pytest.fixture
+async def engine(counting: Counting) -> Engine:
+    return working(counting, seed=7)
+
+
+def working(store: Any, *, seed: int) -> Engine:
+    engine = Engine(store, minter=SeededMinter(seed))
+    engine.poll_s = 60  # nobody looks without a hint
+    return engine
+
+
+async def chain(engine: Engine, steps: int) -> list[str]:
+    flow_id = FlowId(str(UUID(engine.minter.uuid())))
+    names = [mint_for_flow(flow_id, engine.partitions, engine.minter) for _ in range(steps)]
+    nodes = [
+        CreateExecution(execution_id=name, partition=0, namespace="n", lane_id=LANE, execution_kind="k")
+        for name in names
+    ]
+    await engine.create_flow_graph(flow_id, nodes, [GraphEdge(*pair) for pair in pairwise(names)], namespace="n")
+    return list(names)
+
+
+def ids_of(claimed: list[Claimed]) -> set[str]:
+    return {one.execution_id for one in claimed}
+
+
+async def test_full_slots_are_filled_anew_with_one_take(engine: Engine, counting: Counting) -> None:
+    chains = [await chain(engine, 4) for _ in range(CHAINS)]
+    pull = engine.pulling([LANE], worker_id="w", worker_instance_id="w-1")
+    claimed = await pull.claim(CHAINS)
+    for place in range(1, 4):
+        before = counting.takes
+        telling = asyncio.create_task(engine.complete_many([(one.handle, b"{}") for one in claimed]))
+        claimed = await asyncio.wait_for(pull.claim(CHAINS, max_wait_ms=60_000), 20)
+
+        assert ids_of(claimed) == {names[place] for names in chains}
+        assert counting.takes == before + 1
+        assert all(isinstance(answer, Completed) for answer in await telling)
+    assert engine.commits.announced == set()
+    pull.close()
+
+
+async def test_free_slots_are_filled_with_one_take_when_ends_are_told_together(
+    engine: Engine, counting: Counting
+) -> None:
+    chains = [await chain(engine, 4) for _ in range(CHAINS)]
+    pull = engine.pulling([LANE], worker_id="w", worker_instance_id="w-1")
+    claimed = await pull.claim(CHAINS + 1)  # it has room for more, so the next look waits for a hint
+    for place in range(1, 4):
+        looking = asyncio.create_task(pull.claim(CHAINS + 1, max_wait_ms=60_000))
+        before = counting.takes
+        await engine.complete_many([(one.handle, b"{}") for one in claimed])
+        claimed = await asyncio.wait_for(looking, 20)
+
+        assert ids_of(claimed) == {names[place] for names in chains}
+        assert counting.takes == before + 1
+    assert engine.commits.announced == set()
+    pull.close()
+
+
+async def test_a_look_waits_no_longer_than_what_it_stands_behind(engine: Engine, store: Store) -> None:
+    """Here it is refused: somebody else told the same end before."""
+    first, second = await chain(engine, 2)
+    pull = engine.pulling([LANE], worker_id="w", worker_instance_id="w-1")
+    [held] = await pull.claim(1)
+    other = working(store, seed=8)
+    await other.complete(held.handle, result=b"{}")
+
+    telling = asyncio.create_task(engine.complete_many([(held.handle, b"{}")]))
+    [claimed] = await asyncio.wait_for(pull.claim(1), 20)
+
+    assert (held.execution_id, claimed.execution_id) == (first, second)
+    assert isinstance((await telling)[0], Completed)
+    assert engine.commits.announced == set()
+    pull.close()
