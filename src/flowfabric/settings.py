@@ -70,4 +70,5 @@ class Settings(msgspec.Struct, frozen=True):
     feed_retention_ms: int = 7 * 24 * 60 * 60 * 1000  # how long subscribable events are kept
     secret_key: Secret | None = None  # encrypts signing keys at rest; without one they are kept as they are
     postgres_pool_size: int | None = None  # connections to Postgres; unset is 8
+    hears: bool = True  # whether this process listens for hints of others; without them its waits end by polling
     dispatch: bool = True  # whether this process carries ends to those who wait for them, at once

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
-from flowfabric import Engine, Settings
+from flowfabric import Engine, Settings, errors
+from flowfabric.engine import pulling
 from flowfabric.engine.pulling import Pull
+from flowfabric.engine.wakes import END, end_topic, lane_topic
 from flowfabric.stores.base import Store
 
 ME: dict[str, Any] = {"worker_id": "w", "worker_instance_id": "w-1"}
@@ -27,7 +29,7 @@ async def engine(store: Store) -> Engine:
 def trips(store: Store, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often the store was asked what."""
     counts: Counter[str] = Counter()
-    for verb in ("take", "due", "scan", "lines"):
+    for verb in ("take", "due", "scan", "lines", "load"):
         monkeypatch.setattr(store, verb, _counting(counts, verb, getattr(store, verb)))
     return counts
 
@@ -76,6 +78,69 @@ async def test_work_that_comes_between_two_claims_is_not_slept_through(engine: E
     pull.close()
 
 
+async def test_work_in_one_lane_costs_no_look_at_the_others(engine: Engine, trips: Counter[str]) -> None:
+    pull = Pull(engine, ["default", "mail", "other"], **ME)
+    for lane in ("default", "mail", "other"):
+        await make(engine, lane)
+    assert len(await pull.claim(10)) == 3
+    trips.clear()
+
+    made = [await make(engine, "mail") for _ in range(2)]
+    claimed = await pull.claim(10, max_wait_ms=NEVER_MS)
+    assert [one.execution_id for one in claimed] == made
+    assert trips == {"take": 1}
+    pull.close()
+
+
+async def test_a_lane_whose_hint_was_lost_is_looked_at_in_time_however_busy_another_is(store: Store) -> None:
+    engine = Engine(store, settings=Settings(poll_ms=50))
+    pull = Pull(engine, ["default", "mail"], **ME)
+    await pull.claim(10)
+    fire = engine.wakes.fire
+    engine.wakes.fire = lambda topics: fire(set(topics) - {lane_topic("mail")})  # type: ignore[method-assign]
+    forgotten = await make(engine, "mail")
+
+    claimed: list[str] = []
+    async with asyncio.timeout(10):
+        while forgotten not in claimed:
+            await make(engine)
+            claimed += [one.execution_id for one in await pull.claim(10, max_wait_ms=NEVER_MS)]
+    pull.close()
+
+
+async def test_a_lane_that_could_not_be_looked_at_is_looked_at_again(
+    engine: Engine, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pull = Pull(engine, ["default"], **ME)
+    made = await make(engine)
+    with monkeypatch.context() as away:
+        away.setattr(engine, "claim_now", _failing)
+        with pytest.raises(errors.StoreUnavailable):
+            await pull.claim(1, max_wait_ms=NEVER_MS)
+    async with asyncio.timeout(10):
+        [claimed] = await pull.claim(1, max_wait_ms=NEVER_MS)
+    assert claimed.execution_id == made
+    pull.close()
+
+
+async def _failing(*_: Any) -> list[Any]:
+    raise errors.StoreUnavailable("away", backend="x", source="other")
+
+
+async def test_identities_that_a_claim_had_no_work_for_serve_the_next_one(engine: Engine) -> None:
+    await make(engine)
+    pull = Pull(engine, ["default"], **ME)
+    [first] = await pull.claim(3)
+    spare = {stamp.lease_id for stamp in engine._spare}
+    assert len(spare) == 2
+    assert first.lease_id not in spare
+
+    await make(engine)
+    [second] = await pull.claim(2)
+    assert second.lease_id in spare
+    pull.close()
+
+
 async def test_a_full_claim_is_followed_by_another_look_at_once(engine: Engine) -> None:
     made = [await make(engine) for _ in range(3)]
     pull = Pull(engine, ["default"], **ME)
@@ -111,3 +176,85 @@ async def test_a_success_says_nothing_of_an_earlier_failure(engine: Engine) -> N
     assert ended is not None
     assert ended.reason is None
     pull.close()
+
+
+@pytest.fixture
+def looks(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often rows were looked at by key, with a trip or without."""
+    counts: Counter[str] = Counter()
+    monkeypatch.setattr(engine, "load", _counting(counts, "load", engine.load))
+    return counts
+
+
+async def finish(engine: Engine) -> None:
+    claimed = await engine.claim("default", **ME)
+    assert claimed is not None
+    await engine.complete(claimed.handle, result=b"done")
+
+
+async def test_the_end_of_what_was_just_created_is_looked_at_when_it_is_told(
+    engine: Engine, looks: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pulling, "MOMENT_S", NEVER_MS / 1000)
+    made = await make(engine)
+    waiting = asyncio.create_task(engine.await_end(made, max_wait_ms=NEVER_MS))
+    await asyncio.sleep(0)
+    await finish(engine)
+
+    async with asyncio.timeout(10):
+        ended = await waiting
+    assert ended is not None
+    assert ended.result == b"done"
+    assert looks["load"] == 1
+
+
+async def test_what_ended_before_anybody_waited_is_looked_at_at_once(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pulling, "MOMENT_S", NEVER_MS / 1000)
+    made = await make(engine)
+    told = engine.wakes.expect(end_topic(made))  # so that this process is told of it
+    await finish(engine)
+    assert told.done()
+
+    async with asyncio.timeout(10):
+        assert await engine.await_end(made, max_wait_ms=NEVER_MS) is not None
+
+
+async def test_an_end_that_nobody_told_of_is_found_after_a_moment(engine: Engine) -> None:
+    made = await make(engine)
+    fire = engine.wakes.fire
+    engine.wakes.fire = lambda topics: fire(  # type: ignore[method-assign]
+        topic for topic in topics if not topic.startswith(END)
+    )
+    await finish(engine)
+
+    async with asyncio.timeout(10):
+        assert await engine.await_end(made, max_wait_ms=NEVER_MS) is not None
+
+
+async def test_who_does_not_wait_hears_at_once_that_it_has_not_ended(
+    engine: Engine, looks: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pulling, "MOMENT_S", NEVER_MS / 1000)
+    made = await make(engine)
+    async with asyncio.timeout(10):
+        assert await engine.await_end(made) is None
+    assert looks["load"] == 1
+
+
+async def test_what_was_created_and_never_waited_for_is_not_remembered_without_end(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pulling, "MOST_CREATED", 2)
+    made = [await make(engine) for _ in range(3)]
+    assert list(engine._created) == made[1:]
+
+
+async def test_a_process_that_waits_for_nothing_does_not_listen(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[object] = []
+    monkeypatch.setattr(store, "on_wake", heard.append)
+    Engine(store, settings=Settings(hears=False))
+    assert heard == []
+    Engine(store)
+    assert len(heard) == 1

@@ -90,3 +90,17 @@ async def test_what_can_wait_is_heard_at_once_in_this_process(told: tuple[Engine
     hint = engine.wakes.expect("slow")
     engine.tell({"slow"}, at_once=False)
     assert hint.done()
+
+
+async def test_what_was_told_by_a_commit_does_not_hurry_what_comes_after_it(
+    told: tuple[Engine, Others], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, others = told
+    engine.tell({"slow"}, at_once=False)
+    engine.commits.owed.clear()  # a commit has told it
+    monkeypatch.setattr(noting, "LATER_S", 3600)
+
+    engine.tell({"later"}, at_once=False)
+    await asyncio.sleep(0.04)  # twice as long as the first one would have waited
+    assert others.hints == []
+    assert engine.commits.owed == {"later"}

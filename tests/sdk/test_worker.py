@@ -183,8 +183,8 @@ async def test_a_heartbeat_that_stumbles_goes_on(
 
     connect = file_app.connect
 
-    async def connecting() -> Engine:
-        engine = await connect()
+    async def connecting(**ways: Any) -> Engine:
+        engine = await connect(**ways)
         if faults:
             fault = faults.pop()
             if isinstance(fault, errors.StoreUnavailable):

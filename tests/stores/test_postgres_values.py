@@ -14,7 +14,8 @@ from flowfabric.rules.change import Change, FromNow, Guard, Insert, Patch, Put, 
 from flowfabric.stores.base import Unstorable, Want
 from flowfabric.stores.postgres import PostgresStore
 from flowfabric.stores.postgres.batch import Batch
-from flowfabric.stores.postgres.habits import Habits
+from flowfabric.stores.postgres.habits import DIFFER, Habits
+from flowfabric.stores.postgres.sql import Parameters
 from tests.stores.samples import change, event, execution, one, write
 
 UNUSUAL = [
@@ -126,3 +127,16 @@ def test_shapes_only_grow(batches: list[list[tuple[object, str | None]]]) -> Non
         ((piece, _),) = Batch([Change((), tuple(map(Insert, rows)), id=1)], habits).rounds[0]
         assert all(now & then == then for now, then in zip(piece.habit, before, strict=True))
         before = piece.habit
+
+
+def test_a_change_that_is_written_alone_has_no_lists_whatever_others_had() -> None:
+    habits = Habits(lambda line: 1)
+    many = [Change((), (Insert(execution(f"{n}", tags=f"{n}", priority=n)),), id=n) for n in range(1, 4)]
+    ((piece, _),) = Batch(many, habits).rounds[0]
+    assert any(habit & DIFFER for habit in piece.habit)
+
+    ((piece, values),) = Batch(many[:1], habits).rounds[0]
+    assert not any(habit & DIFFER for habit in piece.habit)
+    assert piece.counted
+    assert "unnest" not in piece.words(Parameters())
+    assert "1" in values

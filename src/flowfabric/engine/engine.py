@@ -98,7 +98,8 @@ class Engine(
         self._flow_sweeps = FlowSweeps(self, self)
         self.follow(self.follow_messages, Message)
         self._unblocking = Unblocking(self)
-        store.on_wake(self._woken)
+        if self.settings.hears:
+            store.on_wake(self._woken)
 
     def _woken(self, topics: frozenset[str]) -> None:
         """Another process says what happened; one that cannot say wakes everybody."""

@@ -165,6 +165,9 @@ class Noting:
     def tell(self, topics: Collection[str], *, at_once: bool = True) -> None:
         """Wake whoever waits for these, here and in other processes; there with the next hint if that will do."""
         self.wakes.fire(topics)
+        if self._late is not None and not self.commits.owed:  # what it was for has been told meanwhile
+            self._late.cancel()
+            self._late = None
         self.commits.owed.update(topics)
         if at_once and not self._telling:
             self._telling = True

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import cached_property
 
 import msgspec
 
@@ -21,6 +23,8 @@ from flowfabric.rules.create import CreateExecution as CreateExecution  # part o
 from flowfabric.stores.base import Want
 
 TURNS = 2  # of the loop, within which a worker hands over to the store what it has just done
+MOMENT_S = 0.02  # that the end of what was just created is waited for before a look at it
+MOST_CREATED = 1000  # that are remembered as just created
 
 
 class Ended(msgspec.Struct, frozen=True):
@@ -36,8 +40,9 @@ class Ended(msgspec.Struct, frozen=True):
 class Pull:
     """One worker's claims from its lanes, one after the other.
 
-    A claim that found less than there was room for has seen the end of the lanes. The next one then waits for a hint
-    first, which is expected from before that look on, so that nothing falls in between: an idle worker costs nothing.
+    A look that found less than there was room for has seen the end of its lane. That lane is looked at again when there
+    is a hint, which is expected from before that look on, so that nothing falls in between; or after the poll interval.
+    So an idle worker costs nothing, and work in one lane does not cost a look at the others.
     """
 
     def __init__(
@@ -68,8 +73,7 @@ class Pull:
             )
             for lane in wanted
         ]
-        self._topics = [lane_topic(order.lane_id) for order in self._orders]
-        self._hint: asyncio.Future[None] | None = None  # of the last look, when that came to the end
+        self._ends: dict[str, End] = {}  # by lane: those of which the last look saw the end
 
     async def claim(
         self, limit: int, *, max_wait_ms: int = 0, go_on: Callable[[], bool] = lambda: True
@@ -83,18 +87,18 @@ class Pull:
         clock = asyncio.get_running_loop().time
         until = clock() + max_wait_ms / 1000
         while True:
-            if (hint := self._hint) is not None:
-                self._hint = None
-                await waited(hint, min(max(0.0, until - clock()), self._engine.poll_s))
+            if orders := self._worth_a_look(clock()):
+                await self._behind_own_work(orders)
+            else:
+                await self._told(min(until, *(end.until for end in self._ends.values())) - clock())
                 if not go_on():
                     return []
-            else:
-                await self._behind_own_work()
-            claimed = await self._look(limit)
+                orders = self._worth_a_look(clock()) or self._orders  # without a hint, all of them
+            claimed = await self._look(orders, limit)
             if claimed or until <= clock() or not go_on():
                 return claimed
 
-    async def _behind_own_work(self) -> None:
+    async def _behind_own_work(self, orders: Sequence[intake.ClaimOrder]) -> None:
         """Let what this process has just done go before the look, which finds what that sets free.
 
         Where the store keeps the order it is enough to be handed over behind it, and both are one commit.
@@ -102,38 +106,89 @@ class Pull:
         for _ in range(TURNS):
             await asyncio.sleep(0)
         if not self._engine.store.in_order:
-            await self._engine.commits.brought(self._topics)
+            await self._engine.commits.brought([lane_topic(order.lane_id) for order in orders])
 
     def close(self) -> None:
         """Expect no more hints."""
-        if self._hint is not None:
-            self._hint.cancel()
+        for end in self._ends.values():
+            end.hint.cancel()
 
-    async def _look(self, limit: int) -> list[answers.Claimed]:
-        engine, orders = self._engine, self._orders
-        hint = engine.wakes.expect(*self._topics)
+    def _worth_a_look(self, now: float) -> list[intake.ClaimOrder]:
+        """Those lanes of which the end was not seen, or there was a hint since, or it was long ago."""
+        ends = self._ends
+        return [
+            order
+            for order in self._orders
+            if (end := ends.get(order.lane_id)) is None or end.hint.done() or end.until <= now
+        ]
+
+    async def _told(self, longest_s: float) -> None:
+        """Wait for a hint about any of the lanes."""
+        hints = [end.hint for end in self._ends.values()]
+        if len(hints) == 1:
+            await waited(hints[0], longest_s)
+        else:
+            await asyncio.wait(hints, timeout=longest_s, return_when=asyncio.FIRST_COMPLETED)
+
+    async def _look(self, orders: Sequence[intake.ClaimOrder], limit: int) -> list[answers.Claimed]:
+        """What these lanes have, by turns."""
+        engine = self._engine
         claimed: list[answers.Claimed] = []
-        try:
-            turn = engine.next_turn(len(orders))
-            for order in orders[turn:] + orders[:turn]:
-                claimed += await engine.claim_now(order, limit - len(claimed))
-                if len(claimed) >= limit:
-                    break
-        except errors.StoreUnavailable:
-            if not claimed:  # what was got of the other lanes is held already
-                raise
-        finally:
-            if not claimed or (len(claimed) < limit and all(engine.sees_whole(order.lane_id) for order in orders)):
-                self._hint = hint
-            else:
-                hint.cancel()
+        turn = engine.next_turn(len(orders))
+        for order in [*orders[turn:], *orders[:turn]]:
+            try:
+                claimed += await self._look_at(order, limit - len(claimed))
+            except errors.StoreUnavailable:
+                if not claimed:  # what was got of the other lanes is held already
+                    raise
+                break
+            if len(claimed) >= limit:
+                break
         return claimed
+
+    async def _look_at(self, order: intake.ClaimOrder, limit: int) -> list[answers.Claimed]:
+        engine, lane = self._engine, order.lane_id
+        if (before := self._ends.pop(lane, None)) is not None:
+            before.hint.cancel()
+        end = End(engine.wakes.expect(lane_topic(lane)), asyncio.get_running_loop().time() + engine.poll_s)
+        is_end = False
+        try:
+            claimed = await engine.claim_now(order, limit)
+            is_end = not claimed or (len(claimed) < limit and engine.sees_whole(lane))
+        finally:
+            if is_end:
+                self._ends[lane] = end
+            else:
+                end.hint.cancel()
+        return claimed
+
+
+class End(msgspec.Struct, frozen=True):
+    """The end of a lane as a look saw it."""
+
+    hint: asyncio.Future[None]  # that there may be more by now
+    until: float  # when to look again, hint or not
 
 
 class Pulling(Explaining):
     """Work for a worker of several lanes, and the end of an execution for whoever waits for it."""
 
     _next_lane: int = 0
+
+    @cached_property
+    def _created(self) -> OrderedDict[str, int]:
+        """What was created here of late and not waited for yet, and how many ends had been told of before."""
+        return OrderedDict()
+
+    async def create(self, ask: CreateExecution) -> answers.Created | answers.Duplicate:
+        """Create an execution as a request says that stands ready."""
+        ends = self.wakes.ends
+        answer = await super().create(ask)
+        if type(answer) is answers.Created:
+            self._created[answer.execution_id] = ends
+            if len(self._created) > MOST_CREATED:
+                self._created.popitem(last=False)
+        return answer
 
     def pulling(
         self,
@@ -198,9 +253,13 @@ class Pulling(Explaining):
         clock = asyncio.get_running_loop().time
         until = clock() + limits.duration("max_wait_ms", max_wait_ms, least=0) / 1000
         wants = (Want(Execution, (execution,)), Want(Result, (execution,)))
+        is_new = self._created.pop(execution, None) == self.wakes.ends  # and nothing has ended since it was created
         while True:
             hint = self.wakes.expect(end_topic(execution))
             try:
+                if is_new and until > clock():  # a look would be in vain, and in the way of whoever works on it
+                    is_new = False
+                    await asyncio.wait((hint,), timeout=min(MOMENT_S, until - clock()))
                 loaded = await self.load(wants)
                 if not loaded.rows[0]:
                     raise errors.NotFound("execution", execution_id=execution)

@@ -279,15 +279,16 @@ class Taking(Lines):
             self.estimate.hear(taken.now)
             if doubtful and not taken.rows:  # perhaps the doubtful one arrived just after we had looked for it
                 return await self._find_taken(doubtful)
-            if not taken.rows:
-                self._spare = stamps  # nothing bears them
-            else:
+            if len(taken.rows) < len(stamps):
+                used = {row.lease_id for row, _ in taken.rows}
+                self._spare = tuple(stamp for stamp in stamps if stamp.lease_id not in used)
+            if taken.rows:
                 self.tell((FEED,), at_once=False)  # what is claimed may soon be over, which is told, too
                 self.note_taken([row for row, _ in taken.rows])
             return [self._claimed(row, payload, order.lease_ttl_ms) for row, payload in taken.rows]
 
     def _stamps(self, count: int) -> tuple[Stamp, ...]:
-        """New identities, and before them those that an earlier take found nothing for: idle workers ask often."""
+        """New identities, and before them those that an earlier take found nothing for: workers ask for many."""
         spare, self._spare = self._spare[:count], ()
         minter = self.minter
         return spare + tuple(Stamp(minter.uuid(), minter.uuid(), minter.change_id()) for _ in range(count - len(spare)))

@@ -16,6 +16,7 @@ class Wakes:
 
     def __init__(self) -> None:
         self._waiters: dict[str, set[asyncio.Future[None]]] = {}
+        self.ends = 0  # how often it was told that an execution ended, whichever
 
     def __bool__(self) -> bool:
         """Whether anyone waits for anything."""
@@ -24,6 +25,8 @@ class Wakes:
     def fire(self, topics: Iterable[str]) -> None:
         """Wake everyone who waits for one of these."""
         for topic in topics:
+            if topic.startswith(END):
+                self.ends += 1
             for waiter in self._waiters.pop(topic, ()):
                 if not waiter.done():
                     waiter.set_result(None)
@@ -75,7 +78,7 @@ def stream_topic(execution_id: str) -> str:
 
 def end_topic(execution_id: str) -> str:
     """This execution ended."""
-    return f"end:{execution_id[-8:]}"  # short, since it travels; a stranger that shares it costs one look
+    return f"{END}{execution_id[-8:]}"  # short, since it travels; a stranger that shares it costs one look
 
 
 def due_topic(row: type, column: str) -> str:
@@ -85,6 +88,7 @@ def due_topic(row: type, column: str) -> str:
 
 FEED = "feed"
 LANE = "lane:"
+END = "end:"
 
 
 def lines_of(change: Change) -> set[LineKey]:

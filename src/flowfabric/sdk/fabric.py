@@ -186,12 +186,15 @@ class Fabric:
             await engine.ensure_signing_key(secrets.token_hex(32))
         return engine
 
-    async def connect(self, *, migrate: bool = False) -> Engine:
-        """An engine of the caller's own, to be closed by it."""
+    async def connect(self, *, migrate: bool = False, hears: bool = True) -> Engine:
+        """An engine of the caller's own, to be closed by it; one that waits for nothing need not hear of anything."""
+        settings = self._settings
+        if not hears:
+            settings = msgspec.structs.replace(settings or Settings(), hears=False)
         return await connect(
             self.url,
             migrate=migrate,
-            settings=self._settings,
+            settings=settings,
             minter=self._minter,
             clock=self._clock,
             token=self._token,

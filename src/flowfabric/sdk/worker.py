@@ -141,7 +141,7 @@ class Worker:
         return Heartbeat(
             self._leases,
             self._presence,
-            engine=self._app.connect,
+            engine=lambda: self._app.connect(hears=False),  # or each hint would wake this process twice
             lease_ttl_ms=self._ttl_ms,
             lost=self._lease_lost,
             stall_limit_s=self._stall_limit_s,

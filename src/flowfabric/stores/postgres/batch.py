@@ -59,6 +59,9 @@ class Batch:
     """What to judge, what to write in which order, and what to tell."""
 
     def __init__(self, changes: Sequence[Change], habits: Habits) -> None:
+        self.alone = len(changes) == 1
+        if self.alone:
+            habits = habits.alone
         self.guards = _judged(changes, habits)
         rounds = _rounds(changes)
         self.rounds = [_written(writes, habits) for writes in rounds]

@@ -61,6 +61,7 @@ async def commit(connection: Any, batch: Batch, clock: int | None, hint: str | N
         tuple(guard for guard, _ in batch.guards),
         tuple(piece for piece, _ in batch.rounds[0]),
         batch.told and batch.told[0],
+        alone=batch.alone,
     )
     answer = await connection.fetchrow(words, clock, *arrays, hint)
     return answer["now"], answer["yes"]
@@ -70,7 +71,7 @@ async def _commit_in_steps(
     connection: Any, batch: Batch, clock: int | None, hint: str | None
 ) -> tuple[int, list[bool]]:
     arrays = [array for _, given in batch.guards for array in given]
-    words = _words(tuple(guard for guard, _ in batch.guards), (), None)
+    words = _words(tuple(guard for guard, _ in batch.guards), (), None, alone=batch.alone)
     answer = await connection.fetchrow(words, clock, *arrays, hint)
     now, yes = answer["now"], answer["yes"]
     told = batch.told
@@ -78,30 +79,33 @@ async def _commit_in_steps(
         arrays = [array for _, given in pieces for array in given]
         if told is not None:
             arrays += told[1]
-        words = _words(None, tuple(piece for piece, _ in pieces), told and told[0])
+        words = _words(None, tuple(piece for piece, _ in pieces), told and told[0], alone=batch.alone)
         await connection.fetchrow(words, yes, now, *arrays)
         told = None
     return now, yes
 
 
-def _words(guards: tuple[Guards, ...] | None, writes: tuple[Writes, ...], told: Told | None) -> str:
-    shape = (guards, writes, told)
+def _words(guards: tuple[Guards, ...] | None, writes: tuple[Writes, ...], told: Told | None, *, alone: bool) -> str:
+    shape = (guards, writes, told, alone)
     words = _wordings.get(shape)
     if words is None:
         if len(_wordings) >= MOST_WORDINGS:
             _wordings.clear()
-        words = _wordings[shape] = compose(guards, writes, told)
+        words = _wordings[shape] = compose(guards, writes, told, alone=alone)
     return words
 
 
-def compose(guards: Sequence[Guards] | None, writes: Sequence[Writes], told: Told | None) -> str:
-    """The statement of these shapes; without guards, the verdicts and the time are given as its first parameters."""
+def compose(guards: Sequence[Guards] | None, writes: Sequence[Writes], told: Told | None, *, alone: bool) -> str:
+    """The statement of these shapes, for one change `alone` or for any number of them.
+
+    Without guards, the verdicts and the time are given as its first parameters.
+    """
     parameters = Parameters()
     if guards is None:
         yes, now = parameters.one("boolean[]"), parameters.one("bigint")
         parts = [f"verdict as materialized (select {yes} as yes, {now} as now)"]
     else:
-        parts = _verdict(guards, parameters)
+        parts = _verdict(guards, parameters, alone=alone)
     forms = [(f"write_{number}", piece) for number, piece in enumerate(writes) if isinstance(piece, Formed)]
     if told is not None or forms:
         parts.append(NUMBERED)
@@ -120,7 +124,7 @@ def compose(guards: Sequence[Guards] | None, writes: Sequence[Writes], told: Tol
     return "with " + ",\n".join(parts) + f"\nselect now, yes{hinted} from verdict"
 
 
-def _verdict(guards: Sequence[Guards], parameters: Parameters) -> list[str]:
+def _verdict(guards: Sequence[Guards], parameters: Parameters, *, alone: bool) -> list[str]:
     clock = CLOCK.format(given=parameters.one("bigint"))
     parts, before = [], None
     for number, guard in enumerate(guards):
@@ -129,8 +133,9 @@ def _verdict(guards: Sequence[Guards], parameters: Parameters) -> list[str]:
     locked = " and ".join(f"(select count(*) from guard_{number}) >= 0" for number in range(len(guards)))
     judged = " union all ".join(guard.verdict(f"guard_{number}") for number, guard in enumerate(guards))
     parts.append(f"clock as materialized (select {clock} as now where {locked})")
+    each = "" if alone else " group by no order by no"
     parts.append(
         "verdict as materialized (select now, array(select bool_and(ok)"
-        f" from ({judged}) judged group by no order by no) as yes from clock)"
+        f" from ({judged}) judged{each}) as yes from clock)"
     )
     return parts

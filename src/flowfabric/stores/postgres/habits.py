@@ -6,11 +6,15 @@ shapes of statements only grow, soon stay the same, and each statement is prepar
 Lists of texts and of whole numbers travel as one text that the server splits. The driver needs 75 µs for an array of a
 hundred texts and 2 µs for one text as long as all of them; the server needs about the same for both. A list with a
 text that contains a separator travels as an array, and so does its column from then on.
+
+A change that is written alone has habits of its own. Its rows are mostly one of a kind, so that nothing of them has to
+be a list, however different the rows of larger batches are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from itertools import count
 from operator import ne
 from typing import Any
@@ -59,9 +63,16 @@ def travelling(kind: str, values: Sequence[Any]) -> tuple[int, Any]:
 class Habits:
     """What is known of the columns of each shape."""
 
-    def __init__(self, line_of: LineOf) -> None:
+    def __init__(self, line_of: LineOf, *, alone: bool = False) -> None:
+        """`alone` are the habits of changes that are written alone."""
         self._line_of = line_of
+        self._alone = alone
         self._known: dict[Any, list[int]] = {}
+
+    @cached_property
+    def alone(self) -> Habits:
+        """The habits of changes that are written alone."""
+        return Habits(self._line_of, alone=True)
 
     def learn(
         self,
@@ -75,13 +86,14 @@ class Habits:
         """Whether rows are counted, the habits of the columns, and their values: the single ones, then the lists.
 
         `numbers` say to which change each row belongs. The column `listed` is a list even where its values agree, so
-        that there is one to count the rows by; None when the numbers are to be that list.
+        that there is one to count the rows by; None when the numbers are to be that list. The one row of a change that
+        is written alone needs no counting, and several have their numbers.
         """
         known = self._known.get(shape)
         if known is None:
-            known = self._known[shape] = [0 if listed is not None else NUMBERS] + [0] * len(kinds)
-            if listed is not None:
-                known[listed + 1] = DIFFER
+            known = self._known[shape] = [0] * (1 + len(kinds))
+            if not self._alone:
+                known[0 if listed is None else listed + 1] = NUMBERS if listed is None else DIFFER
         single: list[Any] = []
         lists: list[Any] = []
         if known[0] or any(map(ne, numbers, count(1))):

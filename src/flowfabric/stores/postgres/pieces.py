@@ -64,6 +64,8 @@ class Given:
 
     def rows(self) -> str:
         """The table of rows; to be asked for once, after everything else."""
+        if not self._lists:
+            return "(select 1::bigint as place) as x"
         lists = ", ".join(words_of_list(self._parameters, kind, habit) for _, kind, habit in self._lists)
         return f"unnest({lists}) with ordinality as x ({quoted(name for name, _, _ in self._lists)}, place)"
 
