@@ -189,6 +189,20 @@ FAULTS = (
     ),
     # -- engine
     Fault(
+        "renewals crowd the rest out of a history",
+        "engine/reads.py",
+        "self.store.history(execution, Topic.LEASE, HISTORY_KEPT, RENEWED)",
+        "self.store.history(execution, Topic.LEASE, HISTORY_KEPT)",
+        "tests/scenarios/test_ex_leases.py",
+    ),
+    Fault(
+        "a lane is listed although nothing was created on it",
+        "engine/bulk.py",
+        "    trusting = trusting and core.knows_lane(ask.lane_id)\n",
+        "",
+        "tests/scenarios/test_ex_create.py",
+    ),
+    Fault(
         "a refusal decided on a remembered row is final",
         "engine/core.py",
         "            if not fresh and (decision.change is None or isinstance(decision.answer, errors.FabricError)):\n",

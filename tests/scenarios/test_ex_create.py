@@ -189,6 +189,20 @@ async def test_ex_011_the_window_is_the_policy_s_and_outlives_the_execution(play
     await play.create(idempotency_key="k")
 
 
+@pytest.mark.parametrize("window", [1, 1000])
+async def test_ex_011_a_key_is_remembered_to_the_last_millisecond_of_its_window(play: Play, window: int) -> None:
+    first = await play.create(idempotency_key="k", policy={"dedup_window_ms": window})
+
+    async def again() -> Created | Duplicate:
+        e = play.engine.new_execution_id()
+        return await play.engine.create_execution(execution_id=e, idempotency_key="k")
+
+    play.clock.pass_ms(window - 1)
+    assert await again() == Duplicate(first)
+    play.clock.pass_ms(1)
+    assert isinstance(await again(), Created)
+
+
 async def test_ex_012_priority_clamp_at_create(play: Play) -> None:
     asked = [9000, 10_000, 0, -5]
     created = []

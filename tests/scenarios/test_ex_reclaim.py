@@ -230,15 +230,51 @@ async def test_ex_067_reclaim_cap_boundary(play: Play) -> None:
     assert (await play.sheet(e)).grant is None
 
 
+async def reclaimed_before(play: Play, e: str, count: int) -> None:
+    """Let an execution have been reclaimed so often."""
+    reclaimed = Patch(Execution, (e,), {"lease_reclaim_count": count})
+    change = Change((seen(await play.sheet(e)),), (reclaimed,), id=play.engine.minter.change_id())
+    assert await play.store.commit([change]) == [play.now]
+
+
+@pytest.mark.parametrize("policy", [None, {}, {"timeout_policy": {"max_reclaim_count": 1}}])
+async def test_ex_067_without_a_word_of_anybody_a_thousand_reclaims_are_enough(play: Play, policy: Any) -> None:
+    last, over = [(await lapsed(play, policy=policy)).execution_id for _ in range(2)]
+    await reclaimed_before(play, last, 999)
+    await reclaimed_before(play, over, 1000)
+
+    async with play.untouched():
+        assert await play.reclaim_grant(over, "wb") == ReclaimCapExceeded(1000)
+    assert isinstance(await play.reclaim_grant(last, "wb"), ReclaimGrant)
+    assert isinstance(await play.reclaim(last, "wb"), Claimed)
+    assert await play.reclaim(over, "wb") == ReclaimCapExceeded(1000)
+    assert await play.vector(over) == terminal("failed")
+
+
+@pytest.mark.parametrize("lease", ["lease_expired", "lease_revoked"])
+async def test_ex_067_the_attempt_that_was_one_too_many_says_how_it_was_lost(play: Play, lease: str) -> None:
+    held = await play.claimed(policy={"max_reclaim_count": 0})
+    e = held.execution_id
+    if lease == "lease_revoked":
+        await play.engine.revoke_lease(e)
+    else:
+        await play.expired(held)
+
+    assert await play.reclaim(e, "wb", max_reclaim_count=5) == ReclaimCapExceeded(0)
+
+    attempt = await play.attempt(e, 0)
+    assert (attempt.attempt_state, attempt.failure_reason) == (AttemptRecordState.INTERRUPTED_RECLAIMED, lease)
+    assert (await play.core(e))["failure_reason"] == "max_reclaims_exceeded"
+    assert await play.outcomes(e) == ["failed"]
+
+
 @pytest.mark.parametrize("road", ["grant", "pull"])
 @pytest.mark.parametrize(("count", "warned"), [(98, False), (99, True), (100, False), (199, True)])
 async def test_every_hundredth_reclaim_is_worth_a_warning(
     play: Play, caplog: pytest.LogCaptureFixture, road: str, count: int, warned: bool
 ) -> None:
     e = (await lapsed(play)).execution_id
-    row = await play.sheet(e)
-    reclaimed = Patch(Execution, (e,), {"lease_reclaim_count": count})
-    await play.store.commit([Change((seen(row),), (reclaimed,), id=play.engine.minter.change_id())])
+    await reclaimed_before(play, e, count)
 
     if road == "grant":
         await play.reclaim_grant(e, "wb")
