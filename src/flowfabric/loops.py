@@ -2,11 +2,16 @@
 
 A worker that drains Postgres spends about a tenth less on a job there; on SQLite, and where little is to be done, both
 loops are alike. Whoever brings a loop of their own keeps it.
+
+While it runs, Python's collector of cycles looks less often. A batch makes thousands of objects that refer to no
+cycle and are gone by themselves; looking through them, and through everything that was ever loaded, cost 3 µs a job.
 """
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
+import gc
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -15,6 +20,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 DEAF_AFTER_S = 5.0  # how long tasks that were cancelled have to come to their end
+YOUNG = 20_000  # objects that are made before the collector looks at them
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
@@ -29,7 +35,7 @@ def run(main: Coroutine[Any, Any, T]) -> T:
     except ImportError:  # on a platform that has none
         import asyncio as provider  # type: ignore[no-redef]
 
-    with asyncio.Runner(loop_factory=provider.new_event_loop) as runner:
+    with _seldom_collecting(), asyncio.Runner(loop_factory=provider.new_event_loop) as runner:
         value = runner.run(main)
         if deaf := runner.run(_end_others()):
             _leave(deaf)
@@ -61,3 +67,16 @@ def _leave(deaf: set[asyncio.Task[Any]]) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+@contextmanager
+def _seldom_collecting() -> Iterator[None]:
+    """Leave alone what is loaded by now, and look at what is new less often."""
+    young, *old = gc.get_threshold()
+    gc.freeze()
+    gc.set_threshold(max(young, YOUNG) if young else 0, *old)  # 0 says that somebody wants no collector at all
+    try:
+        yield
+    finally:
+        gc.set_threshold(young, *old)
+        gc.unfreeze()
