@@ -134,3 +134,31 @@ async def test_a_waitpoint_of_a_suspension_asks_for_nothing(play: Play, waits: W
     await play.engine.set_execution_tags(held.execution_id, {ask_tag("k"): YES_OR_NO})
 
     assert await waits.effect(held.execution_id, "go", p, payload=b"\xff") == SATISFIED
+
+
+@pytest.mark.parametrize(
+    ("waitpoints", "detail"),
+    [
+        ((("{one}", "ana"), ("{one}", "bo")), "waitpoints: one of them twice"),
+        ((("{one}", "ana"), ("{two}",)), "waitpoints: not a list of pairs"),
+        ((("{one}", "ana"), 7), "waitpoints: not a list of pairs"),
+        ((("{one}", "ana"), ("{two}", "eve")), "waitpoints: not those that the condition names"),
+    ],
+)
+async def test_links_that_could_never_open_a_gate_are_refused_and_leave_no_trace(
+    function: Function, play: Play, waits: Waits, waitpoints: tuple[object, ...], detail: str
+) -> None:
+    one, two = waits.id(), waits.id()
+    named = {"{one}": one, "{two}": two}
+    bent = tuple(
+        tuple(named.get(part, part) for part in pair) if isinstance(pair, tuple) else pair for pair in waitpoints
+    )
+    before = await play.engine.describe_execution(function.e)
+    args = GateArgs(name="approve", kind=GateKind.SIGNALS, condition=all_of("ana", "bo"), waitpoints=bent)  # type: ignore[arg-type]
+
+    with pytest.raises(errors.InvalidInput) as refused:
+        await function.engine.open_gate(function.held.handle, args)
+
+    assert refused.value.detail == detail
+    assert await play.engine.describe_execution(function.e) == before
+    assert await play.engine.describe_waitpoint(function.e, one) is None
