@@ -182,7 +182,10 @@ VERBS: dict[str, Verb] = {
     "create_within": Verb(
         {"connection": None, "asks": Stand.ASKS}, {"connection": [None, 5], "asks": [None, 5, "asks", b"asks"]}
     ),
-    "read_results": Verb({"execution_ids": []}, {"execution_ids": [None, 5, "ids", *([bad] for bad in EXECUTION_ID)]}),
+    **{
+        name: Verb({"execution_ids": []}, {"execution_ids": [None, 5, "ids", *([bad] for bad in EXECUTION_ID)]})
+        for name in ("read_results", "read_kinds")
+    },
     "complete_many": Verb(
         {"results": []}, {"results": [None, 5, "results", [5], [(1, 2, 3)], ["ab", "c"]], "encoding": NAME}
     ),

@@ -40,6 +40,14 @@ class Model(msgspec.Struct, frozen=True, eq=False):
     shared: Alike
 
 
+class Unsettled(NamedTuple):
+    """One to be looked at again, and the change for it whose answer got lost, if there is one."""
+
+    place: int
+    ask: CreateExecution
+    doubts: tuple[Doubt, ...] = ()
+
+
 class Creation(NamedTuple):
     """An execution on its way: its place among the answers, and what to write for it."""
 
@@ -49,13 +57,9 @@ class Creation(NamedTuple):
     change: Change
     model: Model | None
 
-
-class Unsettled(NamedTuple):
-    """One to be looked at again, and the change for it whose answer got lost, if there is one."""
-
-    place: int
-    ask: CreateExecution
-    doubts: tuple[Doubt, ...] = ()
+    def unsettled(self, *doubts: Doubt) -> Unsettled:
+        """The same to be looked at by itself."""
+        return Unsettled(self.place, intake.creation(self.ask), doubts)
 
 
 class BulkCreate:
@@ -67,23 +71,18 @@ class BulkCreate:
         self._named: set[object] = set()  # ids and keys of this call: a second one is looked at after the first
         self._sent: deque[tuple[list[Creation], asyncio.Task[list[Verdict]]]] = deque()
         self._again: list[Unsettled] = []
-        self._firsts: dict[str, Unsettled] = {}  # one for each lane that nobody has heard of
         self._model: Model | None = None  # of the last that was decided by itself
 
     async def create(self, asks: Iterable[CreateExecution]) -> list[Answer | errors.FabricError]:
         """One answer for each, in their order, refusals included."""
-        store, waiting = self._core.store, iter(asks)
-        while some := list(islice(waiting, store.batch_limit)):
-            await self._hear_of_lanes(some)
-            now = self._core.estimate.now()
+        waiting = iter(asks)
+        while some := list(islice(waiting, self._core.store.batch_limit)):
+            now, knows_lane = self._core.estimate.now(), self._core.knows_lane
             batch = [creation for ask in some if (creation := self._decided(ask, now)) is not None]
-            if len(self._sent) == store.commit_lanes:
-                await self._arrived()
-            self._sent.append((batch, self._core.commits.send([creation.change for creation in batch])))
-            await asyncio.sleep(0)  # it leaves before the next batch is decided
-            if self._firsts:
-                firsts, self._firsts = list(self._firsts.values()), {}
-                await self._look_again(firsts)
+            if strange := [creation for creation in batch if not knows_lane(creation.ask.lane_id)]:
+                batch = [creation for creation in batch if knows_lane(creation.ask.lane_id)]
+            await self._send(batch)
+            await self._begin_lanes(strange)
         while self._sent:
             await self._arrived()
         left = sorted(self._again, key=lambda one: one.place)
@@ -91,10 +90,23 @@ class BulkCreate:
             left = await self._look_again(left)
         return self._answers
 
-    async def _hear_of_lanes(self, asks: list[CreateExecution]) -> None:
-        lanes = {ask.lane_id for ask in asks if type(ask) is CreateExecution and type(ask.lane_id) is str}
-        for lane in sorted(lane for lane in lanes if not self._core.knows_lane(lane)):
-            await self._core.hear_of_lane(lane)
+    async def _send(self, batch: list[Creation]) -> None:
+        if len(self._sent) == self._core.store.commit_lanes:
+            await self._arrived()
+        self._sent.append((batch, self._core.commits.send([creation.change for creation in batch])))
+        await asyncio.sleep(0)  # it leaves before the next batch is decided
+
+    async def _begin_lanes(self, strange: list[Creation]) -> None:
+        """Hear of these lanes; where nobody has created anything, the first looks before, the others go together."""
+        core = self._core
+        firsts = {creation.ask.lane_id: creation for creation in reversed(strange)}
+        await asyncio.gather(*map(core.hear_of_lane, firsts))
+        looking = {first.place: first.unsettled() for lane, first in firsts.items() if not core.knows_lane(lane)}
+        await self._look_again(list(looking.values()))
+        others = [creation for creation in strange if creation.place not in looking]
+        if known := [creation for creation in others if core.knows_lane(creation.ask.lane_id)]:
+            await self._send(known)
+        self._again += [other.unsettled() for other in others if not core.knows_lane(other.ask.lane_id)]
 
     def _decided(self, ask: CreateExecution, now: int) -> Creation | None:
         place = len(self._answers)
@@ -109,11 +121,6 @@ class BulkCreate:
             self._again.append(Unsettled(place, intake.creation(ask)))
             return None
         self._named.update(names)
-        if not self._core.knows_lane(ask.lane_id):
-            one = Unsettled(place, intake.creation(ask))
-            if self._firsts.setdefault(ask.lane_id, one) is not one:
-                self._again.append(one)
-            return None
         change = msgspec.structs.replace(decision.change, id=self._core.minter.change_id())
         return Creation(place, ask, decision, change, self._model)
 
@@ -146,10 +153,9 @@ class BulkCreate:
                     noted = creation.model
                 self._answers[creation.place] = creation.decision.unwrap(verdict)
             elif isinstance(verdict, errors.StoreUnavailable) and verdict.in_doubt:
-                doubt = Doubt(creation.change, creation.decision, [])
-                self._again.append(Unsettled(creation.place, intake.creation(creation.ask), (doubt,)))
+                self._again.append(creation.unsettled(Doubt(creation.change, creation.decision, [])))
             else:
-                self._again.append(Unsettled(creation.place, intake.creation(creation.ask)))
+                self._again.append(creation.unsettled())
 
     async def _look_again(self, left: list[Unsettled]) -> list[Unsettled]:
         """Settle side by side what has nothing in common; the others, which have to wait for those before them."""
