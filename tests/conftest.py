@@ -152,7 +152,7 @@ async def emptied(dsn: str) -> str:
     tables = await connection.fetch("select tablename from pg_tables where schemaname = 'public'")
     await connection.execute("".join(f'delete from "{name}";' for (name,) in tables if name not in _KEPT))
     await connection.execute(
-        "update ff_feed set (trimmed, lost_lease, lost_outcome, lost_operator, lost_signal) = (0, 0, 0, 0, 0)"
+        "update ff_feed set numbered = 0, trimmed = 0, lost_lease = 0, lost_outcome = 0, lost_operator = 0, lost_signal = 0"
     )
     await connection.close()
     return dsn

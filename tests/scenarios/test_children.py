@@ -10,6 +10,7 @@ import pytest
 from flowfabric import errors
 from flowfabric.ids import ExecutionId
 from flowfabric.model.gate import GateEnd
+from flowfabric.rules.change import Change
 from flowfabric.rules.parking import Ready
 from tests.scenarios.functions import WAITS, Function, closed
 from tests.scenarios.play import RESUMABLE, Play
@@ -48,6 +49,32 @@ async def test_the_end_of_a_child_closes_no_other_gate(function: Function, play:
     assert sorted(waits.open) == ["approve", "late", "nap", "r"]
     assert (await function.park("late")) == Ready(("late",))
     assert (await function.memo("late")).ended_as is GateEnd.TIMED_OUT
+
+
+@pytest.mark.parametrize("waits_already", [False, True])
+async def test_a_child_that_ends_while_the_wait_for_it_is_on_its_way_counts(
+    function: Function, monkeypatch: pytest.MonkeyPatch, waits_already: bool
+) -> None:
+    child = await function.child()
+    if waits_already:
+        await function.timer("nap", 60_000)
+    engine = function.engine
+    add = engine.commits.add
+
+    def after_the_end(change: Change) -> asyncio.Future[int | None]:
+        """Write what was decided before the child ended after its end has been taken in."""
+        monkeypatch.setattr(engine.commits, "add", add)
+
+        async def write() -> int | None:
+            await engine.complete(child.handle)
+            await engine.folds_done()
+            return await add(change)
+
+        return asyncio.ensure_future(write())
+
+    monkeypatch.setattr(engine.commits, "add", after_the_end)
+
+    assert closed(await function.children("one", child.execution_id)).ended_as is GateEnd.SATISFIED
 
 
 async def test_a_child_that_ended_before_the_wait_counts(function: Function) -> None:

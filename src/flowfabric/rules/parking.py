@@ -13,9 +13,10 @@ from flowfabric.model.condition import Condition
 from flowfabric.model.execution import Execution
 from flowfabric.model.gate import ChildEnd, Gate, GateEnd, GateKind, GateMemo, Mail
 from flowfabric.model.keys import SigningKey
+from flowfabric.model.states import LifecyclePhase
 from flowfabric.model.suspension import NO_TIMEOUT, Suspension, TimeoutBehavior, Waitpoint
 from flowfabric.rules import conditions, gates, lease, mailbox, shelving, tokens, waits
-from flowfabric.rules.change import Change, Decision, Delete, Insert, Put, Write, at, live, refuse, seen
+from flowfabric.rules.change import NOW, Change, Decision, Delete, Insert, Patch, Put, Write, at, live, refuse, seen
 from flowfabric.rules.lease import Fence
 
 
@@ -255,6 +256,9 @@ def take_in(row: Execution | None, root: Suspension | None, ends: Sequence[Child
     heard: tuple[Write, ...] = tuple(Put(msgspec.structs.replace(end, due_at=None)) for end in ends)
     guards = (seen(row), waits.guard_of(root, row.execution_id))
     if root is None or not changed:
+        if row.lifecycle_phase is LifecyclePhase.ACTIVE:
+            # A gate for them may be on its way, decided before they ended: it has to be decided again, with them.
+            heard += (Patch(Execution, (row.execution_id,), {"last_mutation_at": NOW}),)
         return Decision(len(ends), Change(guards=guards, writes=heard))
     fields, writes = gates.moved_on(row, root, changed, closed)
     kept = Put(msgspec.structs.replace(root, **fields))
