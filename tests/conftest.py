@@ -151,8 +151,7 @@ async def emptied(dsn: str) -> str:
             await connection.execute("select pg_sleep(0.005)")
     tables = await connection.fetch("select tablename from pg_tables where schemaname = 'public'")
     await connection.execute("".join(f'delete from "{name}";' for (name,) in tables if name not in _KEPT))
-    await connection.execute(
-        "update ff_feed set numbered = 0, trimmed = 0, lost_lease = 0, lost_outcome = 0, lost_operator = 0, lost_signal = 0"
-    )
+    lost = "lost_lease = 0, lost_outcome = 0, lost_operator = 0, lost_signal = 0"
+    await connection.execute(f"update ff_feed set numbered = 0, trimmed = 0, {lost}")
     await connection.close()
     return dsn
