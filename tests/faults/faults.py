@@ -326,6 +326,13 @@ FAULTS = (
         TAKE,
     ),
     Fault(
+        "an end that met no gate lets one open that was decided before it",
+        "rules/parking.py",
+        "        if row.lifecycle_phase is LifecyclePhase.ACTIVE:\n",
+        "        if row.lifecycle_phase is LifecyclePhase.SUSPENDED:\n",
+        "tests/scenarios/test_children.py::test_a_child_that_ends_while_the_wait_for_it_is_on_its_way_counts",
+    ),
+    Fault(
         "postgres: the revision is not compared",
         "stores/postgres/pieces.py",
         "f\"{given['revision']} = t.revision\"",
