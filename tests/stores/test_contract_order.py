@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from flowfabric.model.keys import SigningKey
 from flowfabric.model.states import LifecyclePhase
 from flowfabric.rules.change import Insert
 from flowfabric.stores.base import Collision, Store, Want
-from flowfabric.stores.sqlite import SQLiteStore
+from flowfabric.stores.sqlite import SQLiteStore, desk
+from tests.scenarios.waits import until
 from tests.stores.samples import a_take, change, execution, payload, waiting, write
 
 WANTS = (
@@ -71,12 +73,22 @@ async def commits(tmp_path: Path) -> tuple[SQLiteStore, list[None]]:
     return store, commits
 
 
-async def test_what_a_turn_of_the_loop_brings_is_one_transaction(commits: tuple[SQLiteStore, list[None]]) -> None:
+async def test_what_a_turn_of_the_loop_brings_is_one_transaction(
+    commits: tuple[SQLiteStore, list[None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     store, committed = commits
+    monkeypatch.setattr(desk, "TOGETHER_S", 60)  # however slow the machine is
     steps = [change(Insert(waiting(name)), Insert(payload(name))) for name in "abc"]
+    brought = threading.Event()
 
-    committing = asyncio.gather(*(store.commit([step]) for step in steps))
-    _, taken = await asyncio.gather(committing, store.take(a_take(3)))
+    def wait(_: object) -> None:
+        assert brought.wait(60)
+
+    committing = asyncio.gather(store._writer.do(wait), *(store.commit([step]) for step in steps))
+    taking = asyncio.ensure_future(store.take(a_take(3)))
+    await until(lambda: store._writer._queue.qsize() == len(steps) + 1)
+    brought.set()
+    _, taken = await asyncio.gather(committing, taking)
     await store.close()
 
     assert [row.execution_id for row, _ in taken.rows] == [*"abc"]
