@@ -245,7 +245,15 @@ def tags(pairs: object) -> dict[str, str]:
         raise errors.InvalidInput("tags: not a mapping")
     if len(pairs) > limits.MAX_TAGS:
         raise errors.InvalidInput(f"tags: {len(pairs)} of them, the limit is {limits.MAX_TAGS}")
-    return {limits.text("tags", key): limits.text(f"tags[{key}]", value) for key, value in pairs.items()}
+    return {_tag_key(key): limits.text(f"tags[{key}]", value) for key, value in pairs.items()}
+
+
+def _tag_key(key: object) -> str:
+    """A text; one with a NUL cannot be kept, and is left to the rules, which refuse it by its name."""
+    if isinstance(key, str) and "\0" in key:
+        limits.text("tags", key.replace("\0", " "))
+        return str.__str__(key)
+    return limits.text("tags", key)
 
 
 def fence(given: object) -> Fence:
