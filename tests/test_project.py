@@ -87,11 +87,9 @@ def test_dev_lists_its_commands_without_installing_anything(tmp_path: Path) -> N
 
 
 def test_files_made_by_tools_are_not_kept() -> None:
-    made = [".dev/venv", "uv.lock", "pylock.toml", "pylock.dev.toml", "try.db", "try.db-wal", "src/__pycache__/x.pyc"]
+    ignored = (ROOT / ".gitignore").read_text().splitlines()
 
-    ignored = subprocess.run(["git", "check-ignore", *made], cwd=ROOT, capture_output=True, text=True).stdout
-
-    assert ignored.split() == made
+    assert {"/.dev/", "__pycache__/", "uv.lock", "pylock*.toml", "*.db", "*.db-*"} <= set(ignored)
 
 
 def test_ff_tells_its_version(project: dict[str, Any]) -> None:

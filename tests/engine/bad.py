@@ -38,6 +38,7 @@ DURATION = [*INTEGER, 0, -1, MAX_DURATION_MS + 1]
 INSTANT = [*INTEGER, MAX_INSTANT_MS + 1]
 PAYLOAD: list[Any] = ["text", 5, True, NAN, [1, 2], {"a": 1}, object()]
 TAGS: list[Any] = [
+    *(0, False, "", []),
     *(5, True, "a.b", [("a.b", "c")], {"a.b": 5}, {"a.b": None}, {5: "x"}, {None: "x"}, {b"a.b": "c"}),
     *({"Bad.Key": ""}, {"nodot": ""}, {"": ""}, {"a.b": "nul\0"}, {"a.b": "\ud800"}, {"a.b\0": ""}, {"\ud800": ""}),
     {f"a.b{number}": "" for number in range(257)},
@@ -224,7 +225,7 @@ VERBS: dict[str, Verb] = {
         by_id,
         {
             **bad_id,
-            "expected_lease_id": [bad for bad in A_UUID if bad not in ("", [])],
+            "expected_lease_id": [bad for bad in A_UUID if bad != ""],
             "worker_instance_id": [*REQUIRED, *TEXT],
             "reason": [*REQUIRED, *TEXT],
         },

@@ -241,6 +241,57 @@ async def test_members_of_enums_are_kept_as_the_texts_and_numbers_they_are(world
     assert (attempt.failure_reason, attempt.failure_category) == ("timeout", "timeout")
 
 
+class Text(str):
+    """A text of a kind of its own, as members of enums and strings of some libraries are."""
+
+
+class Count(int):
+    """Likewise a number."""
+
+
+@pytest.mark.parametrize("verb", VERBS)
+async def test_texts_and_numbers_of_other_types_never_reach_a_store(world: World, verb: str) -> None:
+    given: dict[str, Any] = {}
+    for name, value in VERBS[verb].good.items():
+        real = world.real(value)
+        given[name] = Text(real) if type(real) is str else Count(real) if type(real) is int else real
+
+    refused = await refusal(world.call(verb, **given))
+
+    plain = await refusal(world.call(verb))
+    assert refused is None or plain is None or type(refused) is type(plain)
+
+
+async def test_a_lane_may_be_the_member_of_an_enum(world: World) -> None:
+    engine = world.engine
+    await engine.create_execution(execution_id=FRESH, lane_id=Word.TIMEOUT)
+
+    claimed = await engine.claim(Word.TIMEOUT, worker_id=Word.TAG, worker_instance_id=Word.TAG)
+
+    assert claimed is not None
+    assert claimed.execution_id == FRESH
+    assert (await engine.list_lanes()).lanes == ["default", "timeout"]
+
+
+@pytest.mark.parametrize("number", [10**5000, -(10**5000)], ids=["many digits", "many digits below zero"])
+async def test_a_number_with_more_digits_than_can_be_printed_is_refused_like_any_other(
+    world: World, number: int
+) -> None:
+    before = await dump(world.engine.store)
+    for call in (
+        world.call("create_execution", priority=number),
+        world.call("change_priority", new_priority=number),
+        world.call("delay_for", length_ms=number),
+        world.call("list_executions", partition=number),
+        world.call("create_execution", policy={"max_replay_count": number}),
+        world.call("rotate_waitpoint_hmac_secret_all", grace_ms=number),
+    ):
+        refused = await refusal(call)
+        assert refused is not None
+        assert refused.family == "validation"
+    assert await dump(world.engine.store) == before
+
+
 async def test_ids_of_a_fence_may_be_spelled_in_upper_case(world: World) -> None:
     held = world.held
     fence = Fence(held.lease_id.upper(), held.lease_epoch, held.attempt_id.upper())

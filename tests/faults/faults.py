@@ -257,7 +257,7 @@ FAULTS = (
     Fault(
         "a claim does not look for what lapsed",
         "engine/lines.py",
-        "        await asyncio.gather(self.mark_lapsed_leases(), self.hear_of_lane(lane_id))\n",
+        "        await asyncio.gather(self.mark_lapsed_leases(lane_id), self.hear_of_lane(lane_id))\n",
         "        await self.hear_of_lane(lane_id)\n",
         LIVES,
     ),

@@ -228,11 +228,11 @@ class Claiming:
     def _pull(
         self, lane_id: str, limit: int, seen: list[Any], capabilities: Iterable[str], lease_ttl_ms: int, **worker: str
     ) -> list[Any]:
-        lapsed = {one.execution_id for one in self.lives.values() if one.has_lapsed(self.now)}
-        # With other work at hand a claim may look for lapsed leases or not; it finds all of them or none.
+        lapsed = {life.execution_id for life in self._lapsed(lane_id)}
+        # With other work at hand a claim may look for lapsed leases of its lane or not; it finds all of them or none.
         if self._marked or not any(self._candidates(lane_id, set(capabilities))):
             assert self._marked == lapsed, f"{lapsed} had lapsed, {self._marked} were marked"
-            self._mark_lapsed()
+            self._mark_lapsed(lane_id)
         claimed: list[Any] = []
         holder = _holder(worker, "", lease_ttl_ms)
         for life in list(self._candidates(lane_id, set(capabilities))):
@@ -259,11 +259,12 @@ class Claiming:
                 claimed.append({**self._fresh(life, holder, ids, timeout=life.own_timeout()), "payload": payload})
         return claimed
 
-    def _mark_lapsed(self) -> int:
-        lapsed = [life for life in self.lives.values() if life.has_lapsed(self.now)]
-        for life in lapsed:
+    def _lapsed(self, lane_id: str) -> list[Life]:
+        return [life for life in self.lives.values() if life.lane == lane_id and life.has_lapsed(self.now)]
+
+    def _mark_lapsed(self, lane_id: str) -> None:
+        for life in self._lapsed(lane_id):
             life.mark_expired(self.now)
-        return len(lapsed)
 
     def _candidates(self, lane_id: str, offered: set[str]) -> list[Life]:
         """Whatever of the lane this worker could have, best first."""
@@ -292,7 +293,7 @@ class Claiming:
         self, lane_id: str, capabilities: Iterable[str], grant_ttl_ms: int, worker_id: str, worker_instance_id: str
     ) -> Any:
         self._check_signer()
-        self._mark_lapsed()
+        self._mark_lapsed(lane_id)
         offered = set(capabilities)
         looked_at = self._candidates(lane_id, offered) + self._beyond(lane_id, offered)
         for life in sorted(looked_at, key=lambda life: life.place):

@@ -28,6 +28,8 @@ REJECTED = [
     'cairn."x',
     "cairn.x'",
     "cairn.x\\",
+    "ca\\irn.x",
+    "ca'irn.\"x",
     "cairn.x\n",
     "_a.b",
     "é.b",
@@ -47,7 +49,7 @@ def test_ex_015_everything_else_is_refused_with_the_key_in_the_detail(key: str) 
     single = check_tag_key(key)
 
     assert type(single) is InvalidInput
-    assert repr(key) in single.detail
+    assert key in single.detail
     assert check_tags({"good.key": "v", key: "v"}) == InvalidTagKey(key)
 
 

@@ -282,8 +282,11 @@ async def test_ex_015_create_time_tags(play: Play) -> None:
     assert [(one.execution_id, one.variant) for one in heard if one] == [(e, "Acquired"), (e, "Revoked")]
 
     refused = engine.new_execution_id()
-    async with play.refused(errors.InvalidTagKey, "Cairn.x"):
-        await engine.create_execution(execution_id=refused, tags={"a.b": "1", "Cairn.x": "2"})
+    for key in ("Cairn.x", "a.b\0"):
+        async with play.refused(errors.InvalidTagKey, key):
+            await engine.create_execution(execution_id=refused, tags={"a.b": "1", key: "2"})
+        async with play.refused(errors.InvalidTagKey, key):
+            await engine.set_execution_tags(e, {"a.b": "1", key: "2"})
     assert await engine.describe_execution(refused) is None
 
 

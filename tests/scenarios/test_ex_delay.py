@@ -26,7 +26,7 @@ async def test_ex_050_worker_delay_and_resume(play: Play) -> None:
     assert await play.vector(e) == DELAYED
     lease = {
         *("current_lease_id", "current_worker_id", "current_worker_instance_id"),
-        *("lease_acquired_at", "lease_expires_at", "lease_last_renewed_at", "lease_renewal_deadline"),
+        *("lease_expires_at", "lease_last_renewed_at", "lease_renewal_deadline"),
     }
     changed = {
         "lifecycle_phase": "runnable",

@@ -24,6 +24,7 @@ from flowfabric.model.states import AttemptRecordState, AttemptType, PublicState
 from tests.scenarios.play import WAITING, Play
 from tests.scenarios.test_ex_finish import retries
 from tests.scenarios.test_ex_grants import MISSING
+from tests.scenarios.waits import Waits
 
 REPLAYED = "runnable/unowned/eligible_now/waiting_for_worker/none/pending_replay_attempt/waiting"
 
@@ -54,7 +55,7 @@ async def test_ex_072_change_priority_reorders(play: Play) -> None:
     assert (await play.next_for("wb")).execution_id == a
 
 
-async def test_ex_073_change_priority_clamps_and_refusals(play: Play) -> None:
+async def test_ex_073_change_priority_clamps_and_refusals(play: Play, waits: Waits) -> None:
     engine = play.engine
     e = await play.create(priority=3)
     for asked, stored in ((10_000, 9000), (-5, 0)):
@@ -65,9 +66,10 @@ async def test_ex_073_change_priority_clamps_and_refusals(play: Play) -> None:
     blocked = await play.create()
     await engine.block_execution_for_admission(blocked, reason="paused_by_operator")
     active = (await play.claimed()).execution_id
+    suspended = (await waits.suspended())[0].execution_id
     ended = await play.create()
     await engine.cancel_execution(ended)
-    for one in (delayed, blocked, active, ended):
+    for one in (delayed, blocked, active, suspended, ended):
         async with play.refused(errors.ExecutionNotEligible):
             await engine.change_priority(one, 7)
     async with play.refused(errors.NotFound, entity="execution"):
@@ -170,13 +172,14 @@ async def test_ex_074_what_never_ran_can_be_replayed_too(play: Play) -> None:
     assert (await play.attempt(e, 0)).lineage.replayed_from_attempt_index is None
 
 
-async def test_ex_075_replay_limits_and_gating(play: Play) -> None:
+async def test_ex_075_replay_limits_and_gating(play: Play, waits: Waits) -> None:
     engine = play.engine
     async with play.refused(errors.NotFound, entity="execution"):
         await engine.replay_execution(MISSING)
     waiting, active = await play.create(), (await play.claimed()).execution_id
     delayed = await play.create(delay_until=play.now + 1000)
-    for e in (waiting, active, delayed):
+    suspended = (await waits.suspended())[0].execution_id
+    for e in (waiting, active, delayed, suspended):
         async with play.refused(errors.ExecutionNotTerminal):
             await engine.replay_execution(e)
 

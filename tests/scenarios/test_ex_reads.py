@@ -22,6 +22,7 @@ from flowfabric.rules.create import CreateExecution
 from tests.scenarios.play import ACTIVE, LEASE_MS, Play, terminal
 from tests.scenarios.test_ex_finish import retries
 from tests.scenarios.test_ex_grants import MISSING
+from tests.scenarios.waits import Waits
 
 HOUR_MS = 60 * 60 * 1000
 
@@ -168,12 +169,12 @@ def test_ex_082_public_state_derivation(phase: LifecyclePhase) -> None:
         assert public_state(phase, eligibility, outcome).value == expected
 
 
-async def test_ex_083_completion_events_are_once_and_complete(play: Play) -> None:
+async def test_ex_083_completion_events_are_once_and_complete(play: Play, waits: Waits) -> None:
     engine = play.engine
     given: dict[str, Any] = {"namespace": "n1", "tags": {"cairn.instance_id": "i1"}}
     success, failed, cancelled, expired, capped = [await play.claimed(**given) for _ in range(5)]
     quiet = await play.claimed(policy=retries(1), **given)
-    parked, revoked = await play.claimed(**given), await play.claimed(**given)
+    parked, revoked, asleep = [await play.claimed(**given) for _ in range(3)]
     await engine.complete(success.handle)
     await engine.fail(failed.handle, reason="boom")
     await engine.cancel_execution(cancelled.execution_id)
@@ -181,6 +182,7 @@ async def test_ex_083_completion_events_are_once_and_complete(play: Play) -> Non
     await engine.fail(quiet.handle, reason="flaky")
     await play.delayed(parked)
     await play.revoked(revoked)
+    await waits.suspend(asleep)
     await play.expired(capped)
     await play.reclaim(capped.execution_id, max_reclaim_count=0)
 

@@ -28,6 +28,7 @@ from flowfabric.rules.change import Change, Patch, seen
 from flowfabric.rules.lease import Fence
 from tests.scenarios.play import ACTIVE, EXPIRED_LEASE, LEASE_MS, Play, fence_of, lease_bound, terminal
 from tests.scenarios.test_ex_grants import MISSING, requires
+from tests.scenarios.waits import Waits
 
 L2 = "33333333-3333-4333-8333-333333333332"
 A2 = "22222222-2222-4222-8222-222222222222"
@@ -115,7 +116,7 @@ async def test_ex_062_reclaim_a_revoked_lease(play: Play) -> None:
     assert await play.engine.complete(claimed.handle) == Completed(e)
 
 
-async def test_ex_063_reclaim_grant_refusals(play: Play) -> None:
+async def test_ex_063_reclaim_grant_refusals(play: Play, waits: Waits) -> None:
     async with play.refused(errors.NotFound, entity="execution"):
         await play.reclaim_grant(MISSING)
     async with play.refused(errors.NotFound, entity="execution"):
@@ -123,10 +124,11 @@ async def test_ex_063_reclaim_grant_refusals(play: Play) -> None:
     expired = (await lapsed(play)).execution_id
     runnable = await play.create()
     leased = (await play.claimed()).execution_id
+    suspended = (await waits.suspended())[0].execution_id
     ended = await play.create()
     await play.engine.cancel_execution(ended)
     async with play.untouched():
-        for e in (runnable, leased, ended):
+        for e in (runnable, leased, suspended, ended):
             assert await play.reclaim_grant(e) == NotReclaimable("execution_not_reclaimable")
             assert await play.reclaim(e) == NotReclaimable("execution_not_reclaimable")
     await play.reclaim_grant(expired, "wb")

@@ -24,7 +24,7 @@ RETRY = {"retry_policy": {"max_retries": 1, "backoff": {"type": "fixed", "delay_
 UNOWNED = {
     "ownership_state": "unowned",
     **dict.fromkeys(("current_lease_id", "current_worker_id", "current_worker_instance_id"), GONE),
-    **dict.fromkeys(("lease_acquired_at", "lease_expires_at", "lease_last_renewed_at", "lease_renewal_deadline"), GONE),
+    **dict.fromkeys(("lease_expires_at", "lease_last_renewed_at", "lease_renewal_deadline"), GONE),
 }
 ENDED = {**UNOWNED, "lifecycle_phase": "terminal", "attempt_state": "attempt_terminal"}
 

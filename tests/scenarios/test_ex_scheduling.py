@@ -9,6 +9,7 @@ import pytest
 
 from flowfabric import errors
 from flowfabric.clock import ManualClock
+from flowfabric.engine import lines
 from flowfabric.engine.engine import Engine
 from flowfabric.ids import SeededMinter
 from flowfabric.model.answers import Claimed, ClaimGrant, OperatorClaim, ReclaimGrant, RetryScheduled
@@ -173,6 +174,29 @@ async def test_a_takeover_at_the_cap_ends_the_execution_and_goes_on(play: Play, 
     for one in capped:
         assert await play.vector(one.execution_id) == terminal("failed")
         assert (await play.core(one.execution_id))["failure_reason"] == "max_reclaims_exceeded"
+
+
+@pytest.mark.parametrize("road", ["scheduler", "pull"])
+@pytest.mark.parametrize(
+    "others", [{"lane": "main"}, {"policy": requires("gpu")}, {"priority": 1}], ids=["lane", "capability", "priority"]
+)
+async def test_however_many_leases_have_lapsed_before_it_the_best_of_the_lane_is_taken_over(
+    play: Play, monkeypatch: pytest.MonkeyPatch, road: str, others: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(lines, "LAPSED_BATCH", 2)
+    lane, can = others.get("lane", "default"), {"gpu"}
+    for _ in range(5):
+        e = await play.create(**others)
+        await play.grant(e, "wz", can=can, lane=lane)
+        await play.claim(e, "wz")
+    play.clock.pass_ms(1)
+    best = (await play.claimed("wz", priority=9)).execution_id
+    play.clock.pass_ms(LEASE_MS)
+
+    taken: Any = await play.next_for("wb") if road == "scheduler" else await play.pull("wb")
+
+    assert taken is not None
+    assert taken.execution_id == best
 
 
 async def test_work_that_another_process_put_up_for_takeover_is_found_at_once(play: Play) -> None:

@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 
 from flowfabric import errors
+from flowfabric.cursors import FROM_THE_START
 from flowfabric.model.answers import Moved, Promotion, RetryScheduled
 from flowfabric.model.event import Topic
 from flowfabric.model.flow import Dependency
@@ -32,6 +33,21 @@ async def test_s_030_failure_skips_the_whole_tail_synchronously(flow: Flowing) -
 
     assert [await flow.vector(name) for name in "bcd"] == [SKIPPED] * 3
     assert [await outcomes(flow, name) for name in "bcd"] == [["skipped"]] * 3
+
+
+async def test_ex_083_the_end_of_a_member_names_its_flow(flow: Flowing) -> None:
+    await flow.begin("abc", namespace="n1", tags={"cairn.instance_id": "i1"})
+    await flow.chain("bc")
+    await flow.succeed("a")
+    await flow.fail("b")
+    await flow.cascade("b")
+
+    told = await flow.engine.subscribe_completion(FROM_THE_START)
+    found = [await told.next(timeout_s=0) for _ in range(4)]
+
+    ends = [(one.execution_id, one.outcome, one.flow_id, one.namespace, one.instance_tag) for one in found if one]
+    outcomes = {"a": "success", "b": "failed", "c": "skipped"}
+    assert ends == [(flow.names[name], outcome, flow.id, "n1", "i1") for name, outcome in outcomes.items()]
 
 
 async def test_a_cascade_stops_at_its_depth_and_the_reconciler_goes_on(flow: Flowing) -> None:

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 
 from flowfabric import errors
+from flowfabric.engine.engine import Engine
+from flowfabric.ids import SeededMinter
 from flowfabric.model.execution import Execution
 from flowfabric.rules.change import Change, Patch, seen
 from flowfabric.stores.base import Loaded, Want
 from flowfabric.stores.codec import CODEC
-from tests.scenarios.play import Play
+from tests.scenarios.play import LEASE_MS, Play
 
 
 async def spoiled(play: Play, **fields: Any) -> str:
@@ -23,6 +25,60 @@ async def spoiled(play: Play, **fields: Any) -> str:
     [verdict] = await play.store.store.commit([change])
     assert isinstance(verdict, int)
     return e
+
+
+async def spoil(play: Play, e: str, **fields: Any) -> Engine:
+    """Put into a row what nobody could have written; an engine on the store that no test watches for that."""
+    change = Change((seen(await play.sheet(e)),), (Patch(Execution, (e,), fields),), id=play.engine.minter.change_id())
+    assert await play.store.store.commit([change]) != [None]
+    return Engine(play.store.store, minter=SeededMinter(9))
+
+
+async def test_lineage_and_grants_that_are_none_are_corruption(play: Play) -> None:
+    held, waiting = (await play.claimed()).execution_id, await play.create()
+    await spoil(play, held, lineage="{not json")
+    engine = await spoil(play, waiting, grant="{not json", granted_until=1)
+
+    with pytest.raises(errors.Corruption, match="exec_core: lineage: "):
+        await engine.attempt_history(held)
+    with pytest.raises(errors.Corruption, match="exec_core: grant: "):
+        await engine.claim_execution(waiting, worker_id="wa", worker_instance_id="wa-1")
+
+
+@pytest.mark.parametrize("road", ["pull", "admitted", "scheduler"])
+@pytest.mark.parametrize("life", ["waiting", "leased", "expired", "revoked"])
+@pytest.mark.parametrize("column", ["terms", "lineage", "grant", "tags"])
+async def test_work_that_cannot_be_read_does_not_stand_in_the_way_of_other_work(
+    play: Play, road: str, life: str, column: str
+) -> None:
+    limited = {"budget_ids": ["11111111-1111-4111-8111-111111111111"]}
+    if life == "waiting":
+        bad: str = await play.create(priority=9, policy=limited)
+    else:
+        held = await play.claimed(priority=9, policy=limited)
+        bad = held.execution_id
+        if life == "expired":
+            await play.expired(held)
+        elif life == "revoked":
+            await play.revoked(held)
+    other = await spoil(play, bad, **{column: "{not json"})
+    good = [other.new_execution_id() for _ in range(2)]
+    for e, policy in zip(good, (limited, None), strict=True):
+        await other.create_execution(execution_id=e, policy=policy)
+    play.clock.pass_ms(LEASE_MS)
+
+    who: dict[str, Any] = {"worker_id": "wb", "worker_instance_id": "wb-1"}
+    got: list[Any] = []
+    for _ in range(3):
+        match road:
+            case "pull":
+                got.append(await other.claim("default", **who))
+            case "admitted":
+                got += await other.claim_admitted("default", **who)
+            case _:
+                got.append(await other.claim_for_worker("default", **who))
+
+    assert set(good) <= {one.execution_id for one in got if one}
 
 
 async def test_tags_that_are_none_are_corruption(play: Play) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -15,6 +18,7 @@ from flowfabric.rules.change import Change, Insert, Patch
 from flowfabric.stores.base import Want
 from flowfabric.stores.sqlite import SQLiteStore
 from flowfabric.stores.sqlite import store as module
+from tests.postgres_install import ROOT
 from tests.stores.samples import change, event, execution, one, payload, waiting, write
 
 
@@ -68,6 +72,19 @@ async def test_a_full_disk_is_reported_and_passes(fragile: Fragile) -> None:
     fragile.hook = lambda db: None
     assert await fragile.commit([large]) != [None]
     assert (await one(fragile, Execution, "b")).line == LineKey("new")
+
+
+def test_a_file_that_the_kernel_lets_grow_no_further_is_reported_and_passes(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.stores.cramped", str(tmp_path / "ff.db")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout)
+
+    written = found["written"]
+    assert written > 0
+    assert found["causes"] == [["IOError", True, False]] * 3, "each is reported as something that passes, without doubt"
+    assert found["half"] == [written, written], "neither rows nor lines of what failed are there"
+    assert found["whole"] == [written + 20, written + 20]
+    assert found["sound"] == "ok"
 
 
 async def test_all_that_was_to_be_written_together_fails_together(fragile: Fragile) -> None:

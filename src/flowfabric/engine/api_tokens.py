@@ -115,7 +115,7 @@ def _scope(value: object) -> Scope:
     try:
         return Scope(limits.text("scopes", value))
     except ValueError:
-        raise errors.InvalidInput(f"scopes: {value!r} is none of {', '.join(Scope)}") from None
+        raise errors.InvalidInput(f"scopes: {limits.shown(value)} is none of {', '.join(Scope)}") from None
 
 
 def _namespace(value: object) -> str:

@@ -203,11 +203,11 @@ class Budgets(Waiting):
 
     async def reconcile_budget_counters(self, partition: int) -> verdicts.Reconciled:
         """Set or clear the note of breach on every budget of a partition that never resets."""
-        limits.integer("partition", partition, least=0, most=self.partitions.budget - 1)
+        place = limits.integer("partition", partition, least=0, most=self.partitions.budget - 1)
         processed = failed = 0
         after: tuple[str] | None = None
         while True:
-            where = (Where("partition", "=", partition), Where("defined", "=", True))
+            where = (Where("partition", "=", place), Where("defined", "=", True))
             rows: list[Budget] = await self.store.scan(Scan(Budget, where, ("budget_id",), after, PAGE))
             marks = await asyncio.gather(
                 *(self.budget_chains.ask(row.budget_id, spending.mark_breach) for row in rows), return_exceptions=True

@@ -128,8 +128,7 @@ class BulkCreate:
         accepted = intake.creation(ask)
         decision = create(None, None, accepted, now, defaults=defaults_of(self._core))
         shared = alike(decision) if ask.execution_deadline_at is None else None
-        model = None if shared is None else intake.kept(ask)
-        self._model = None if shared is None or model is None else Model(model, accepted.partition, shared)
+        self._model = None if shared is None else Model(accepted, accepted.partition, shared)
         return decision
 
     def _as_before(self, ask: CreateExecution) -> Decision[Answer] | None:

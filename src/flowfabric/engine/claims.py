@@ -209,20 +209,20 @@ class Claims(Within, Keys):
     async def scan_eligible_executions(self, lane_id: str, partition: int, limit: int) -> list[str]:
         """The ids of claimable executions of a lane and partition in claim order; changes nothing."""
         lane = intake.lane(lane_id)
-        limits.integer("partition", partition, least=0, most=65_535)
-        limits.integer("limit", limit, least=0, most=10_000)
+        place = limits.integer("partition", partition, least=0, most=65_535)
+        most = limits.integer("limit", limit, least=0, most=10_000)
         rows: list[Execution] = []
         for line in await self.patiently(lambda: self.store.lines(lane)):
-            if limit:
+            if most:
                 where = (
                     Where("line", "=", line),
-                    Where("partition", "=", partition),
+                    Where("partition", "=", place),
                     Where("lifecycle_phase", "=", LifecyclePhase.RUNNABLE),
                     Where("blocking_reason", "=", BlockingReason.WAITING_FOR_WORKER),
                 )
-                rows += await self.scan(Scan(Execution, where, ("rank", "execution_id"), limit=limit))
+                rows += await self.scan(Scan(Execution, where, ("rank", "execution_id"), limit=most))
         rows.sort(key=lambda row: (row.rank, row.execution_id))
-        return [row.execution_id for row in rows[:limit]]
+        return [row.execution_id for row in rows[:most]]
 
     async def _redeem(self, execution_id: str, kind: HandleKind, decide: Any) -> answers.Claimed:
         return self._acquired(await self.settle_execution(execution_id, decide), kind)

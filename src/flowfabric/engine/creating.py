@@ -52,7 +52,7 @@ class Creating(ABC):
                 priority=priority,
                 creator_identity=creator_identity,
                 idempotency_key=idempotency_key,
-                tags=tags or {},  # type: ignore[arg-type]
+                tags={} if tags is None else tags,  # type: ignore[arg-type]
                 policy=intake.policy_text(policy),
                 delay_until=delay_until,
                 execution_deadline_at=execution_deadline_at,

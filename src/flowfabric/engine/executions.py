@@ -380,7 +380,7 @@ class Executions(Core, Creating):
     ) -> answers.Revoked | answers.AlreadySatisfied:
         """Take a lease away at once."""
         execution = intake.execution(execution_id)
-        expected = intake.optional_uuid("expected_lease_id", expected_lease_id or None) or ""
+        expected = intake.uuid_unless_blank("expected_lease_id", expected_lease_id) or ""
         instance = limits.text("worker_instance_id", worker_instance_id)
         why = limits.text("reason", reason)
         return await self.settle_execution(execution, lambda row, _: operate.revoke_lease(row, expected, instance, why))

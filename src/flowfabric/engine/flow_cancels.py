@@ -62,7 +62,8 @@ class FlowCancels(FlowVerbs):
         """Cancel a flow and those of its members that the policy selects; a repeated call changes nothing."""
         wanted = intake.parsed(flow_cancel.parse_policy(policy))
         longest_ms = _longest_ms(wait)
-        answer = await self.cancel_flow_header(flow_id, reason=reason, policy=wanted)
+        why = limits.text("reason", reason)
+        answer = await self.cancel_flow_header(flow_id, reason=why, policy=wanted)
         if isinstance(answer, flow_answers.HeaderAlreadyTerminal):
             stored = answer.stored_cancellation_policy or wanted
             return flow_answers.Cancelled(stored, answer.member_execution_ids[:SHOWN_AGAIN])
@@ -70,7 +71,7 @@ class FlowCancels(FlowVerbs):
         if not chosen:
             return flow_answers.Cancelled(wanted, everyone)
         flow = intake.flow(flow_id)
-        work = self.cancelling.cancel_members(flow, chosen, reason or flow_cancel.FALLBACK_REASON)
+        work = self.cancelling.cancel_members(flow, chosen, why or flow_cancel.FALLBACK_REASON)
         if longest_ms is None:
             self._in_background(work)
             return flow_answers.CancellationScheduled(wanted, len(everyone), everyone)
@@ -93,7 +94,7 @@ class FlowCancels(FlowVerbs):
         """Mark a flow as cancelled and list the members to cancel; a reconciler sees to them after the grace."""
         flow = intake.flow(flow_id)
         wanted = intake.parsed(flow_cancel.parse_policy(policy))
-        limits.text("reason", reason)
+        why = limits.text("reason", reason)
         if refused := flow_cancel.check_grace(grace_ms):
             raise refused
 
@@ -107,7 +108,7 @@ class FlowCancels(FlowVerbs):
                 first(rows[0]),
                 rows[1],
                 {row.execution_id: row for row in rows[2]},
-                reason=reason,
+                reason=why,
                 policy=wanted,
                 grace_ms=grace_ms,
             ),

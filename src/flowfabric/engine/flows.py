@@ -238,11 +238,11 @@ class FlowVerbs(Executions):
 
     async def set_flow_tag(self, flow_id: str, key: str, value: str) -> None:
         """Set one tag of a flow."""
-        if refused := tags.check_tag_key(limits.text("key", key)):
+        name = limits.text("key", key)
+        if refused := tags.check_tag_key(name):
             raise refused
-        flow = intake.flow(flow_id)
-        limits.text("value", value)
-        await self.settle((Want(Flow, (flow,)),), lambda rows, _: flows.set_tag(first(rows[0]), key, value))
+        flow, text = intake.flow(flow_id), limits.text("value", value)
+        await self.settle((Want(Flow, (flow,)),), lambda rows, _: flows.set_tag(first(rows[0]), name, text))
 
     # -- ends -----------------------------------------------------------------------------------------------------
 
@@ -359,5 +359,5 @@ def _outcome(outcome: str) -> TerminalOutcome:
     except ValueError:
         ended = TerminalOutcome.NONE
     if ended is TerminalOutcome.NONE:
-        raise errors.InvalidInput(f"outcome: {outcome!r} is no end")
+        raise errors.InvalidInput(f"outcome: {limits.shown(outcome)} is no end")
     return ended

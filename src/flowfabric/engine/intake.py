@@ -72,7 +72,9 @@ def edge(edge_id: object) -> str:
 
 def lane(lane_id: object) -> ids.LaneId:
     """A lane; which characters it may have is its own rule."""
-    return ids.parse_lane_id(lane_id if isinstance(lane_id, str) else limits.text("lane_id", lane_id))
+    if not isinstance(lane_id, str):
+        return ids.parse_lane_id(limits.text("lane_id", lane_id))
+    return ids.parse_lane_id(lane_id if type(lane_id) is str else str.__str__(lane_id))
 
 
 def worker(worker_id: object) -> ids.WorkerId:
@@ -170,38 +172,29 @@ def creation(ask: object) -> CreateExecution:
 class Accepting:
     """Accepts creates one after the other: what one shares with the one before it was looked at there."""
 
-    __slots__ = ("_accepted", "_model")
+    __slots__ = ("_model",)
 
     def __init__(self) -> None:
-        self._model: CreateExecution | None = None  # as it was asked for
-        self._accepted: CreateExecution | None = None
+        self._model: CreateExecution | None = None  # the last one, in its one form and without its input
 
     def __call__(self, ask: object) -> CreateExecution:
         """A create, its partition read from the id."""
-        model, like = self._model, self._accepted
-        if not isinstance(ask, CreateExecution) or model is None or like is None or not are_alike(ask, model):
-            return self._remembered(ask, creation(ask))
+        model = self._model
+        if not isinstance(ask, CreateExecution) or model is None or not are_alike(ask, model):
+            return self._remembered(creation(ask))
         execution_id = execution(ask.execution_id)
         return msgspec.structs.replace(
-            like,
+            model,
             execution_id=execution_id,
             partition=ids.partition_of(execution_id),
             input_payload=limits.payload("input_payload", ask.input_payload),
         )
 
-    def _remembered(self, ask: Any, accepted: CreateExecution) -> CreateExecution:
+    def _remembered(self, accepted: CreateExecution) -> CreateExecution:
         timed = accepted.delay_until is not None or accepted.execution_deadline_at is not None
         if not timed and accepted.parent_id is None:
-            self._model = kept(ask)
-            self._accepted = msgspec.structs.replace(accepted, input_payload=b"")
+            self._model = msgspec.structs.replace(accepted, input_payload=b"")
         return accepted
-
-
-def kept(ask: CreateExecution) -> CreateExecution | None:
-    """A request to compare later ones with, which stays as it is when the caller goes on using what it was made of."""
-    if ask.policy is not None and type(ask.policy) is not str:
-        return None
-    return msgspec.structs.replace(ask, input_payload=b"", tags=dict(ask.tags))
 
 
 def creations(asks: object) -> list[CreateExecution]:
@@ -245,7 +238,15 @@ def tags(pairs: object) -> dict[str, str]:
         raise errors.InvalidInput("tags: not a mapping")
     if len(pairs) > limits.MAX_TAGS:
         raise errors.InvalidInput(f"tags: {len(pairs)} of them, the limit is {limits.MAX_TAGS}")
-    return {limits.text("tags", key): limits.text(f"tags[{key}]", value) for key, value in pairs.items()}
+    return {_tag_key(key): limits.text(f"tags[{key}]", value) for key, value in pairs.items()}
+
+
+def _tag_key(key: object) -> str:
+    """A text; one with a NUL cannot be kept, and is left to the rules, which refuse it by its name."""
+    if isinstance(key, str) and "\0" in key:
+        limits.text("tags", key.replace("\0", " "))
+        return str.__str__(key)
+    return limits.text("tags", key)
 
 
 def fence(given: object) -> Fence:
@@ -254,13 +255,14 @@ def fence(given: object) -> Fence:
         raise errors.InvalidInput("fence: not a fence")
     epoch = given.lease_epoch
     return Fence(
-        lease_id=_uuid_unless_blank("lease_id", given.lease_id),
+        lease_id=uuid_unless_blank("lease_id", given.lease_id),
         lease_epoch=None if epoch is None else limits.integer("lease_epoch", epoch, least=0, most=MAX_EPOCH),
-        attempt_id=_uuid_unless_blank("attempt_id", given.attempt_id),
+        attempt_id=uuid_unless_blank("attempt_id", given.attempt_id),
     )
 
 
-def _uuid_unless_blank(name: str, value: object) -> str | None:
+def uuid_unless_blank(name: str, value: object) -> str | None:
+    """A UUID or nothing, for which a blank stands as well."""
     return None if value == "" else optional_uuid(name, value)
 
 

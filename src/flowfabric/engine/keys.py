@@ -38,10 +38,10 @@ class Keys(Core):
 
     async def seed_waitpoint_hmac_secret(self, kid: str, secret_hex: str) -> tokens.Seeded | tokens.AlreadySeeded:
         """Install the first signing key; call it on every start, it never overwrites."""
-        limits.text("kid", kid, limit=limits.MAX_NAME_BYTES)
-        limits.text("secret_hex", secret_hex)
+        name = limits.text("kid", kid, limit=limits.MAX_NAME_BYTES)
+        secret = limits.text("secret_hex", secret_hex)
         answer: Any = await self.settle(
-            KEYSTORE, lambda rows, _: self._decided(rows, tokens.seed(self.keys_in(rows[1]), kid, secret_hex))
+            KEYSTORE, lambda rows, _: self._decided(rows, tokens.seed(self.keys_in(rows[1]), name, secret))
         )
         return answer  # type: ignore[no-any-return]
 
@@ -49,15 +49,15 @@ class Keys(Core):
         self, new_kid: str, new_secret_hex: str, grace_ms: int
     ) -> list[PartitionRotation]:
         """Let another key sign; the one before verifies for `grace_ms` more."""
-        limits.text("new_kid", new_kid, limit=limits.MAX_NAME_BYTES)
-        limits.text("new_secret_hex", new_secret_hex)
-        if refused := tokens.check_rotation(new_kid, new_secret_hex, grace_ms):
+        name = limits.text("new_kid", new_kid, limit=limits.MAX_NAME_BYTES)
+        secret = limits.text("new_secret_hex", new_secret_hex)
+        if refused := tokens.check_rotation(name, secret, grace_ms):
             raise refused
         try:
             result: Any = await self.settle(
                 KEYSTORE,
                 lambda rows, now: self._decided(
-                    rows, tokens.rotate(self.keys_in(rows[1]), new_kid, new_secret_hex, grace_ms, now)
+                    rows, tokens.rotate(self.keys_in(rows[1]), name, secret, grace_ms, now)
                 ),
             )
         except errors.RotationConflict as conflict:

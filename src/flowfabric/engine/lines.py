@@ -1,21 +1,29 @@
 """Lines: where claimable work stands, and who stands first.
 
 A process knows the lines of a lane that it wrote to or heard of. Leases that lapsed enter their line when somebody
-notices. Every claim looks for them, and for lines that other processes began: always when it found nothing, and about
-once a second when it is busy.
+notices. Every claim looks for those of its lane, and for lines that other processes began: always when it found
+nothing, and about once a second when it is busy.
+
+A row that cannot be read is left where it is, and stands in nobody's way.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Sequence, Set
+from functools import cached_property
 
+from flowfabric import errors
 from flowfabric.engine.executions import Executions
 from flowfabric.model import answers
 from flowfabric.model.execution import Execution, LineKey
 from flowfabric.rules import capabilities, claim
+from flowfabric.rules.policy import decode_terms
 from flowfabric.stores.base import Scan, Where
+
+logger = logging.getLogger("flowfabric.lines")
 
 HOUSEKEEPING_MS = 500  # how old a look around in a lane may be; half of what a takeover may take beyond the ttl
 CANDIDATES = 10
@@ -27,24 +35,46 @@ MOST_LINES = 64  # that are looked at in one trip
 class Lines(Executions):
     """What a claim needs to know of the lines of its lane."""
 
+    @cached_property
+    def _unreadable(self) -> set[str]:
+        return set()
+
     async def look_around(self, lane_id: str) -> None:
-        """Put lapsed leases into their lines, and hear of lines that other processes began."""
-        await asyncio.gather(self.mark_lapsed_leases(), self.hear_of_lane(lane_id))
+        """Put lapsed leases of the lane into their lines, and hear of lines that other processes began."""
+        await asyncio.gather(self.mark_lapsed_leases(lane_id), self.hear_of_lane(lane_id))
         self._looked_at[lane_id] = self.estimate.now()
 
     def has_looked(self, lane_id: str) -> bool:
         """Whether the last look around in this lane is recent."""
         return abs(self.estimate.now() - self._looked_at.get(lane_id, 0)) < HOUSEKEEPING_MS
 
-    async def mark_lapsed_leases(self) -> int:
-        """Mark leases that lapsed, so that their work stands in line again; how many were marked."""
-        unmarked = (Where("lease_expired_at", "unset"),)
-        due = await self.patiently(
-            lambda: self.store.due(Execution, "lease_expires_at", limit=LAPSED_BATCH, where=unmarked)
-        )
-        self.estimate.hear(due.now)
-        marks = await asyncio.gather(*(self.mark_lease_expired_if_due(row.execution_id) for row in due.rows))
-        return sum(isinstance(mark, answers.MarkedExpired) for mark in marks)
+    async def mark_lapsed_leases(self, lane_id: str) -> None:
+        """Mark all leases of the lane that have lapsed: any of their work may be the first in line.
+
+        Whoever finds that others have just marked what it found leaves the rest to them.
+        """
+        where = (Where("lane_id", "=", lane_id), Where("lease_expired_at", "unset"))
+        while True:
+            due = await self.patiently(
+                lambda: self.store.due(Execution, "lease_expires_at", limit=LAPSED_BATCH, where=where)
+            )
+            self.estimate.hear(due.now)
+            marks = await asyncio.gather(*(self._marks_lapsed(row.execution_id) for row in due.rows))
+            if len(due.rows) < LAPSED_BATCH or not any(marks):
+                return
+
+    async def _marks_lapsed(self, execution_id: str) -> bool:
+        try:
+            return isinstance(await self.mark_lease_expired_if_due(execution_id), answers.MarkedExpired)
+        except errors.Corruption as fault:
+            self.pass_over(execution_id, fault)
+            return False
+
+    def pass_over(self, execution_id: str, fault: errors.Corruption) -> None:
+        """Leave out a row that cannot be read, and say so once."""
+        if execution_id not in self._unreadable:
+            self._unreadable.add(execution_id)
+            logger.warning("%s cannot be claimed: %s", execution_id, fault)
 
     async def lines_of(self, lane_id: str) -> list[LineKey]:
         """The lines of a lane that this process knows of, in a fixed order."""
@@ -69,7 +99,7 @@ class Lines(Executions):
         size = limit + CANDIDATES
         conditions = (Where("line", "in", tuple(lines)), *where)
         page = await self.scan(Scan(Execution, conditions, BY_RANK, None, size, each="line"))
-        rows = self._ungranted(page, without)
+        rows = self._claimable(page, without)
         found, seen = Counter(row.line for row in rows), Counter(row.line for row in page)
         for line in lines:  # many of its first rows were passed over: look further
             if seen[line] == size and found[line] < limit:
@@ -84,14 +114,26 @@ class Lines(Executions):
         size = limit + CANDIDATES
         while True:
             page = await self.scan(Scan(Execution, (Where("line", "=", line), *where), BY_RANK, after, size))
-            found += self._ungranted(page, without)
+            found += self._claimable(page, without)
             if len(found) >= limit or len(page) < size:
                 return found[:limit]
             after = (page[-1].rank, page[-1].execution_id)
 
-    def _ungranted(self, page: Sequence[Execution], without: Set[str]) -> list[Execution]:
+    def _claimable(self, page: Sequence[Execution], without: Set[str]) -> list[Execution]:
         now = self.estimate.now()
-        return [row for row in page if row.execution_id not in without and not claim.live_grant(row, now)]
+        return [
+            row
+            for row in page
+            if row.execution_id not in without and not claim.live_grant(row, now) and self._is_readable(row)
+        ]
+
+    def _is_readable(self, row: Execution) -> bool:
+        try:
+            decode_terms(row.terms)
+        except errors.Corruption as fault:
+            self.pass_over(row.execution_id, fault)
+            return False
+        return True
 
     async def forget_decided(self, lane_id: str) -> None:
         """Stop expecting decided work in a lane, unless there is some: granted, or beyond the worker that looked."""

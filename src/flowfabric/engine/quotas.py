@@ -102,11 +102,11 @@ class Quotas(Waiting, Relay):
 
     async def reconcile_quota_counters(self, partition: int) -> verdicts.Reconciled:
         """Trim windows, drop dead slots and recount, for every policy of a partition."""
-        limits.integer("partition", partition, least=0, most=self.partitions.quota - 1)
+        place = limits.integer("partition", partition, least=0, most=self.partitions.quota - 1)
         processed = failed = 0
         after: tuple[str] | None = None
         while True:
-            scan = Scan(QuotaPolicy, (Where("partition", "=", partition),), ("quota_policy_id",), after, PAGE)
+            scan = Scan(QuotaPolicy, (Where("partition", "=", place),), ("quota_policy_id",), after, PAGE)
             rows: list[QuotaPolicy] = await self.store.scan(scan)
             moves = await asyncio.gather(
                 *(self.reconcile_quota_policy(row.quota_policy_id) for row in rows), return_exceptions=True

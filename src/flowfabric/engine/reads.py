@@ -177,10 +177,10 @@ class Reads(Core):
 
     async def list_executions(self, partition: int, *, cursor: str | None = None, limit: int = 50) -> ExecutionPage:
         """Ids of one partition, ascending, strictly after the cursor."""
-        limits.integer("partition", partition, least=0, most=MAX_PARTITION)
+        place = limits.integer("partition", partition, least=0, most=MAX_PARTITION)
         wanted = min(limits.integer("limit", limit, least=0), MAX_PAGE)
         after = None if cursor is None else (intake.execution(cursor),)
-        where = (Where("partition", "=", partition), Where("execution_id", "starts", f"{{fp:{partition}}}:"))
+        where = (Where("partition", "=", place), Where("execution_id", "starts", f"{{fp:{place}}}:"))
         rows = await self._page(Scan(Execution, where, ("execution_id",), after, wanted + 1), wanted)
         found = [row.execution_id for row in rows[:wanted]]
         return ExecutionPage(found, found[-1] if len(rows) > wanted else None)
@@ -308,7 +308,7 @@ def _public_state(value: PublicState | str) -> PublicState:
     try:
         return PublicState(value)
     except ValueError:
-        raise errors.InvalidInput(f"public_state: {value!r} is no state") from None
+        raise errors.InvalidInput(f"public_state: {limits.shown(value)} is no state") from None
 
 
 def _entry(told: FeedEvent) -> HistoryEntry:

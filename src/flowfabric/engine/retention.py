@@ -34,12 +34,12 @@ class Retention(Executions):
         The default is for those whose policy does not say how long they are kept; without one, what was the default
         when they ended. One that cannot be purged does not keep the others.
         """
-        limits.integer("partition", partition, least=0, most=65_535)
+        place = limits.integer("partition", partition, least=0, most=65_535)
         default = intake.optional_duration("default_retention_ms", default_retention_ms)
         wanted = limits.integer("batch", batch, least=0, most=MAX_BATCH)
         accepted = intake.chosen(chosen)
         where = (
-            Where("partition", "=", partition),
+            Where("partition", "=", place),
             Where("lane_id", "=", intake.lane(lane_id)),
             Where("purge_at", "set"),
         )

@@ -276,7 +276,7 @@ def _visibility(value: str) -> Visibility:
     try:
         return Visibility(value)
     except ValueError:
-        raise errors.InvalidInput(f"visibility: {value!r} is neither all nor exclude_best_effort") from None
+        raise errors.InvalidInput(f"visibility: {limits.shown(value)} is neither all nor exclude_best_effort") from None
 
 
 def _bug(cause: Exception) -> errors.FabricError:

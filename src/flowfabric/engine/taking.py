@@ -208,7 +208,11 @@ class Taking(Lines):
             payload[:] = rows[1]
             return reclaim.take_up(rows[0][0] if rows[0] else None, holder, order.capabilities, now)
 
-        answer = await self.settle(wants, decide)
+        try:
+            answer = await self.settle(wants, decide)
+        except errors.Corruption as fault:
+            self.pass_over(row.execution_id, fault)
+            return None
         if not isinstance(answer, Acquired):
             return None
         kind = HandleKind.RECLAIMED if answer.attempt_type is AttemptType.RECLAIM else HandleKind.FRESH

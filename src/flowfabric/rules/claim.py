@@ -284,8 +284,11 @@ def live_grant(row: Execution, now: int) -> bool:
 
 
 def stored_grant(row: Execution) -> Grant | None:
-    """The grant in the slot, in force or lapsed."""
-    return None if row.grant is None else msgspec.json.decode(row.grant, type=Grant)
+    """The grant in the slot, in force or lapsed; `Corruption` when what is kept is none."""
+    try:
+        return None if row.grant is None else msgspec.json.decode(row.grant, type=Grant)
+    except msgspec.DecodeError as fault:
+        raise errors.Corruption(f"exec_core: grant: {fault}") from fault
 
 
 def _is_route_blocked(row: Execution) -> bool:

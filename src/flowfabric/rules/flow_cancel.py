@@ -26,6 +26,7 @@ from flowfabric.model.flow import (
 )
 from flowfabric.model.flow_answers import HeaderAlreadyTerminal, HeaderCancelled, SiblingDrain, SiblingReconcile
 from flowfabric.model.states import LifecyclePhase
+from flowfabric.rules import limits
 from flowfabric.rules.change import NOW, Change, Decision, Delete, Guard, Insert, Patch, Write, at, refuse
 from flowfabric.rules.flows import TERMINAL, seen_flow, seen_group
 
@@ -42,7 +43,9 @@ def parse_policy(given: object) -> CancellationPolicy | errors.FabricError:
     try:
         return CancellationPolicy(given)  # type: ignore[arg-type]
     except ValueError:
-        return errors.InvalidInput(f"cancellation_policy: {given!r} is none of {', '.join(CancellationPolicy)}")
+        return errors.InvalidInput(
+            f"cancellation_policy: {limits.shown(given)} is none of {', '.join(CancellationPolicy)}"
+        )
 
 
 def check_grace(given: object) -> errors.FabricError | None:

@@ -24,6 +24,7 @@ from flowfabric.model.flow import (
     PolicyVariant,
 )
 from flowfabric.model.flow_answers import Added, AlreadyMember, AlreadySatisfied, Created, PolicySet, Staged
+from flowfabric.rules import limits
 from flowfabric.rules.change import (
     NOW,
     Change,
@@ -78,7 +79,7 @@ def parse_policy(given: object) -> Policy | errors.FabricError:
         return Policy(PolicyVariant(kind), OnSatisfied(then), size)
     if kind == PolicyVariant.ALL_OF:
         return Policy()
-    return errors.InvalidInput(f"policy: {kind!r} is none of all_of, any_of, quorum")
+    return errors.InvalidInput(f"policy: {limits.shown(kind)} is none of all_of, any_of, quorum")
 
 
 def policy_of(group: EdgeGroup) -> Policy:
@@ -106,7 +107,7 @@ def parse_kind(given: object) -> DependencyKind | errors.FabricError:
     try:
         return DependencyKind(given)  # type: ignore[arg-type]
     except ValueError:
-        return errors.InvalidInput(f"dependency_kind: {given!r} is none of {', '.join(DependencyKind)}")
+        return errors.InvalidInput(f"dependency_kind: {limits.shown(given)} is none of {', '.join(DependencyKind)}")
 
 
 def create(

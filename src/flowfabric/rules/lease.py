@@ -277,8 +277,11 @@ def encode_lineage(lineage: Lineage | None) -> str | None:
 
 
 def decode_lineage(text: str | None) -> Lineage:
-    """The reverse; no text is no lineage."""
-    return Lineage() if text is None else msgspec.json.decode(text, type=Lineage)
+    """The reverse; no text is no lineage. `Corruption` when what is kept is none."""
+    try:
+        return Lineage() if text is None else msgspec.json.decode(text, type=Lineage)
+    except msgspec.DecodeError as fault:
+        raise errors.Corruption(f"exec_core: lineage: {fault}") from fault
 
 
 def renewable(row: Execution | None, attempt_index: int, fence: Fence, now: int) -> Decision[None]:

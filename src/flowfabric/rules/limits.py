@@ -11,9 +11,19 @@ MAX_TEXT_BYTES = 64 * 1024
 MAX_NAME_BYTES = 1024
 MAX_PAYLOAD_BYTES = 64 * 1024 * 1024
 MAX_TAGS = 256
+MAX_SHOWN = 200  # characters of a value in a message
 MAX_INTEGER = 2**63 - 1
 MAX_DURATION_MS = 10 * 365 * 24 * 60 * 60 * 1000  # ten years; a longer lease, delay or grant is a mistake
 MAX_INSTANT_MS = 253_402_300_799_999  # the end of the year 9999
+
+
+def shown(value: object) -> str:
+    """A value as it stands in a message, of a long one the beginning; there are numbers that Python does not print."""
+    try:
+        whole = repr(value)
+    except ValueError:
+        return "a number of thousands of digits"
+    return whole if len(whole) <= MAX_SHOWN else f"{whole[:MAX_SHOWN]}…"
 
 
 def text(name: str, value: object, *, limit: int = MAX_TEXT_BYTES) -> str:
@@ -58,7 +68,7 @@ def integer(name: str, value: object, *, least: int = -MAX_INTEGER, most: int = 
             raise errors.InvalidInput(f"{name}: not a whole number")
         value = int(value)
     if not least <= value <= most:
-        raise errors.InvalidInput(f"{name}: {value} is not within {least}..{most}")
+        raise errors.InvalidInput(f"{name}: {shown(value)} is not within {least}..{most}")
     return value
 
 

@@ -21,7 +21,7 @@ def is_tag_key(key: str) -> bool:
 
 def check_tag_key(key: str) -> InvalidInput | None:
     """What is wrong with the key of a single set or get; looked at before the store is."""
-    return None if is_tag_key(key) else InvalidInput(f"invalid tag key: {key!r}")
+    return None if is_tag_key(key) else InvalidInput(f"invalid tag key: {key}")
 
 
 def check_not_empty(tags: Mapping[str, str]) -> InvalidInput | None:

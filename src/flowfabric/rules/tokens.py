@@ -32,6 +32,7 @@ from flowfabric.errors import (
 from flowfabric.ids import ExecutionId, uuid_of
 from flowfabric.model.execution import Grant
 from flowfabric.model.keys import SigningKey
+from flowfabric.rules import limits
 
 Keys: TypeAlias = Sequence[SigningKey]
 
@@ -124,10 +125,10 @@ def check_rotation(kid: str, secret_hex: str, grace_ms: object) -> FabricError |
     if not _HEX(secret_hex):
         return InvalidSecretHex()
     if isinstance(grace_ms, bool) or not isinstance(grace_ms, int | float):
-        return InvalidGraceMs(repr(grace_ms))
+        return InvalidGraceMs(limits.shown(grace_ms))
     # Compared before it is taken as a whole number, so that NaN and the infinities are refused like the rest.
     if not 0 <= grace_ms <= MAX_GRACE_MS or grace_ms != int(grace_ms):
-        return InvalidGraceMs(str(grace_ms))
+        return InvalidGraceMs(limits.shown(grace_ms))
     return None
 
 

@@ -243,7 +243,7 @@ def core_fields(row: Execution, payload: Payload) -> dict[str, Any]:
         "completed_at": row.completed_at,
         "last_transition_at": row.last_transition_at,
         "last_mutation_at": last_mutation_at(row),
-        "lease_acquired_at": row.lease_acquired_at if owned else None,
+        "lease_acquired_at": row.lease_acquired_at,
         "lease_expires_at": row.lease_expires_at,
         "lease_last_renewed_at": row.lease_renewed_at if owned else None,
         "lease_renewal_deadline": renewal_deadline(row) if owned else None,
