@@ -131,6 +131,17 @@ def _closed(row: Execution, root: Suspension, waitpoint: Waitpoint, reason: str)
     )
 
 
+def open_token(
+    waitpoint: Waitpoint, root: Suspension | None, keys: Sequence[SigningKey], now: int
+) -> tokens.WaitpointToken | None:
+    """The token that was given out for a waitpoint; None when it is closed, or what signed it is gone."""
+    if not waitpoint.token_kid or waits.state_of(waitpoint, root, now) is WaitpointState.CLOSED:
+        return None
+    token = tokens.token_of(keys, waitpoint.token_kid, waitpoint.execution_id, waitpoint.waitpoint_id)
+    is_it = tokens.is_of(token, waitpoint.token_kid, waitpoint.token_fingerprint)
+    return tokens.WaitpointToken(token) if is_it else None
+
+
 def view(waitpoint: Waitpoint, root: Suspension | None, now: int) -> WaitpointView | None:
     """The waitpoint for a reviewer; None when it is closed."""
     state = waits.state_of(waitpoint, root, now)
