@@ -6,7 +6,7 @@ from flowfabric import errors
 from flowfabric.engine.suspensions import AlreadySatisfied, Suspended
 from flowfabric.model.answers import Completed
 from flowfabric.model.condition import AllOf, Single
-from flowfabric.rules.suspend_args import Fresh
+from flowfabric.rules.suspend_args import Fresh, UsePending
 from tests.scenarios.play import ACTIVE, LEASE_MS, Play
 from tests.scenarios.waits import BUFFERED, SATISFIED, Waits, count, named, partition, plain
 
@@ -204,6 +204,20 @@ async def test_a_pending_waitpoint_serves_its_own_execution_and_attempt_only(pla
     later = await play.reclaimed(held.execution_id)
     async with play.refused(errors.InvalidWaitpointForExecution):
         await waits.on_pending(later, pending, Single("kp"))
+
+
+async def test_a_pending_waitpoint_of_another_partition_is_another_execution_s(play: Play, waits: Waits) -> None:
+    held, other = await play.claimed(), await play.claimed(lane="elsewhere")
+    assert partition(held.execution_id) != partition(other.execution_id)
+    pending = await play.engine.create_waitpoint(held.handle, "kp", 1000)
+
+    async with play.refused(errors.InvalidWaitpointForExecution):
+        await waits.on_pending(other, pending, Single("kp"))
+    play.clock.pass_ms(1000)
+    async with play.refused(errors.PendingWaitpointExpired):
+        await waits.on_pending(other, pending, Single("kp"))
+    async with play.refused(errors.WaitpointNotFound):
+        await play.engine.suspend(other.handle, waits.args(Single("kp"), UsePending(waits.id())))
 
 
 async def test_a_waitpoint_is_made_only_under_a_live_lease(play: Play, waits: Waits) -> None:

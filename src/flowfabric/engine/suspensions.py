@@ -17,7 +17,7 @@ from flowfabric.rules import limits, resuming, suspend_args, suspending, tokens,
 from flowfabric.rules.change import Decision
 from flowfabric.rules.lease import Fence
 from flowfabric.rules.resuming import Expiry, Resumed
-from flowfabric.rules.suspend_args import SuspendArgs, UsePending
+from flowfabric.rules.suspend_args import Fresh, SuspendArgs, UsePending
 from flowfabric.rules.suspending import Outcome, Scene
 from flowfabric.stores.base import Scan, Want, Where
 
@@ -101,12 +101,13 @@ class Suspensions(Keys):
         self, execution_id: str, fence: Fence, holder: HandleFields | None, args: SuspendArgs
     ) -> Suspended | AlreadySatisfied:
         partition = ids.partition_of(ids.ExecutionId(execution_id))
-        bound = [binding.waitpoint_id for binding in args.waitpoints]
+        bound = {binding.waitpoint_id: binding for binding in args.waitpoints}
         wants = [
             Want(Execution, (execution_id,)),
             Want(Suspension, (execution_id,)),
             *KEYSTORE,
-            *(Want(Waitpoint, (waitpoint_id, partition)) for waitpoint_id in dict.fromkeys(bound)),
+            # One that was made before is looked for everywhere: another execution's is not one that is missing.
+            *(Want(Waitpoint, (one, partition) if isinstance(to, Fresh) else (one,)) for one, to in bound.items()),
         ]
         remembers = pends = None
         if args.idempotency_key:
@@ -114,13 +115,14 @@ class Suspensions(Keys):
             wants.append(Want(Remembered, (execution_id, suspending.SCOPE, waits.digest(args.idempotency_key))))
         if isinstance(args.waitpoints[0], UsePending):
             pends = len(wants)
-            wants.append(Want(Signal, (execution_id, bound[0])))
+            wants.append(Want(Signal, (execution_id, args.waitpoints[0].waitpoint_id)))
         signers: list[SigningKey] = []
         trusting = self._trusted(execution_id, args, len(wants))
 
         def decide(rows: list[list[Any]], now: int) -> Decision[Outcome]:
             signers[:] = self.keys_in(rows[3]) if rows is not trusting else self.opened_keys(rows[3])
             found = [one for some in rows[4:] for one in some if isinstance(one, Waitpoint)]
+            found.sort(key=lambda one: one.partition == partition)  # that of its own partition is the one that is meant
             scene = Scene(
                 row=_first(rows[0]),
                 root=_first(rows[1]),
