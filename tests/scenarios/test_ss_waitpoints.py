@@ -5,7 +5,7 @@ from __future__ import annotations
 from flowfabric import errors
 from flowfabric.engine.suspensions import AlreadySatisfied, Suspended
 from flowfabric.model.answers import Completed
-from flowfabric.model.condition import AllOf, Single
+from flowfabric.model.condition import AllOf, CountKind, Single
 from flowfabric.rules.suspend_args import Fresh, UsePending
 from tests.scenarios.play import ACTIVE, LEASE_MS, Play
 from tests.scenarios.waits import BUFFERED, SATISFIED, Waits, count, named, partition, plain
@@ -157,6 +157,22 @@ async def test_ss_025_pending_list_paging(play: Play, waits: Waits) -> None:
         assert len(page.entries) == length
     async with play.refused(errors.NotFound, entity="execution"):
         await play.engine.list_pending_waitpoints(play.engine.new_execution_id())
+
+
+async def test_ss_025_a_page_holds_a_hundred_and_at_most_a_thousand(play: Play, waits: Waits) -> None:
+    held = await play.claimed()
+    e = held.execution_id
+    extra = await play.engine.create_waitpoint(held.handle, "extra", 60_000)
+    fresh = [Fresh(waits.id(), f"k{n}") for n in range(1000)]
+    keys = [one.waitpoint_key for one in fresh]
+    await waits.suspend(held, count(1, CountKind.DISTINCT_SIGNALS, *keys), *fresh)
+    order = sorted([extra.waitpoint_id, *(one.waitpoint_id for one in fresh)])
+
+    for limit, length in ((None, 100), (0, 1), (1000, 1000), (1001, 1000), (5000, 1000)):
+        page = await play.engine.list_pending_waitpoints(e, limit=limit)
+        assert ([entry.waitpoint_id for entry in page.entries], page.next_cursor) == (order[:length], order[length - 1])
+    last = await play.engine.list_pending_waitpoints(e, after=page.next_cursor, limit=5000)
+    assert ([entry.waitpoint_id for entry in last.entries], last.next_cursor) == (order[1000:], None)
 
 
 async def test_ss_025_waitpoints_that_closed_with_their_suspension_are_passed_over(play: Play, waits: Waits) -> None:

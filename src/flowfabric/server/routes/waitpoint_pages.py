@@ -18,6 +18,7 @@ from flowfabric.engine.asks import Duplicate, SignalArgs, WaitpointToken, asked_
 from flowfabric.server import forms
 from flowfabric.server.ask import Ask, encode
 from flowfabric.server.table import HTML, Param, Reply, Routes
+from flowfabric.server.wire import Unsaid
 
 routes = Routes("waitpoint pages")
 
@@ -45,7 +46,7 @@ VOTED = "A decision was given with this link before. That one counts, and this o
 LONGEST_NAME = 200
 
 
-class Question(msgspec.Struct, frozen=True):
+class Question(Unsaid, msgspec.Struct, frozen=True):
     """What a link leads to."""
 
     execution_id: str
