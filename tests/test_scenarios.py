@@ -1,4 +1,4 @@
-"""Every scenario of the specification has a test that is named by its id, and all but some of ids and cursors run on every store."""
+"""Every scenario of the specification has a test named by its id; those of waits, flows and limits on every store."""
 
 from __future__ import annotations
 

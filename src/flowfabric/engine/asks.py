@@ -19,6 +19,7 @@ from flowfabric.rules.policy import PARTS as POLICY_PARTS
 from flowfabric.rules.signals import Accepted, Duplicate, SignalArgs
 from flowfabric.rules.streams import Appended, BestEffort
 from flowfabric.rules.suspend_args import Fresh, ResumePolicy, SuspendArgs, UsePending
+from flowfabric.rules.suspension_views import SuspensionRecord
 from flowfabric.rules.tokens import Kids, WaitpointToken
 from flowfabric.rules.views import StateVector
 from flowfabric.rules.waitpoints import WaitpointRecord, WaitpointView
@@ -56,6 +57,7 @@ __all__ = [
     "StreamPage",
     "SummaryView",
     "SuspendArgs",
+    "SuspensionRecord",
     "TimeoutOnly",
     "UsePending",
     "WaitpointRecord",

@@ -13,12 +13,13 @@ from flowfabric.handles import Handle, HandleFields, HandleKind
 from flowfabric.model.execution import Execution
 from flowfabric.model.keys import SigningKey
 from flowfabric.model.suspension import NO_TIMEOUT, Remembered, Signal, Suspension, Waitpoint
-from flowfabric.rules import limits, resuming, suspend_args, suspending, tokens, waits
+from flowfabric.rules import limits, resuming, suspend_args, suspending, suspension_views, tokens, waits
 from flowfabric.rules.change import Decision
 from flowfabric.rules.lease import Fence
 from flowfabric.rules.resuming import Expiry, Resumed
 from flowfabric.rules.suspend_args import Fresh, SuspendArgs, UsePending
 from flowfabric.rules.suspending import Outcome, Scene
+from flowfabric.rules.suspension_views import SuspensionRecord
 from flowfabric.stores.base import Scan, Want, Where
 
 MAX_PAGE = 1000
@@ -191,11 +192,15 @@ class Suspensions(Keys):
             lambda rows, now: decide(_first(rows[0]), _first(rows[1]), now),
         )
 
-    async def describe_suspension(self, execution_id: str) -> Suspension | None:
+    async def describe_suspension(self, execution_id: str) -> SuspensionRecord | None:
         """The open suspension of an execution, or the last one; None when it never waited."""
-        loaded = await self.load((Want(Suspension, (intake.execution(execution_id),)),))
-        root: Suspension | None = _first(loaded.rows[0])
-        return None if root is None or root.suspension_id is None else root
+        execution = intake.execution(execution_id)
+        root: Suspension | None = _first((await self.load((Want(Suspension, (execution,)),))).rows[0])
+        if root is None:
+            return None
+        wants = [Want(Signal, (execution, place.waitpoint_id, place.seq)) for place in waits.closers(root)]
+        signals = [one for found in (await self.load(wants)).rows for one in found] if wants else []
+        return suspension_views.record(root, signals)
 
     async def list_suspended(
         self, partition: int | str, *, cursor: str | None = None, limit: int = 50

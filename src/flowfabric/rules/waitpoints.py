@@ -60,6 +60,7 @@ class WaitpointRecord(msgspec.Struct, frozen=True):
     signal_count: int
     matched_signal_count: int
     last_signal_at: int | None
+    required_signal_names: list[str] = []
 
 
 def create_waitpoint(
@@ -186,6 +187,7 @@ def record(waitpoint: Waitpoint, root: Suspension | None, now: int) -> Waitpoint
         waitpoint.signal_count,
         waitpoint.matched_signal_count,
         waitpoint.last_signal_at,
+        _names(waitpoint, root),
     )
 
 
@@ -196,10 +198,10 @@ def _expires_at(waitpoint: Waitpoint, root: Suspension | None) -> int | None:
 
 
 def _names(waitpoint: Waitpoint, root: Suspension | None) -> list[str]:
-    """The signal names that the condition asks for here."""
+    """The signal names that the condition asks for here, as long as it is known."""
     text = None
     if waitpoint.gate is not None and (gate := waits.open_gates(root).get(waitpoint.gate)) is not None:
         text = gate.condition
-    elif waitpoint.suspension_id is not None and root is not None:
+    elif waitpoint.suspension_id is not None and root is not None and root.suspension_id == waitpoint.suspension_id:
         text = root.resume_condition
     return [] if text is None else conditions.required_names(conditions.read_condition(text), waitpoint.waitpoint_key)
