@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flowfabric.model.condition import AllOf, ByName, Count, CountKind, OperatorOnly, Single, TimeoutOnly, Wildcard
+from flowfabric.model.suspension import TimeoutBehavior
 from flowfabric.rules.asking import ask_tag, asked_by, schema_of
 from flowfabric.rules.budgets import Need
 from flowfabric.rules.change import Change, outcome_of
@@ -58,6 +59,7 @@ __all__ = [
     "SummaryView",
     "SuspendArgs",
     "SuspensionRecord",
+    "TimeoutBehavior",
     "TimeoutOnly",
     "UsePending",
     "WaitpointRecord",

@@ -73,6 +73,12 @@ class SuspendedPage(msgspec.Struct, frozen=True):
 class Suspensions(Keys):
     """What can be done to waiting work."""
 
+    def fresh_waitpoint(self, waitpoint_key: str | None = None) -> Fresh:
+        """A waitpoint for a suspend to make, under an id of its own; without a key it is called after that."""
+        waitpoint_id = self.minter.uuid()
+        key = f"wpk:{waitpoint_id}" if waitpoint_key is None else waitpoint_key
+        return Fresh(waitpoint_id, limits.text("waitpoint_key", key))
+
     async def suspend(self, handle: Handle, args: SuspendArgs) -> Suspended | AlreadySatisfied:
         """Give the lease back and wait for the condition; signals that came early may have met it already."""
         if not isinstance(handle, Handle):
