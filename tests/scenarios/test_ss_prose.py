@@ -174,6 +174,10 @@ ORDER: list[tuple[str, dict[str, Any]]] = [
         "duplicate_waitpoint_binding: k",
         {"waitpoints": (Fresh(UUID, "k"), Fresh(OTHER, "k")), "resume_condition": Single("k", ByName(""))},
     ),
+    (
+        "depth 5 exceeds cap 4 at path members[0].members[0].members[0].members[0]",
+        {"waitpoints": (Fresh(UUID, "k"), Fresh(OTHER, "b")), "resume_condition": nested(5, AllOf((ANY, Single("b"))))},
+    ),
     ("timeout_only_without_deadline", {"resume_condition": TimeoutOnly()}),
     (EMPTY_NAME, {"resume_condition": Single("k", ByName("")), "timeout_at": 0}),
     ("timeout_at_in_past", {"resume_condition": AllOf(()), "timeout_at": 0}),
