@@ -19,6 +19,7 @@ from flowfabric.engine.engine import Engine
 from flowfabric.engine.vault import SEALED, Vault
 from flowfabric.model.condition import Single
 from flowfabric.rules.tokens import Rotated
+from flowfabric.sdk.approvals import Link
 from flowfabric.settings import Secret, Settings
 from flowfabric.stores.base import Store
 from tests.scenarios.play import Play
@@ -98,6 +99,14 @@ def test_no_record_with_a_token_or_a_secret_prints_it() -> None:
 
     assert {"SigningKey", "SignalBody", "RotateBody", "TokenMade"} <= {cls.__name__ for cls in carriers}
     assert [cls for cls in carriers if cls.__repr__ is msgspec.Struct.__repr__] == []
+
+
+def test_a_link_is_mailed_in_full_and_logged_without_its_token() -> None:
+    link = Link.to("http://ff", "{fp:86}:e", "w", "k1:" + "a" * 64)
+
+    assert f"{link} {link!s}".count("a" * 64) == 2
+    assert "a" * 64 not in f"{link!r} {[link]}"
+    assert link.place in repr(link)
 
 
 async def sealed_engine(store: Store, key: str | None) -> Engine:
