@@ -30,6 +30,13 @@ THE_SPECIFICATION_S = {
     *("read_execution_info", "read_execution_state", "read_execution_context", "read_current_attempt_index"),
     *("read_total_attempt_count", "read_exec_core_fields", "get_execution_result", "list_executions", "list_lanes"),
     *("list_suspended", "attempt_history", "lease_history", "scan_eligible_executions", "ping", "capabilities"),
+    *("suspend", "suspend_strict", "suspend_by_triple", "fresh_waitpoint", "create_waitpoint", "close_waitpoint"),
+    *("deliver_signal", "deliver_approval_signal", "verify_and_deliver", "observe_signals", "resume_execution"),
+    *("expire_suspension", "list_pending_waitpoints", "read_waitpoint_token", "seed_waitpoint_hmac_secret"),
+    *("rotate_waitpoint_hmac_secret_all", "list_waitpoint_hmac_kids", "append_frame", "read_stream", "tail_stream"),
+    *("read_summary", "subscribe_lease_history", "subscribe_completion", "subscribe_signal_delivery"),
+    *("subscribe_operator_event", "subscribe_instance_tags", "subscribe_completions"),
+    "subscribe_completions_filtered",
 }
 
 

@@ -86,6 +86,13 @@ class Waiting(Lives):
             found[one.waitpoint_id] = state
         return found
 
+    async def _gates(self, execution_id: str) -> dict[str, Any]:
+        """The open gates of an execution, told from the rows alone."""
+        roots = await every(self.players[0].store, Suspension)
+        texts = (root.gates for root in roots if root.execution_id == execution_id)
+        found: dict[str, Any] = msgspec.json.decode(next(texts, None) or "{}")
+        return found
+
     @move(weight=12, lane=some.lanes, worker=some.workers)
     def keep_busy(self, lane: str, worker: str) -> None:
         """A worker takes what there is, or something new, and means to keep it for a while."""
@@ -162,6 +169,7 @@ class Waiting(Lives):
             return
         held = self.handle(pick)
         e, before = held.fields.execution_id, self.run(self._states())
+        was_open = name in self.run(self._gates(e))  # then its links may be closed one by one, and nothing begins anew
         args = GateArgs(
             name=name,
             kind=GateKind.SIGNALS,
@@ -170,7 +178,7 @@ class Waiting(Lives):
             expires_in_ms=length,
         )
         for link in getattr(self.do("open_gate", handle=held, args=args), "links", ()):
-            if before.get(link.waitpoint_id) == "closed" and link.waitpoint_id in self.accepted:
+            if not was_open and before.get(link.waitpoint_id) == "closed" and link.waitpoint_id in self.accepted:
                 self.accepted[link.waitpoint_id] = 0  # it begins anew, and knows nothing of before
                 for key in [key for key in self.remembered if key[0] == link.waitpoint_id]:
                     del self.remembered[key]

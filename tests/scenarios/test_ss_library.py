@@ -57,6 +57,13 @@ async def test_ss_071_the_bridge_compares_before_it_delivers(play: Play, waits: 
         await play.engine.verify_and_deliver(ignored, "k1:" + "f" * 64)
     async with play.refused(UnknownWaitpoint):
         await play.engine.verify_and_deliver(waits.signal(e, "go", waits.id(), ""), p.waitpoint_token)
+    asked = []
+    for target, token in ((p.waitpoint_id, "k1:" + "f" * 64), (p.waitpoint_id, ""), (waits.id(), p.waitpoint_token)):
+        play.store.calls.clear()
+        with pytest.raises(errors.InvalidToken):
+            await play.engine.verify_and_deliver(waits.signal(e, "go", target, ""), token)
+        asked.append(dict(play.store.calls))
+    assert asked == [{"load": 1}] * 3
     delivered = await play.engine.verify_and_deliver(ignored, p.waitpoint_token)
 
     assert isinstance(delivered, Accepted)

@@ -13,6 +13,7 @@ from flowfabric.handles import Handle
 from flowfabric.model.condition import AllOf, ByName, Condition, Count, CountKind, OperatorOnly, Single, TimeoutOnly
 from flowfabric.model.suspension import Requester, TimeoutBehavior
 from flowfabric.rules.lease import Fence
+from flowfabric.rules.signals import Accepted
 from flowfabric.rules.suspend_args import Fresh, ResumePolicy, SuspendArgs, UsePending
 from tests.scenarios.play import ACTIVE, Play, fence_of
 from tests.scenarios.waits import ANY, APPENDED, BUFFERED, REPEATED, SATISFIED, SUSPENDED, Waits, count, named
@@ -52,6 +53,57 @@ async def test_a_reason_says_what_blocks(play: Play, waits: Waits, reason: str, 
     assert (kept.reason_code, kept.requested_by, kept.continuation_metadata_pointer) == (reason, "policy", "s3")
     [entry] = (await play.engine.list_suspended(86)).entries
     assert entry.reason == reason
+
+
+async def test_a_suspension_is_read_as_it_was_asked_for_and_as_it_ended(play: Play, waits: Waits) -> None:
+    condition = AllOf((Single("a", ByName("go")), Single("b")))
+    policy = ResumePolicy(resume_delay_ms=7, consume_matched_signals=False)
+    held = await play.claimed()
+    e, t = held.execution_id, play.now
+    assert await play.engine.describe_suspension(e) is None
+    await play.engine.create_waitpoint(held.handle, "early", DAY)
+    assert await play.engine.describe_suspension(e) is None
+    args = waits.args(
+        condition,
+        Fresh(UUID, "a"),
+        Fresh(OTHER, "b"),
+        resume_policy=policy,
+        requested_by=Requester.OPERATOR,
+        timeout_at=t + DAY,
+        timeout_behavior=TimeoutBehavior.CANCEL,
+    )
+    outcome = await play.engine.suspend(held.handle, args)
+
+    asked = await play.engine.describe_suspension(e)
+
+    assert asked is not None
+    assert (asked.suspension_id, asked.execution_id, asked.attempt_index) == (args.suspension_id, e, 0)
+    assert (asked.waitpoint_id, asked.waitpoint_key) == (UUID, "a")
+    assert [(one.waitpoint_id, one.waitpoint_key) for one in asked.additional_waitpoints] == [(OTHER, "b")]
+    assert (asked.resume_condition, asked.resume_policy, asked.gates) == (condition, policy, [])
+    assert (asked.created_at, asked.timeout_at, asked.timeout_behavior) == (t, t + DAY, TimeoutBehavior.CANCEL)
+    assert (asked.requested_by, asked.continuation_metadata_pointer) == (Requester.OPERATOR, None)
+    assert (asked.last_signal_at, asked.satisfied_at, asked.closed_at, asked.close_reason) == (None, None, None, None)
+    assert (await waits.record(e, UUID)).required_signal_names == ["go"]
+    assert (await waits.record(e, OTHER)).required_signal_names == []
+
+    play.clock.pass_ms(5)
+    other = await waits.send(e, "x", outcome.details.additional_waitpoints[0])
+    await waits.send(e, "noise", outcome.details)
+    half = await play.engine.describe_suspension(e)
+    assert half is not None
+    assert (half.last_signal_at, half.closer_signal_id, half.all_satisfier_signals) == (t + 5, None, [])
+    play.clock.pass_ms(5)
+    last = await waits.send(e, "go", outcome.details)
+    assert isinstance(other, Accepted)
+    assert isinstance(last, Accepted)
+
+    ended = await play.engine.describe_suspension(e)
+
+    assert ended is not None
+    assert (ended.satisfied_at, ended.closed_at, ended.close_reason) == (t + 10, t + 10, "resumed")
+    assert (ended.closer_signal_id, ended.last_signal_at) == (last.signal_id, t + 10)
+    assert ended.all_satisfier_signals == [other.signal_id, last.signal_id]
 
 
 def nested(levels: int, leaf: Condition = ANY) -> Condition:
@@ -121,6 +173,10 @@ ORDER: list[tuple[str, dict[str, Any]]] = [
     (
         "duplicate_waitpoint_binding: k",
         {"waitpoints": (Fresh(UUID, "k"), Fresh(OTHER, "k")), "resume_condition": Single("k", ByName(""))},
+    ),
+    (
+        "depth 5 exceeds cap 4 at path members[0].members[0].members[0].members[0]",
+        {"waitpoints": (Fresh(UUID, "k"), Fresh(OTHER, "b")), "resume_condition": nested(5, AllOf((ANY, Single("b"))))},
     ),
     ("timeout_only_without_deadline", {"resume_condition": TimeoutOnly()}),
     (EMPTY_NAME, {"resume_condition": Single("k", ByName("")), "timeout_at": 0}),
@@ -323,7 +379,7 @@ async def test_a_policy_is_kept_and_its_delay_is_the_suspension_s_own(play: Play
     e = held.execution_id
     kept = await play.engine.describe_suspension(e)
     assert kept is not None
-    assert msgspec.json.decode(kept.resume_policy or "", type=ResumePolicy) == policy
+    assert kept.resume_policy == policy
 
     assert await waits.effect(e, "go", p) == SATISFIED
 

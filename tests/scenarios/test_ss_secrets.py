@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
+import pkgutil
 import re
-from typing import Any
+from typing import Any, get_type_hints
 
+import msgspec
 import pytest
 
+import flowfabric
 from flowfabric import errors
 from flowfabric.clock import ManualClock
 from flowfabric.connecting import connect
@@ -15,6 +19,7 @@ from flowfabric.engine.engine import Engine
 from flowfabric.engine.vault import SEALED, Vault
 from flowfabric.model.condition import Single
 from flowfabric.rules.tokens import Rotated
+from flowfabric.sdk.approvals import Link
 from flowfabric.settings import Secret, Settings
 from flowfabric.stores.base import Store
 from tests.scenarios.play import Play
@@ -70,6 +75,38 @@ async def test_no_token_is_kept_in_the_store(play: Play, waits: Waits) -> None:
     kept = {name: rows for name, rows in (await play.everything()).items() if digest in repr(rows)}
 
     assert kept == {}
+
+
+def structs(base: type[msgspec.Struct] = msgspec.Struct) -> set[type[msgspec.Struct]]:
+    """Every record of ours."""
+    below = {one for cls in base.__subclasses__() for one in (cls, *structs(cls))}
+    return {one for one in below if one.__module__.startswith("flowfabric.")}
+
+
+def test_no_record_with_a_token_or_a_secret_prints_it() -> None:
+    for module in pkgutil.walk_packages(flowfabric.__path__, "flowfabric."):
+        if not module.name.endswith("__main__") and ".peers" not in module.name:
+            importlib.import_module(module.name)
+    secretive = {"token", "waitpoint_token", "secret_hex", "new_secret_hex", "_text"}
+    carriers = {
+        cls
+        for cls in structs()
+        if any(
+            field.name in secretive and get_type_hints(cls)[field.name] in (str, str | None)
+            for field in msgspec.structs.fields(cls)
+        )
+    }
+
+    assert {"SigningKey", "SignalBody", "RotateBody", "TokenMade"} <= {cls.__name__ for cls in carriers}
+    assert [cls for cls in carriers if cls.__repr__ is msgspec.Struct.__repr__] == []
+
+
+def test_a_link_is_mailed_in_full_and_logged_without_its_token() -> None:
+    link = Link.to("http://ff", "{fp:86}:e", "w", "k1:" + "a" * 64)
+
+    assert f"{link} {link!s}".count("a" * 64) == 2
+    assert "a" * 64 not in f"{link!r} {[link]}"
+    assert link.place in repr(link)
 
 
 async def sealed_engine(store: Store, key: str | None) -> Engine:

@@ -93,6 +93,13 @@ async def test_ss_037_resume_delay(play: Play, waits: Waits) -> None:
     )
     async with play.refused(errors.ExecutionNotLeaseable):
         await play.resume(e)
+    play.clock.pass_ms(4999)
+    assert await play.pull() is None
+    async with play.refused(errors.ExecutionNotEligible):
+        await play.grant(e)
+    async with play.refused(errors.ExecutionNotLeaseable):
+        await play.resume(e)
+    play.clock.pass_ms(1)
     await play.promoted(e)
     assert await play.vector(e) == RESUMABLE
     assert (await play.resumed(e)).attempt_id == held.attempt_id

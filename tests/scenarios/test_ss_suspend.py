@@ -47,6 +47,17 @@ async def test_ss_001_fresh_suspend_happy_path(play: Play, waits: Waits) -> None
     assert await play.completions(e) == []
 
 
+async def test_ss_001_a_fresh_waitpoint_is_called_after_its_id_unless_it_has_a_key(play: Play, waits: Waits) -> None:
+    held = await play.claimed()
+    fresh = play.engine.fresh_waitpoint()
+    assert fresh.waitpoint_key == f"wpk:{fresh.waitpoint_id}"
+    assert play.engine.fresh_waitpoint("review").waitpoint_key == "review"
+
+    details = await waits.suspend(held, Single(fresh.waitpoint_key), fresh)
+
+    assert (details.waitpoint_id, details.waitpoint_key) == (fresh.waitpoint_id, fresh.waitpoint_key)
+
+
 async def test_ss_002_suspended_kind_handle_is_refused_first(play: Play, waits: Waits) -> None:
     held = await play.claimed()
     args = waits.args(idempotency_key="K")

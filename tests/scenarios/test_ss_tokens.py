@@ -50,15 +50,22 @@ async def test_ss_027_no_existence_oracle(play: Play, waits: Waits) -> None:
     real = await play.engine.create_waitpoint(held.handle, "k", 60_000)
     other = await play.claimed()
     foreign = await play.engine.create_waitpoint(other.handle, "k", 60_000)
+    await rotated(play, "k2", B, 0)
+    play.clock.pass_ms(1)
+    elsewhere = await play.engine.create_waitpoint(other.handle, "k", 60_000)
     targets = {"random": waits.id(), "real": real.waitpoint_id, "foreign": foreign.waitpoint_id}
+    forged, late = "k2:" + "0" * 64, real.token.reveal()
+    tokens = {forged: "invalid_token", elsewhere.token.reveal(): "invalid_token", late: "token_expired"}
+    tokens |= {"": "missing_token", "nonsense": "invalid_token", "zz:" + "0" * 64: "invalid_token"}
     heard: dict[str, list[str]] = {}
     asked: dict[str, list[dict[str, int]]] = {}
 
     for name, target in targets.items():
-        for token in ("k1:" + "0" * 64, "", "nonsense", "zz:" + "0" * 64):
+        for token, detail in tokens.items():
             play.store.calls.clear()
             with pytest.raises(errors.InvalidToken) as refusal:
                 await play.engine.deliver_signal(waits.signal(e, "go", target, token))
+            assert refusal.value.detail == detail
             heard.setdefault(name, []).append(str(refusal.value))
             asked.setdefault(name, []).append({verb: play.store.calls[verb] for verb in VERBS})
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from flowfabric import errors
 from flowfabric.engine.suspensions import AlreadySatisfied, Suspended
 from flowfabric.model.answers import Completed
-from flowfabric.model.condition import AllOf, Single
-from flowfabric.rules.suspend_args import Fresh
+from flowfabric.model.condition import AllOf, CountKind, Single
+from flowfabric.rules.suspend_args import Fresh, UsePending
 from tests.scenarios.play import ACTIVE, LEASE_MS, Play
 from tests.scenarios.waits import BUFFERED, SATISFIED, Waits, count, named, partition, plain
 
@@ -159,6 +159,22 @@ async def test_ss_025_pending_list_paging(play: Play, waits: Waits) -> None:
         await play.engine.list_pending_waitpoints(play.engine.new_execution_id())
 
 
+async def test_ss_025_a_page_holds_a_hundred_and_at_most_a_thousand(play: Play, waits: Waits) -> None:
+    held = await play.claimed()
+    e = held.execution_id
+    extra = await play.engine.create_waitpoint(held.handle, "extra", 60_000)
+    fresh = [Fresh(waits.id(), f"k{n}") for n in range(1000)]
+    keys = [one.waitpoint_key for one in fresh]
+    await waits.suspend(held, count(1, CountKind.DISTINCT_SIGNALS, *keys), *fresh)
+    order = sorted([extra.waitpoint_id, *(one.waitpoint_id for one in fresh)])
+
+    for limit, length in ((None, 100), (0, 1), (1000, 1000), (1001, 1000), (5000, 1000)):
+        page = await play.engine.list_pending_waitpoints(e, limit=limit)
+        assert ([entry.waitpoint_id for entry in page.entries], page.next_cursor) == (order[:length], order[length - 1])
+    last = await play.engine.list_pending_waitpoints(e, after=order[999], limit=5000)
+    assert ([entry.waitpoint_id for entry in last.entries], last.next_cursor) == (order[1000:], None)
+
+
 async def test_ss_025_waitpoints_that_closed_with_their_suspension_are_passed_over(play: Play, waits: Waits) -> None:
     held = await play.claimed()
     e = held.execution_id
@@ -204,6 +220,20 @@ async def test_a_pending_waitpoint_serves_its_own_execution_and_attempt_only(pla
     later = await play.reclaimed(held.execution_id)
     async with play.refused(errors.InvalidWaitpointForExecution):
         await waits.on_pending(later, pending, Single("kp"))
+
+
+async def test_a_pending_waitpoint_of_another_partition_is_another_execution_s(play: Play, waits: Waits) -> None:
+    held, other = await play.claimed(), await play.claimed(lane="elsewhere")
+    assert partition(held.execution_id) != partition(other.execution_id)
+    pending = await play.engine.create_waitpoint(held.handle, "kp", 1000)
+
+    async with play.refused(errors.InvalidWaitpointForExecution):
+        await waits.on_pending(other, pending, Single("kp"))
+    play.clock.pass_ms(1000)
+    async with play.refused(errors.PendingWaitpointExpired):
+        await waits.on_pending(other, pending, Single("kp"))
+    async with play.refused(errors.WaitpointNotFound):
+        await play.engine.suspend(other.handle, waits.args(Single("kp"), UsePending(waits.id())))
 
 
 async def test_a_waitpoint_is_made_only_under_a_live_lease(play: Play, waits: Waits) -> None:

@@ -73,9 +73,15 @@ async def test_r33_token_read(ask: Asking) -> None:
 async def test_ss_072_token_endpoint(ask: Asking) -> None:
     execution_id, details = await suspended(ask)
     other, _ = await suspended(ask)
+    used, closed = await suspended(ask)
+    assert (await sent(ask, used, closed)).status_code == 200
+    live = await ask.get(path(execution_id, "waitpoints", details.waitpoint_id, "token"))
+    assert (live.status_code, live.json()) == (200, {"token": details.waitpoint_token.reveal()})
+    assert live.headers["cache-control"] == "no-store"
     for where in (
         path(execution_id, "waitpoints", uuid.uuid4(), "token"),
         path(other, "waitpoints", details.waitpoint_id, "token"),
+        path(used, "waitpoints", closed.waitpoint_id, "token"),
     ):
         missing = await ask.get(where)
         assert missing.status_code == 404
@@ -144,9 +150,44 @@ async def test_ss_071_signal_over_http(ask: Asking) -> None:
     missing = await ask.post(path(unknown, "signal"), ask.signal(unknown, details.waitpoint_id, token))
     assert missing.status_code == 404
     large = ask.signal(execution_id, details.waitpoint_id, token, correlation_id="x" * 262_144)
-    assert (await ask.post(where, large)).json()["limit_bytes"] == 262_144
+    refused = await ask.post(where, large)
+    assert (refused.status_code, refused.json()["limit_bytes"]) == (413, 262_144)
     heavy = ask.signal(execution_id, details.waitpoint_id, token, payload=[1] * 65_537)
     assert (await ask.post(where, heavy)).json()["error"].startswith("payload_too_large")
+
+
+async def test_every_wrong_link_asks_the_store_for_the_same(ask: Asking, monkeypatch: pytest.MonkeyPatch) -> None:
+    execution_id, details = await suspended(ask)
+    other, elsewhere = await suspended(ask)
+    used, closed = await suspended(ask)
+    assert (await sent(ask, used, closed)).status_code == 200
+    good, zeros = details.waitpoint_token.reveal(), "k1:" + "0" * 64
+    links = [
+        (execution_id, details.waitpoint_id, ""),
+        (execution_id, details.waitpoint_id, zeros),
+        (execution_id, details.waitpoint_id, elsewhere.waitpoint_token.reveal()),
+        (execution_id, elsewhere.waitpoint_id, good),
+        (other, details.waitpoint_id, good),
+        (execution_id, str(uuid.uuid4()), good),
+        (execution_id, str(uuid.uuid4()), ""),
+        (fresh(), details.waitpoint_id, good),
+        (used, closed.waitpoint_id, closed.waitpoint_token.reveal()),
+    ]
+    load, asked = ask.engine.load, list[list[str]]()
+
+    async def watched(wants: Any) -> Any:
+        asked.append([want.row.__name__ for want in wants])
+        return await load(wants)
+
+    monkeypatch.setattr(ask.engine, "load", watched)
+    for owner, waitpoint_id, token in links:
+        where = f"/v1/waitpoints/{owner}/{waitpoint_id}"
+        shown = await ask.get(where, params={"token": token})
+        answered = await ask.post(where, data={"token": token, "value": "yes"})
+        assert (shown.status_code, answered.status_code, shown.text) == (404, 404, answered.text)
+
+    assert asked == [["Waitpoint", "Suspension", "SigningKey"]] * 2 * len(links)
+    assert (await ask.get(f"/v1/waitpoints/{execution_id}/{details.waitpoint_id}?token={good}")).status_code == 200
 
 
 async def test_a_number_that_is_null_is_one_that_was_left_out(ask: Asking) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flowfabric.model.condition import AllOf, ByName, Count, CountKind, OperatorOnly, Single, TimeoutOnly, Wildcard
+from flowfabric.model.suspension import TimeoutBehavior
 from flowfabric.rules.asking import ask_tag, asked_by, schema_of
 from flowfabric.rules.budgets import Need
 from flowfabric.rules.change import Change, outcome_of
@@ -19,6 +20,7 @@ from flowfabric.rules.policy import PARTS as POLICY_PARTS
 from flowfabric.rules.signals import Accepted, Duplicate, SignalArgs
 from flowfabric.rules.streams import Appended, BestEffort
 from flowfabric.rules.suspend_args import Fresh, ResumePolicy, SuspendArgs, UsePending
+from flowfabric.rules.suspension_views import SuspensionRecord
 from flowfabric.rules.tokens import Kids, WaitpointToken
 from flowfabric.rules.views import StateVector
 from flowfabric.rules.waitpoints import WaitpointRecord, WaitpointView
@@ -56,6 +58,8 @@ __all__ = [
     "StreamPage",
     "SummaryView",
     "SuspendArgs",
+    "SuspensionRecord",
+    "TimeoutBehavior",
     "TimeoutOnly",
     "UsePending",
     "WaitpointRecord",

@@ -11,7 +11,7 @@ from flowfabric.engine import intake, wait_intake
 from flowfabric.engine.keys import KEYSTORE, SIGNING_KEYS, Keys
 from flowfabric.handles import Handle
 from flowfabric.model.execution import Execution
-from flowfabric.model.suspension import Remembered, Signal, Suspension, Waitpoint, WaitpointState
+from flowfabric.model.suspension import Remembered, Signal, Suspension, Waitpoint
 from flowfabric.rules import limits, signals, tokens, waitpoints, waits
 from flowfabric.rules.change import Decision
 from flowfabric.rules.lease import Fence
@@ -128,21 +128,20 @@ class Signals(Keys):
         """The token of an open waitpoint, for those who may have it; None when there is no such waitpoint."""
         index, identity = wait_intake.flow_partition(partition), wait_intake.waitpoint(waitpoint_id)
         found = _first((await self.load((Want(Waitpoint, (identity, index)),))).rows[0])
-        if found is None or not found.token_kid:
+        if found is None:
             return None
-        loaded = await self.load((Want(Suspension, (found.execution_id,)), *KEYSTORE))
-        if waits.state_of(found, _first(loaded.rows[0]), loaded.now) is WaitpointState.CLOSED:
-            return None
-        keys = self.keys_in(loaded.rows[2])
-        token = tokens.WaitpointToken(tokens.token_of(keys, found.token_kid, found.execution_id, identity))
-        return token if tokens.is_of(token.reveal(), found.token_kid, found.token_fingerprint) else None
+        loaded = await self.load((Want(Suspension, (found.execution_id,)), SIGNING_KEYS))
+        return waitpoints.open_token(found, _first(loaded.rows[0]), self.keys_in(loaded.rows[1]), loaded.now)
 
     async def read_token_of(self, execution_id: str, waitpoint_id: str) -> tokens.WaitpointToken | None:
-        """The same for a waitpoint of this very execution."""
-        record = await self.describe_waitpoint(execution_id, waitpoint_id)
-        if record is None:
+        """The same for a waitpoint of this very execution: one look at the same rows, whether it exists or not."""
+        execution, identity = intake.execution(execution_id), wait_intake.waitpoint(waitpoint_id)
+        key = (identity, ids.partition_of(execution))
+        loaded = await self.load((Want(Waitpoint, key), Want(Suspension, (execution,)), SIGNING_KEYS))
+        found, keys = _first(loaded.rows[0]), self.keys_in(loaded.rows[2])
+        if found is None or found.execution_id != execution:
             return None
-        return await self.read_waitpoint_token(ids.partition_of(intake.execution(execution_id)), waitpoint_id)
+        return waitpoints.open_token(found, _first(loaded.rows[1]), keys, loaded.now)
 
     # -- signals --------------------------------------------------------------------------------------------------
 
@@ -234,8 +233,7 @@ class Signals(Keys):
         if not isinstance(args, SignalArgs):
             raise errors.InvalidInput("args: not the arguments of a signal")
         ask = msgspec.structs.replace(args, waitpoint_token=wait_intake.token(presented_token))
-        partition = ids.partition_of(intake.execution(ask.execution_id))
-        kept = await self.read_waitpoint_token(partition, ask.waitpoint_id)
+        kept = await self.read_token_of(ask.execution_id, ask.waitpoint_id)
         if kept is None:
             raise UnknownWaitpoint()
         if kept != ask.waitpoint_token:

@@ -13,12 +13,13 @@ from flowfabric.handles import Handle, HandleFields, HandleKind
 from flowfabric.model.execution import Execution
 from flowfabric.model.keys import SigningKey
 from flowfabric.model.suspension import NO_TIMEOUT, Remembered, Signal, Suspension, Waitpoint
-from flowfabric.rules import limits, resuming, suspend_args, suspending, tokens, waits
+from flowfabric.rules import limits, resuming, suspend_args, suspending, suspension_views, tokens, waits
 from flowfabric.rules.change import Decision
 from flowfabric.rules.lease import Fence
 from flowfabric.rules.resuming import Expiry, Resumed
-from flowfabric.rules.suspend_args import SuspendArgs, UsePending
+from flowfabric.rules.suspend_args import Fresh, SuspendArgs, UsePending
 from flowfabric.rules.suspending import Outcome, Scene
+from flowfabric.rules.suspension_views import SuspensionRecord
 from flowfabric.stores.base import Scan, Want, Where
 
 MAX_PAGE = 1000
@@ -72,6 +73,12 @@ class SuspendedPage(msgspec.Struct, frozen=True):
 class Suspensions(Keys):
     """What can be done to waiting work."""
 
+    def fresh_waitpoint(self, waitpoint_key: str | None = None) -> Fresh:
+        """A waitpoint for a suspend to make, under an id of its own; without a key it is called after that."""
+        waitpoint_id = self.minter.uuid()
+        key = f"wpk:{waitpoint_id}" if waitpoint_key is None else waitpoint_key
+        return Fresh(waitpoint_id, limits.text("waitpoint_key", key))
+
     async def suspend(self, handle: Handle, args: SuspendArgs) -> Suspended | AlreadySatisfied:
         """Give the lease back and wait for the condition; signals that came early may have met it already."""
         if not isinstance(handle, Handle):
@@ -101,12 +108,13 @@ class Suspensions(Keys):
         self, execution_id: str, fence: Fence, holder: HandleFields | None, args: SuspendArgs
     ) -> Suspended | AlreadySatisfied:
         partition = ids.partition_of(ids.ExecutionId(execution_id))
-        bound = [binding.waitpoint_id for binding in args.waitpoints]
+        bound = {binding.waitpoint_id: binding for binding in args.waitpoints}
         wants = [
             Want(Execution, (execution_id,)),
             Want(Suspension, (execution_id,)),
             *KEYSTORE,
-            *(Want(Waitpoint, (waitpoint_id, partition)) for waitpoint_id in dict.fromkeys(bound)),
+            # One that was made before is looked for everywhere: another execution's is not one that is missing.
+            *(Want(Waitpoint, (one, partition) if isinstance(to, Fresh) else (one,)) for one, to in bound.items()),
         ]
         remembers = pends = None
         if args.idempotency_key:
@@ -114,13 +122,14 @@ class Suspensions(Keys):
             wants.append(Want(Remembered, (execution_id, suspending.SCOPE, waits.digest(args.idempotency_key))))
         if isinstance(args.waitpoints[0], UsePending):
             pends = len(wants)
-            wants.append(Want(Signal, (execution_id, bound[0])))
+            wants.append(Want(Signal, (execution_id, args.waitpoints[0].waitpoint_id)))
         signers: list[SigningKey] = []
         trusting = self._trusted(execution_id, args, len(wants))
 
         def decide(rows: list[list[Any]], now: int) -> Decision[Outcome]:
             signers[:] = self.keys_in(rows[3]) if rows is not trusting else self.opened_keys(rows[3])
             found = [one for some in rows[4:] for one in some if isinstance(one, Waitpoint)]
+            found.sort(key=lambda one: one.partition == partition)  # that of its own partition is the one that is meant
             scene = Scene(
                 row=_first(rows[0]),
                 root=_first(rows[1]),
@@ -189,11 +198,15 @@ class Suspensions(Keys):
             lambda rows, now: decide(_first(rows[0]), _first(rows[1]), now),
         )
 
-    async def describe_suspension(self, execution_id: str) -> Suspension | None:
+    async def describe_suspension(self, execution_id: str) -> SuspensionRecord | None:
         """The open suspension of an execution, or the last one; None when it never waited."""
-        loaded = await self.load((Want(Suspension, (intake.execution(execution_id),)),))
-        root: Suspension | None = _first(loaded.rows[0])
-        return None if root is None or root.suspension_id is None else root
+        execution = intake.execution(execution_id)
+        root: Suspension | None = _first((await self.load((Want(Suspension, (execution,)),))).rows[0])
+        if root is None:
+            return None
+        wants = [Want(Signal, (execution, place.waitpoint_id, place.seq)) for place in waits.closers(root)]
+        signals = [one for found in (await self.load(wants)).rows for one in found] if wants else []
+        return suspension_views.record(root, signals)
 
     async def list_suspended(
         self, partition: int | str, *, cursor: str | None = None, limit: int = 50

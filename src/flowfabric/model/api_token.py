@@ -54,3 +54,6 @@ class TokenMade(msgspec.Struct, frozen=True):
 
     token_id: str
     token: str
+
+    def __repr__(self) -> str:
+        return f"TokenMade(token_id={self.token_id!r}, token=<REDACTED>)"

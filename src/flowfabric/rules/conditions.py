@@ -29,6 +29,7 @@ from flowfabric.model.condition import (
 from flowfabric.rules import limits
 
 MAX_DEPTH = 4
+READ_DEPTH = 16  # what lies deeper is not looked at: enough of a tree that is too deep to say what else is wrong with it
 EMPTY_NAME = "resume_condition: empty signal name (use Wildcard instead)"
 OPERATOR_ONLY = "__operator_only__"
 TIMEOUT_ONLY = "__timeout_only__"
@@ -185,7 +186,7 @@ def _keys(node: Condition) -> tuple[str, ...]:
 
 def _walk(node: Condition, path: str = "<root>", depth: int = 1) -> Iterator[tuple[str, int, Condition]]:
     yield path, depth, node
-    if isinstance(node, AllOf) and depth <= MAX_DEPTH:
+    if isinstance(node, AllOf):
         for place, member in enumerate(node.members):
             yield from _walk(member, _below(path, place), depth + 1)
 
@@ -263,7 +264,7 @@ def _node(plain: Any, *, strict: bool, depth: int = 1) -> Condition:
         case {"Single": {"waitpoint_key": str(key), "matcher": matcher}} if (found := _matcher(matcher)) is not None:
             return Single(key, found)
         case {"Composite": {"kind": "AllOf", "members": list(members)}}:
-            if depth > MAX_DEPTH + 1:  # deep enough for the check of the structure to say so
+            if depth > READ_DEPTH:
                 return AllOf(())
             return AllOf(tuple(_node(member, strict=strict, depth=depth + 1) for member in members))
         case {"Composite": {"kind": "Count", "n": int(n), "count_kind": str(kind), "waitpoints": list(keys)} as count}:

@@ -276,9 +276,9 @@ def _latest(scene: Scene, ask: SignalArgs) -> int | None:
 
 def resumed_by(root: Suspension | None, attempt_index: int) -> list[Place]:
     """The signals that closed the latest suspension, if it was this attempt's and signals closed it."""
-    if root is None or root.attempt_index != attempt_index or root.closer_signal_id is None:
+    if root is None or root.attempt_index != attempt_index:
         return []
-    return waits.satisfiers(root)
+    return waits.closers(root)
 
 
 def event(row: Execution, signal_id: str, waitpoint_id: str | None, source_identity: str, effect: str) -> Event:

@@ -60,6 +60,7 @@ class WaitpointRecord(msgspec.Struct, frozen=True):
     signal_count: int
     matched_signal_count: int
     last_signal_at: int | None
+    required_signal_names: list[str] = []
 
 
 def create_waitpoint(
@@ -131,6 +132,17 @@ def _closed(row: Execution, root: Suspension, waitpoint: Waitpoint, reason: str)
     )
 
 
+def open_token(
+    waitpoint: Waitpoint, root: Suspension | None, keys: Sequence[SigningKey], now: int
+) -> tokens.WaitpointToken | None:
+    """The token that was given out for a waitpoint; None when it is closed, or what signed it is gone."""
+    if not waitpoint.token_kid or waits.state_of(waitpoint, root, now) is WaitpointState.CLOSED:
+        return None
+    token = tokens.token_of(keys, waitpoint.token_kid, waitpoint.execution_id, waitpoint.waitpoint_id)
+    is_it = tokens.is_of(token, waitpoint.token_kid, waitpoint.token_fingerprint)
+    return tokens.WaitpointToken(token) if is_it else None
+
+
 def view(waitpoint: Waitpoint, root: Suspension | None, now: int) -> WaitpointView | None:
     """The waitpoint for a reviewer; None when it is closed."""
     state = waits.state_of(waitpoint, root, now)
@@ -175,6 +187,7 @@ def record(waitpoint: Waitpoint, root: Suspension | None, now: int) -> Waitpoint
         waitpoint.signal_count,
         waitpoint.matched_signal_count,
         waitpoint.last_signal_at,
+        _names(waitpoint, root),
     )
 
 
@@ -185,10 +198,10 @@ def _expires_at(waitpoint: Waitpoint, root: Suspension | None) -> int | None:
 
 
 def _names(waitpoint: Waitpoint, root: Suspension | None) -> list[str]:
-    """The signal names that the condition asks for here."""
+    """The signal names that the condition asks for here, as long as it is known."""
     text = None
     if waitpoint.gate is not None and (gate := waits.open_gates(root).get(waitpoint.gate)) is not None:
         text = gate.condition
-    elif waitpoint.suspension_id is not None and root is not None:
+    elif waitpoint.suspension_id is not None and root is not None and root.suspension_id == waitpoint.suspension_id:
         text = root.resume_condition
     return [] if text is None else conditions.required_names(conditions.read_condition(text), waitpoint.waitpoint_key)

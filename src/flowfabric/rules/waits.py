@@ -103,6 +103,11 @@ def satisfiers(root: Suspension | None) -> list[Place]:
     return [] if text is None else msgspec.json.decode(text, type=list[Place])
 
 
+def closers(root: Suspension | None) -> list[Place]:
+    """The signals that closed the suspension, in the order of acceptance; none when something else did, or nothing."""
+    return [] if root is None or root.closer_signal_id is None else satisfiers(root)
+
+
 def progress(text: str | None) -> dict[str, list[str]]:
     """How far a condition has come."""
     return {} if text is None else msgspec.json.decode(text, type=dict[str, list[str]])

@@ -31,6 +31,9 @@ class Link(str):
         link.place = place
         return link
 
+    def __repr__(self) -> str:
+        return f"<Link {self.partition('?')[0]}>"  # a list of links in a log votes for nobody
+
 
 class Ballot(msgspec.Struct, Generic[V], frozen=True):
     """One vote."""

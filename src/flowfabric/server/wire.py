@@ -27,6 +27,15 @@ CURSOR = Param("cursor", {"type": "string"})
 LIMIT = Param("limit", {"type": "integer", "minimum": 0})
 
 
+class Unsaid:
+    """For what carries a token or a secret: printed, it tells its name and nothing else."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}>"
+
+
 class Body(msgspec.Struct, frozen=True, kw_only=True):
     """A request's body. Unknown fields are passed over, and what a caller's clock says (`now`) decides nothing."""
 

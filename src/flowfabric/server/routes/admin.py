@@ -13,7 +13,7 @@ from flowfabric.server import logs
 from flowfabric.server.ask import Ask, json, uuid_in
 from flowfabric.server.problems import Refused, bad_request
 from flowfabric.server.table import Reply, Routes, Subject
-from flowfabric.server.wire import CURSOR, LIMIT, Body, Natural
+from flowfabric.server.wire import CURSOR, LIMIT, Body, Natural, Unsaid
 
 routes = Routes("admin")
 
@@ -21,7 +21,7 @@ ROTATION_S = 120.0
 HEX_DIGITS = frozenset("0123456789abcdefABCDEF")
 
 
-class RotateBody(Body, frozen=True):
+class RotateBody(Unsaid, Body, frozen=True):
     new_kid: str
     new_secret_hex: str
 

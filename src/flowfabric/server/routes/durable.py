@@ -15,7 +15,7 @@ from flowfabric.server.ask import Ask, found, json, tagged
 from flowfabric.server.problems import bad_request
 from flowfabric.server.routes.work import ObservedSignal, observed
 from flowfabric.server.table import WORK_LIMIT, Reply, Routes, Subject
-from flowfabric.server.wire import Held, Natural, Octets, octets, variants, write_handle
+from flowfabric.server.wire import Held, Natural, Octets, Unsaid, octets, variants, write_handle
 
 routes = Routes("durable functions")
 
@@ -77,7 +77,7 @@ class GateBody(Held, frozen=True):
     any_outcome: bool = False
 
 
-class GateLink(msgspec.Struct, frozen=True):
+class GateLink(Unsaid, msgspec.Struct, frozen=True):
     waitpoint_id: str
     waitpoint_key: str
     token: str

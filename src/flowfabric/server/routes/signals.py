@@ -12,7 +12,7 @@ from flowfabric.model.suspension import WaitpointState
 from flowfabric.server.ask import Ask, found, json, same, tagged, uuid_in
 from flowfabric.server.problems import Problem
 from flowfabric.server.table import SIGNAL_LIMIT, Param, Reply, Routes, Subject
-from flowfabric.server.wire import LIMIT, Body, Natural, Octets, Whole, checked, octets, variants
+from flowfabric.server.wire import LIMIT, Body, Natural, Octets, Unsaid, Whole, checked, octets, variants
 
 routes = Routes("signals")
 
@@ -76,7 +76,7 @@ async def describe_waitpoint(ask: Ask[None]) -> Reply:
     return json(found(record, "not found: waitpoint"))
 
 
-class Token(msgspec.Struct, frozen=True):
+class Token(Unsaid, msgspec.Struct, frozen=True):
     token: str
 
 
@@ -92,7 +92,7 @@ async def read_waitpoint_token(ask: Ask[None]) -> Reply:
     return json(Token(token.reveal()), 200, NO_STORE)
 
 
-class SignalBody(Body, frozen=True):
+class SignalBody(Unsaid, Body, frozen=True):
     """A signal; id and instants may be left to the server."""
 
     execution_id: str

@@ -18,7 +18,18 @@ from flowfabric.model.api_token import Scope
 from flowfabric.server.ask import Ask, json, tagged, variant
 from flowfabric.server.problems import bad_request, told
 from flowfabric.server.table import BULK_LIMIT, WORK_LIMIT, H, Reply, Routes, Subject
-from flowfabric.server.wire import Body, Held, Natural, Octets, checked, octets, read_handle, variants, write_handle
+from flowfabric.server.wire import (
+    Body,
+    Held,
+    Natural,
+    Octets,
+    Unsaid,
+    checked,
+    octets,
+    read_handle,
+    variants,
+    write_handle,
+)
 
 routes = Routes("work")
 
@@ -202,7 +213,7 @@ class SuspendBody(Held, frozen=True):
         checked(ids.parse_uuid, self.suspension_id)
 
 
-class WaitpointToken(msgspec.Struct, frozen=True):
+class WaitpointToken(Unsaid, msgspec.Struct, frozen=True):
     waitpoint_id: str
     waitpoint_key: str
     waitpoint_token: str
@@ -280,7 +291,7 @@ class WaitpointBody(Held, frozen=True):
     expires_in_ms: Natural
 
 
-class Pending(msgspec.Struct, frozen=True):
+class Pending(Unsaid, msgspec.Struct, frozen=True):
     waitpoint_id: str
     token: str
 
