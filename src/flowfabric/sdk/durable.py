@@ -149,14 +149,13 @@ class Durable:
     # -- branches -------------------------------------------------------------------------------------------------
 
     async def gather(self, awaitables: Iterable[Awaitable[Any]]) -> list[Any]:
-        """Run branches beside each other; each counts its steps and gates for itself."""
+        """Run branches beside each other; each counts its steps and gates for itself. The first failure ends all."""
         name, occurrence = self.place("gather")
         members = list(awaitables)
+        branches = {f"{name}#{occurrence}.{number}/": member for number, member in enumerate(members)}
+        going_on = set(branches)
         self._active += len(members) - 1  # the branch that gathers waits for these
-        tasks = [
-            asyncio.create_task(self._run(member, f"{name}#{occurrence}.{number}/"))
-            for number, member in enumerate(members)
-        ]
+        tasks = [asyncio.create_task(self._run(member, branch, going_on)) for branch, member in branches.items()]
         self._branches.update(tasks)
         try:
             return list(await asyncio.gather(*tasks))
@@ -164,10 +163,17 @@ class Durable:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            self._unwind_waits(f"{name}#{occurrence}.")
             raise
         finally:
-            self._active += 1
+            self._active += 1 - len(going_on)
             self._branches.difference_update(tasks)
+
+    def _unwind_waits(self, branches: str) -> None:
+        """End the waits that threads of these branches are still in: a thread does not hear that it was cancelled."""
+        for name in [name for name in self._blocked if name.startswith(branches)]:
+            self._active += 1
+            self._blocked.pop(name).set_exception(Unwound("another branch failed"))
 
     def is_handler(self) -> bool:
         """Whether the code that asks is the handler or a branch of it; a step, or a task of the handler's own making,
@@ -176,13 +182,14 @@ class Durable:
             return False
         return self._root is None or asyncio.current_task() in (self._root, *self._branches)
 
-    async def _run(self, member: Awaitable[Any], branch: str) -> Any:
+    async def _run(self, member: Awaitable[Any], branch: str, going_on: set[str]) -> Any:
+        """A branch. One that fails counts as going on until its gather has heard of it: nothing parks before that."""
         _branch.set(branch)
-        try:
-            return await member
-        finally:
-            self._active -= 1
-            await self._park_if_blocked()
+        value = await member
+        going_on.discard(branch)
+        self._active -= 1
+        await self._park_if_blocked()
+        return value
 
     # -- waits ----------------------------------------------------------------------------------------------------
 
