@@ -1,4 +1,8 @@
-"""Retention: a finished execution goes, with everything it owns, when its time is over."""
+"""Retention: a finished execution goes, with everything it owns, when its time is over.
+
+A child is kept for as long as its parent is. A durable function runs from the top after every wait and comes to its
+children again: one that was gone would be made, and run, a second time.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +16,15 @@ from flowfabric.model.gate import ChildEnd, GateMemo, Mail, StepMemo
 from flowfabric.model.states import LifecyclePhase
 from flowfabric.model.stream import Frame, Stream, Summary
 from flowfabric.model.suspension import Remembered, Signal, Suspension, Waitpoint
-from flowfabric.rules.change import Change, Decision, Delete, seen
+from flowfabric.rules.change import Change, Decision, Delete, FromNow, Patch, seen
 from flowfabric.rules.policy import decode_terms
+from flowfabric.rules.step import retention_ms
 
 OWNED: tuple[type[msgspec.Struct], ...] = (Attempt, Result, Payload, Dependency)
 STREAMS: tuple[type[msgspec.Struct], ...] = (Frame, Summary, Stream)
 WAITS: tuple[type[msgspec.Struct], ...] = (Signal, Remembered, GateMemo, Mail, ChildEnd, Suspension)
+
+AFTER_PARENT_MS = 1000
 
 
 class NeedsWaitpoints(msgspec.Struct, frozen=True):
@@ -25,14 +32,22 @@ class NeedsWaitpoints(msgspec.Struct, frozen=True):
 
 
 def purge(
-    row: Execution | None, now: int, waitpoint_ids: Sequence[str] | None = None, default_ms: int | None = None
+    row: Execution | None,
+    now: int,
+    waitpoint_ids: Sequence[str] | None = None,
+    default_ms: int | None = None,
+    parent: Execution | None = None,
 ) -> Decision[bool | NeedsWaitpoints]:
     """Delete a finished execution that has been kept long enough, with everything that its marks tell of.
 
-    How long that is was settled when it ended; `default_ms` stands in for the default of that time.
+    How long that is was settled when it ended; `default_ms` stands in for the default of that time. While there is a
+    parent, it is looked at again later.
     """
     if row is None or not is_over(row, now, default_ms):
         return Decision(False)
+    if parent is not None:
+        later = Patch(Execution, (row.execution_id,), {"purge_at": FromNow(_left_ms(parent, now) or retention_ms(row))})
+        return Decision(False, Change(guards=(seen(row),), writes=(later,)))
     if row.has_waits and waitpoint_ids is None:
         return Decision(NeedsWaitpoints())
     key = (row.execution_id,)
@@ -43,6 +58,11 @@ def purge(
     waitpoints = (Delete(Waitpoint, (one, row.partition)) for one in waitpoint_ids or ())
     writes = (*(Delete(kind, key) for kind in owned), *waitpoints, Delete(Execution, key))
     return Decision(True, Change(guards=(seen(row),), writes=writes, not_before=kept_until(row, default_ms)))
+
+
+def _left_ms(parent: Execution, now: int) -> int | None:
+    """How long a finished parent still stays, and a moment for it to go; None for one that lives."""
+    return None if parent.purge_at is None else max(0, parent.purge_at - now) + AFTER_PARENT_MS
 
 
 def is_over(row: Execution, now: int, default_ms: int | None = None) -> bool:
