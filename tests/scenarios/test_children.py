@@ -159,7 +159,7 @@ async def test_many_children_are_taken_in_together(store: Any, clock: Any) -> No
     assert await play.vector(function.e) == RESUMABLE
 
 
-async def test_a_child_is_kept_for_as_long_as_its_parent_is(function: Function, play: Play) -> None:
+async def test_a_child_is_kept_until_its_parent_has_succeeded(function: Function, play: Play) -> None:
     child = await function.child()
     await function.children("one", child.execution_id)
     await function.park("one")
@@ -176,12 +176,22 @@ async def test_a_child_is_kept_for_as_long_as_its_parent_is(function: Function, 
     await function.go_on()
     await function.engine.complete(function.held.handle)
     play.clock.pass_ms(DAY_MS)
-    gone = 0
-    for _ in range(4):
-        gone += (await function.engine.sweep_once("retention_trimmer")).processed
-        play.clock.pass_ms(DAY_MS // 2)
-    assert gone == 2
+    assert (await function.engine.sweep_once("retention_trimmer")).processed == 2
     assert await function.engine.scan(Scan(Execution)) == []
+
+
+async def test_a_child_of_a_parent_without_success_is_kept_for_its_replay(function: Function, play: Play) -> None:
+    child = await function.child()
+    await function.engine.complete(child.handle)
+    play.clock.pass_ms(DAY_MS // 2)
+    await function.engine.cancel_execution(function.e)
+    play.clock.pass_ms(DAY_MS // 2)
+
+    assert (await function.engine.sweep_once("retention_trimmer")).processed == 0
+    play.clock.pass_ms(DAY_MS // 2)
+    assert (await function.engine.sweep_once("retention_trimmer")).processed == 1, "the parent"
+    play.clock.pass_ms(1000)
+    assert (await function.engine.sweep_once("retention_trimmer")).processed == 1
 
 
 async def test_a_child_that_outlives_its_parent_goes_when_its_own_time_is_over(function: Function, play: Play) -> None:

@@ -6,11 +6,14 @@ from flowfabric.engine import intake
 from flowfabric.engine.core import Core
 from flowfabric.engine.noting import Rows, first
 from flowfabric.model.execution import Execution
+from flowfabric.model.flow import Edge
+from flowfabric.model.states import TerminalOutcome
 from flowfabric.model.suspension import Waitpoint
 from flowfabric.rules import retention
 from flowfabric.stores.base import Scan, Want, Where
 
 WAITPOINTS_PAGE = 1000
+EDGES_PAGE = 500
 
 
 class Purging(Core):
@@ -36,13 +39,28 @@ class Purging(Core):
     async def _purged(
         self, execution_id: str, waitpoint_ids: list[str] | None, default_ms: int | None
     ) -> bool | retention.NeedsWaitpoints:
-        async def parent(rows: Rows) -> Rows:
-            if not rows[0] or rows[0][0].parent_id is None:
-                return [[]]
-            return (await self.load((Want(Execution, (rows[0][0].parent_id,)),))).rows
-
         return await self.settle(
             (Want(Execution, (execution_id,)),),
-            lambda rows, now: retention.purge(first(rows[0]), now, waitpoint_ids, default_ms, first(rows[1])),
-            further=parent,
+            lambda rows, now: retention.purge(
+                first(rows[0]), now, waitpoint_ids, default_ms, [one for found in rows[1:] for one in found]
+            ),
+            further=self._kept_for,
         )
+
+    async def _kept_for(self, rows: Rows) -> Rows:
+        """Those that may still need a loaded execution; of very many, as many as it takes to find one that does."""
+        row = first(rows[0])
+        if row is None:
+            return []
+        names = retention.kept_for(row)
+        if names is not None:
+            return (await self.load([Want(Execution, (one,)) for one in names])).rows if names else []
+        after = None
+        where = (Where("upstream_execution_id", "=", row.execution_id),)
+        while True:
+            edges = await self.scan(Scan(Edge, where, ("upstream_execution_id", "edge_id"), after, EDGES_PAGE))
+            found = (await self.load([Want(Execution, (one.downstream_execution_id,)) for one in edges])).rows
+            needing = [one for one in found if one and one[0].terminal_outcome is not TerminalOutcome.SUCCESS]
+            if needing or len(edges) < EDGES_PAGE:
+                return needing
+            after = (row.execution_id, edges[-1].edge_id)
