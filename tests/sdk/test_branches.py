@@ -123,7 +123,7 @@ async def test_a_branch_in_a_thread_that_fails_is_caught_at_once() -> None:
         world.assert_invariants()
 
 
-# -- tasks of the function's own making ---------------------------------------------------------------------------------
+# -- tasks of the function's own making --------------------------------------------------------------------------------
 
 
 @app.task

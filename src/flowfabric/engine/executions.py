@@ -32,7 +32,7 @@ from flowfabric.rules import (
 from flowfabric.rules.change import Decision, FromNow
 from flowfabric.rules.create import CreateExecution
 from flowfabric.rules.lease import Fence
-from flowfabric.stores.base import Held, Joins, Scan, Want, Where
+from flowfabric.stores.base import Held, Joins, Want
 
 HANDLE = Fence()
 PORTION = 100  # children that are cancelled in one change

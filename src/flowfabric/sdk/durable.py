@@ -6,7 +6,7 @@ wait just waits, and a step beside a long sleep finishes and is remembered befor
 
 A function may also make tasks of its own, with asyncio's `gather` or a task group. Nobody knows what they are up to
 between two calls of the context, so they count only while they are in one: none of their steps is torn, and once none
-is under way, a wait of theirs parks the run. `ctx.gather` knows its branches, and lets all of them come to a wait first.
+is under way, a wait of theirs parks the run. `ctx.gather` knows its branches, and lets all of them come to a wait.
 
 Parking does not raise through user code: the wait never returns, the lease is given back, and the coroutine is
 discarded. Code in a `finally` then sees a cancellation, and the context refuses to write anything more.
@@ -280,7 +280,6 @@ class Durable:
             self._active += 1
         return None if closed.done() else closed
 
-    @property
     def _is_blocked(self) -> bool:
         """Whether nothing goes on; the function itself waits for the tasks of its own making, if one of them waits."""
         if self._is_over or self.parked is not None or not self._blocked or self._active - bool(self._aside) > 0:
@@ -288,9 +287,9 @@ class Durable:
         return not self._aside or self._working <= 0
 
     async def _park_if_blocked(self) -> None:
-        while self._is_blocked:
+        while self._is_blocked():
             async with self._parking:
-                if not self._is_blocked:
+                if not self._is_blocked():
                     continue
                 names = tuple(self._blocked)
                 await self._flush()
