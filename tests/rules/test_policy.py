@@ -72,6 +72,7 @@ def test_every_term_is_read() -> None:
         "routing_requirements": {"required_capabilities": ["gpu", "cuda"]},
         "dedup_window_ms": 0,
         "stream_policy": {"retention_ttl_ms": 60_000},
+        "kept_for_successors": True,
         "suspension_policy": {"default_timeout_ms": "another area's business"},
     }
 
@@ -93,6 +94,7 @@ def test_every_term_is_read() -> None:
         dedup_window_ms=0,
         retention_ttl_ms=60_000,
         delay_until=5,
+        kept_for_successors=True,
     )
 
 
@@ -261,7 +263,7 @@ fields = st.sampled_from(
     """retry_policy timeout_policy stream_policy routing_requirements max_retries backoff type delay_ms multiplier
     initial_delay_ms max_delay_ms jitter retryable_categories attempt_timeout_ms execution_deadline_ms budget_ids
     quota_policy_ids quota_policy_id fairness_key fairness_weight ageing dedup_window_ms retention_ttl_ms delay_until
-    max_reclaim_count max_replay_count required_capabilities""".split()  # noqa: SIM905
+    max_reclaim_count max_replay_count required_capabilities kept_for_successors""".split()  # noqa: SIM905
 )
 documents = st.dictionaries(
     fields,

@@ -8,13 +8,18 @@ from typing import Any
 import pytest
 
 from flowfabric import errors
-from flowfabric.ids import ExecutionId
+from flowfabric.ids import ExecutionId, partition_of
+from flowfabric.model.execution import Execution
 from flowfabric.model.gate import GateEnd
+from flowfabric.model.states import PublicState
 from flowfabric.rules.change import Change
 from flowfabric.rules.parking import Ready
+from flowfabric.stores.base import Scan
 from tests.scenarios.functions import WAITS, Function, closed
 from tests.scenarios.play import RESUMABLE, Play
 from tests.scenarios.waits import Waits
+
+DAY_MS = 86_400_000
 
 
 async def test_the_end_of_children_resumes_their_parent(function: Function, play: Play) -> None:
@@ -152,3 +157,50 @@ async def test_many_children_are_taken_in_together(store: Any, clock: Any) -> No
     await function.engine.folds_done()
 
     assert await play.vector(function.e) == RESUMABLE
+
+
+async def test_a_child_is_kept_until_its_parent_has_succeeded(function: Function, play: Play) -> None:
+    child = await function.child()
+    await function.children("one", child.execution_id)
+    await function.park("one")
+    await function.engine.complete(child.handle, result=b"7")
+    await function.engine.folds_done()
+
+    for _ in range(3):
+        play.clock.pass_ms(DAY_MS)
+        assert (await function.engine.sweep_once("retention_trimmer")).processed == 0
+        assert await function.engine.trim_retention(partition_of(ExecutionId(function.e)), "default") == 0
+    assert await function.engine.read_results((child.execution_id,)) == {child.execution_id: b"7"}
+    assert (await function.engine.read_execution_state(child.execution_id)) is PublicState.COMPLETED
+
+    await function.go_on()
+    await function.engine.complete(function.held.handle)
+    play.clock.pass_ms(DAY_MS)
+    assert (await function.engine.sweep_once("retention_trimmer")).processed == 2
+    assert await function.engine.scan(Scan(Execution)) == []
+
+
+async def test_a_child_of_a_parent_without_success_is_kept_for_its_replay(function: Function, play: Play) -> None:
+    child = await function.child()
+    await function.engine.complete(child.handle)
+    play.clock.pass_ms(DAY_MS // 2)
+    await function.engine.cancel_execution(function.e)
+    play.clock.pass_ms(DAY_MS // 2)
+
+    assert (await function.engine.sweep_once("retention_trimmer")).processed == 0
+    play.clock.pass_ms(DAY_MS // 2)
+    assert (await function.engine.sweep_once("retention_trimmer")).processed == 1, "the parent"
+    play.clock.pass_ms(1000)
+    assert (await function.engine.sweep_once("retention_trimmer")).processed == 1
+
+
+async def test_a_child_that_outlives_its_parent_goes_when_its_own_time_is_over(function: Function, play: Play) -> None:
+    child = await function.child()
+    await function.engine.complete(function.held.handle)
+    play.clock.pass_ms(DAY_MS)
+    assert (await function.engine.sweep_once("retention_trimmer")).processed == 1
+    await function.engine.cancel_execution(child.execution_id)
+    play.clock.pass_ms(DAY_MS - 1)
+    assert (await function.engine.sweep_once("retention_trimmer")).processed == 0
+    play.clock.pass_ms(1)
+    assert (await function.engine.sweep_once("retention_trimmer")).processed == 1

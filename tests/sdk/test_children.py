@@ -192,3 +192,32 @@ async def test_a_task_that_is_a_step_gets_the_context_of_its_run() -> None:
             assert await run.result() == [[run.id, 1], [run.id, 2], run.id]
     one, two, run_id = await outer()
     assert (one, two) == ([run_id, 1], [run_id, 2])
+
+
+async def test_children_that_ended_long_ago_are_not_made_again() -> None:
+    done: list[int] = []
+    child = app.task(name="remembered-child")(_noting(done))
+
+    @app.task
+    async def patient(ctx: Context) -> list[int]:
+        several = await ctx.gather([child.s(n) for n in range(2)])
+        fastest = await ctx.race(child.s(2))
+        spawned = await ctx.spawn(child, 3)
+        single = await spawned.result()
+        for _ in range(5):
+            await ctx.sleep("20h")  # what has ended is kept for a day
+        return [*several, fastest, single, await spawned.result()]
+
+    async with World(app) as world:
+        run = await patient.submit()
+        assert await run.result() == [0, 1, 2, 3, 3]
+        assert sorted(done) == [0, 1, 2, 3]
+        world.assert_invariants()
+
+
+def _noting(done: list[int]) -> Any:
+    async def child(n: int) -> int:
+        done.append(n)
+        return n
+
+    return child

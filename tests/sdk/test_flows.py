@@ -191,3 +191,26 @@ async def test_flows_run_on_every_store_and_without_await(app: Fabric) -> None:
         run = await flow.submit()
         assert await run.result(20) == {"add": 110}
         assert await asyncio.to_thread(lambda: flow.sync.submit()[last].result(timeout=20)) == 110
+
+
+async def test_a_node_that_waits_for_days_still_has_its_input_and_finds_the_results_of_others() -> None:
+    @app.task
+    async def patient(ctx: Context, rows: list[int]) -> int:
+        await ctx.sleep("30h")  # results are kept for a day, unless somebody needs them
+        return len(rows)
+
+    flow = app.flow("long")
+    rows = flow.add(extract, "monday")
+    flow.add(publish, flow.add(scrub, rows), flow.add(patient, rows))
+
+    async with World(app) as world:
+        run = await flow.submit()
+        await world.advance("4d")
+        assert "extract" not in await run.states(), "what nobody needs any more is gone"
+        assert "publish" not in await run.states()
+        run = await flow.submit()
+        assert await run.result() == {"publish": "[6, 2, 3] 3"}
+        await world.advance("20h")
+        assert await run.result() == {"publish": "[6, 2, 3] 3"}, "although the first ones are gone by now"
+        assert ran.count("extract") == 2
+    del app.tasks[patient.name]

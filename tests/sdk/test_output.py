@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from flowfabric import Context, Fabric, Reset, RetryAfter, Run, current
+from flowfabric import Context, Fabric, Reset, Retry, RetryAfter, Run, current
 from flowfabric.model.states import PublicState
 from flowfabric.sdk import output
 from flowfabric.sdk.run import Frame
+from flowfabric.testing import World
 from tests.sdk.conftest import until, working
 
 
@@ -183,3 +184,29 @@ async def test_an_attempt_that_takes_the_place_of_another_begins_anew(app: Fabri
         assert await run.result(20) == 1
         seen = [frame if isinstance(frame, Reset) else frame.text async for frame in run.stream("answer")]
     assert seen == ["by 0", Reset(attempt=1), "by 1", "end"]
+
+
+async def test_whoever_reads_along_stays_for_the_next_attempt(app: Fabric) -> None:
+    @app.task(retry=Retry(max=2, base="200ms", jitter=False))
+    async def talk(ctx: Context) -> None:
+        await ctx.stream("answer").write(f"by {ctx.attempt}")
+        if ctx.attempt < 2:
+            raise OSError("the provider hung up")
+
+    async with working(app):
+        run = await talk.submit()
+        seen = [frame if isinstance(frame, Reset) else frame.text async for frame in run.stream("answer")]
+    assert seen == ["by 0", Reset(attempt=1), "by 1", Reset(attempt=2), "by 2"]
+
+
+async def test_a_reader_of_a_run_that_writes_nothing_hears_of_its_end_at_once() -> None:
+    mute = Fabric("memory://")
+
+    @mute.task
+    async def silent(ctx: Context) -> None:
+        await ctx.sleep("2s")
+
+    async with World(mute) as world:
+        run, began = await silent.submit(), world.now_ms()
+        assert [frame async for frame in run.stream("answer")] == []
+        assert world.now_ms() - began < 3000

@@ -208,6 +208,25 @@ async def test_a_store_that_is_away_for_a_while_loses_nothing(lasts: str) -> Non
     assert 1 <= len(effects) <= 2
 
 
+async def test_a_question_can_be_answered_in_its_own_terms_although_its_process_died_while_asking() -> None:
+    async def asking(ctx: Context) -> str:
+        async def deciding() -> bool:
+            [vote] = await (await ctx.approval("approve", Answer))
+            return vote.value.ok
+
+        ok, paid = await ctx.gather(deciding(), ctx.step(charge, "at once"))
+        return f"{ok} {paid}"
+
+    made = app.task(asking)
+    async with World(app) as world:
+        for _ in range(3):
+            world.crash_at("step:charge", "before_effect")
+        run = await made.submit()
+        await (await world.approval(run, "approve")).approve_as("ana")
+        assert await run.result() == "True paid at once"
+    del app.tasks[made.name]
+
+
 async def test_a_fault_that_nothing_came_to_is_told() -> None:
     world = World(app)
     await world.__aenter__()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flowfabric.cli.stores import StoreOrServerOption, on_store
-from flowfabric.cli.telling import STATES, JsonOption, console, document, how_far, instant, table
+from flowfabric.cli.telling import STATES, JsonOption, console, document, first_line, how_far, instant, table
 
 if TYPE_CHECKING:
     from flowfabric import Engine
@@ -73,7 +73,7 @@ def ls(
                 one.lane_id,
                 one.total_attempt_count,
                 instant(one.created_at),
-                one.blocking_detail or (one.blocking_reason and one.blocking_reason.value),
+                first_line(one.blocking_detail or (one.blocking_reason and one.blocking_reason.value)),
             )
             for one in page.executions
         ],
@@ -122,7 +122,7 @@ def show(execution_id: IdArgument, store: StoreOrServerOption = None, json: Json
                 one.lease_epoch,
                 instant(one.started_at),
                 instant(one.ended_at),
-                one.failure_reason,
+                first_line(one.failure_reason),
             )
             for one in found["attempts"]
         ],
@@ -152,18 +152,21 @@ def _show_snapshot(found: dict[str, Any]) -> None:
         "namespace": snapshot.namespace,
         "created": instant(snapshot.created_at),
         "changed": instant(snapshot.last_mutation_at),
-        "waits for": snapshot.blocking_detail or (snapshot.blocking_reason and snapshot.blocking_reason.value),
+        "waits for": first_line(
+            snapshot.blocking_detail or (snapshot.blocking_reason and snapshot.blocking_reason.value)
+        ),
         "held by": snapshot.current_lease
         and f"{snapshot.current_lease.worker_instance_id} until {instant(snapshot.current_lease.expires_at)}",
         "progress": how_far(found["progress"]),
         "tags": ", ".join(f"{key}={value}" for key, value in snapshot.tags.items()),
+        "failure": found["attempts"][-1].failure_reason if found["attempts"] else None,
         "result": result and (result.get("text") or f"{result['bytes']} bytes"),
     }
     out = console()
     out.print(snapshot.execution_id, style="bold", markup=False)
     for name, value in facts.items():
         if value:
-            out.print(f"  {name:<10}{value}", markup=False)
+            out.print(f"  {name:<10}" + str(value).strip().replace("\n", "\n" + " " * 12), markup=False)
     out.print()
 
 

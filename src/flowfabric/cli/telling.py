@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ import typer
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.text import Text
 
     from flowfabric import FabricError
 
@@ -23,6 +25,9 @@ STATES = (
     *("completed", "failed", "cancelled", "expired", "skipped"),
 )
 WIDTH_OF_A_BAR = 20
+FOLDED = 40  # how narrow the last column of a table may become
+INDENT = (0, 0, 0, 2)
+SHORT = 20  # what is longer tells by itself what it is, as ids and instants do
 WIDTH_OF_A_PIPE = 200  # nobody folds lines there, and ids should stay whole
 
 
@@ -49,17 +54,64 @@ def line(value: Any) -> None:
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print a table for people; the first column is never folded."""
+    """Print a table for people; the last column may be folded. A terminal that it does not fit into gets a list."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
-    from rich.text import Text
 
     drawn = Table(title=title or None, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for place, name in enumerate(columns):
-        drawn.add_column(name, no_wrap=place == 0)
-    for row in rows:
-        drawn.add_row(*(Text("" if value is None else str(value), style=_style(value)) for value in row))
-    console().print(drawn)
+        drawn.add_column(name, no_wrap=place < len(columns) - 1)
+    cells = [[_cell(value) for value in row] for row in rows]
+    for row in cells:
+        drawn.add_row(*row)
+    out = console()
+    if not out.is_terminal or _width([columns, *([cell.plain for cell in row] for row in cells)]) <= out.width:
+        out.print(drawn)
+        return
+    if title:
+        out.print(title, style="italic")
+    for row in cells:
+        _print_entry(out, columns, row)
+    out.print()
+
+
+def _width(rows: Sequence[Sequence[str]]) -> int:
+    """How wide a table has to be at least."""
+    *whole, last = (max(map(len, column)) for column in zip(*rows, strict=True))
+    return sum(whole) + min(last, FOLDED) + 3 * len(rows[0])
+
+
+def _cell(value: object) -> Text:
+    from rich.text import Text
+
+    return Text("" if value is None else str(value), style=_style(value))
+
+
+def _print_entry(out: Console, columns: Sequence[str], row: Sequence[Text]) -> None:
+    """A row as a few lines: what the first column says, and below it the others with their names."""
+    from rich.padding import Padding
+    from rich.text import Text
+
+    if row[0].plain:
+        out.print(Text.assemble((f"{columns[0]} " if len(row[0].plain) < SHORT else "", "dim"), row[0]))
+    told = Text()
+    for name, cell in zip(columns[1:], row[1:], strict=True):
+        if not cell.plain:
+            continue
+        piece = Text.assemble((f"{name} ", "dim"), cell)
+        if told and len(told) + len(piece) + 4 > out.width:
+            out.print(Padding(told, INDENT))
+            told = Text()
+        told = Text.assemble(told, "  ", piece) if told else piece
+    if told:
+        out.print(Padding(told, INDENT))
+
+
+def first_line(text: str | None) -> str:
+    """What a failure says, without where it happened; instants as people read them."""
+    line, *more = (text or "").strip().splitlines() or [""]
+    line = re.sub(r"\buntil (\d{13})\b", lambda found: f"until {instant(int(found[1]))}", line)
+    return line + ")" if more and line.count("(") > line.count(")") else line
 
 
 _STYLES = {

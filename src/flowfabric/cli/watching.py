@@ -10,7 +10,7 @@ import typer
 
 from flowfabric.cli.executions import IdArgument
 from flowfabric.cli.stores import StoreOrServerOption, on_store
-from flowfabric.cli.telling import JsonOption, console, document, how_far, instant, line
+from flowfabric.cli.telling import JsonOption, console, document, first_line, how_far, instant, line
 
 if TYPE_CHECKING:
     from flowfabric import Engine
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from flowfabric.model.obstacles import Explanation
 
 INSTANTS = ("until", "at", "since", "lease_expires_at", "resets_at", "retry_at")
+FAILURES = ("last_failure", "reason")
 BLOCK_MS = 1000  # how long one look waits for a frame before it looks at progress and end
 
 
@@ -54,7 +55,10 @@ def _facts(answer: Explanation) -> dict[str, Any]:
 
 
 def _for_people(sentence: str, facts: Mapping[str, Any]) -> str:
-    """The sentence with instants as people read them."""
+    """The sentence with instants as people read them, and of a failure what it says."""
+    for name in FAILURES:
+        if isinstance(facts.get(name), str):
+            sentence = sentence.replace(facts[name], first_line(facts[name]))
     for name in INSTANTS:
         if isinstance(facts.get(name), int):
             sentence = sentence.replace(str(facts[name]), instant(facts[name]))

@@ -10,14 +10,13 @@ import msgspec
 from flowfabric import errors
 from flowfabric.engine import intake
 from flowfabric.engine.bulk import BulkCreate, create_within, settle_create
-from flowfabric.engine.core import Core
 from flowfabric.engine.creating import Creating
 from flowfabric.engine.noting import Rows, first
+from flowfabric.engine.purging import Purging
 from flowfabric.handles import Handle, HandleFields
 from flowfabric.model import answers
 from flowfabric.model.execution import Execution
 from flowfabric.model.flow import Dependency, EdgeGroup
-from flowfabric.model.suspension import Waitpoint
 from flowfabric.rules import (
     cancel,
     delay,
@@ -28,20 +27,18 @@ from flowfabric.rules import (
     notes,
     operate,
     replay,
-    retention,
     tags,
 )
 from flowfabric.rules.change import Decision, FromNow
 from flowfabric.rules.create import CreateExecution
 from flowfabric.rules.lease import Fence
-from flowfabric.stores.base import Held, Joins, Scan, Want, Where
+from flowfabric.stores.base import Held, Joins, Want
 
 HANDLE = Fence()
-WAITPOINTS_PAGE = 1000
 PORTION = 100  # children that are cancelled in one change
 
 
-class Executions(Core, Creating):
+class Executions(Purging, Creating):
     """What can be done to an execution, by the names of the specification."""
 
     accepting: intake.Accepting
@@ -349,24 +346,6 @@ class Executions(Core, Creating):
         """Mark a lapsed lease, so that the work can be taken over."""
         execution = intake.execution(execution_id)
         return await self.settle_execution(execution, expiry.mark_lease_expired_if_due)
-
-    async def purge_execution(self, execution_id: str, *, default_retention_ms: int | None = None) -> bool:
-        """Remove a finished execution whose retention is over, with everything it owns."""
-        execution = intake.execution(execution_id)
-        default = intake.optional_duration("default_retention_ms", default_retention_ms)
-        gone = await self.settle_execution(execution, lambda row, now: retention.purge(row, now, None, default))
-        if isinstance(gone, bool):
-            return gone
-        named: list[str] = []
-        where, order = (Where("execution_id", "=", execution),), ("execution_id", "waitpoint_id")
-        while True:
-            after = (execution, named[-1]) if named else None
-            found = await self.scan(Scan(Waitpoint, where, order, after, WAITPOINTS_PAGE))
-            named += [one.waitpoint_id for one in found]
-            if len(found) < WAITPOINTS_PAGE:
-                break
-        went = await self.settle_execution(execution, lambda row, now: retention.purge(row, now, named, default))
-        return went is True
 
     # -- operators and schedulers -------------------------------------------------------------------------------
 

@@ -76,6 +76,7 @@ class Terms(msgspec.Struct, frozen=True, omit_defaults=True):
     dedup_window_ms: int = DAY_MS
     retention_ttl_ms: int | None = None
     delay_until: int | None = None
+    kept_for_successors: bool = False
 
 
 DEFAULT_TERMS: Final = Terms()
@@ -100,6 +101,7 @@ PARTS: Final = frozenset(
         "dedup_window_ms",
         "stream_policy",
         "max_signals_per_execution",
+        "kept_for_successors",
     }
 )
 """What a policy may say; anything else in it is passed over."""
@@ -247,6 +249,7 @@ def _read(policy: Document) -> Terms:
         dedup_window_ms=_or(_length(policy, "dedup_window_ms"), DEFAULT_TERMS.dedup_window_ms),
         retention_ttl_ms=_retention(stream),
         delay_until=_length(policy, "delay_until"),
+        kept_for_successors=_or(_flag(policy, "kept_for_successors", ""), False),
     )
 
 

@@ -1,4 +1,9 @@
-"""Retention: a finished execution goes, with everything it owns, when its time is over."""
+"""Retention: a finished execution goes, with everything it owns, when its time is over.
+
+What others still need is kept longer. A durable function runs from the top after every wait and comes to its children
+again: one that was gone would be made, and run, a second time. A node of a flow may read the results of others whenever
+it starts, and these say so in their policy (`kept_for_successors`). Whoever has succeeded needs nothing any more.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +14,19 @@ import msgspec
 from flowfabric.model.execution import Attempt, Execution, Payload, Result
 from flowfabric.model.flow import Dependency
 from flowfabric.model.gate import ChildEnd, GateMemo, Mail, StepMemo
-from flowfabric.model.states import LifecyclePhase
+from flowfabric.model.states import LifecyclePhase, TerminalOutcome
 from flowfabric.model.stream import Frame, Stream, Summary
 from flowfabric.model.suspension import Remembered, Signal, Suspension, Waitpoint
-from flowfabric.rules.change import Change, Decision, Delete, seen
+from flowfabric.rules import successors
+from flowfabric.rules.change import Change, Decision, Delete, FromNow, Patch, seen
 from flowfabric.rules.policy import decode_terms
+from flowfabric.rules.step import retention_ms
 
 OWNED: tuple[type[msgspec.Struct], ...] = (Attempt, Result, Payload, Dependency)
 STREAMS: tuple[type[msgspec.Struct], ...] = (Frame, Summary, Stream)
 WAITS: tuple[type[msgspec.Struct], ...] = (Signal, Remembered, GateMemo, Mail, ChildEnd, Suspension)
+
+A_MOMENT_MS = 1000
 
 
 class NeedsWaitpoints(msgspec.Struct, frozen=True):
@@ -25,14 +34,24 @@ class NeedsWaitpoints(msgspec.Struct, frozen=True):
 
 
 def purge(
-    row: Execution | None, now: int, waitpoint_ids: Sequence[str] | None = None, default_ms: int | None = None
+    row: Execution | None,
+    now: int,
+    waitpoint_ids: Sequence[str] | None = None,
+    default_ms: int | None = None,
+    others: Sequence[Execution] = (),
 ) -> Decision[bool | NeedsWaitpoints]:
     """Delete a finished execution that has been kept long enough, with everything that its marks tell of.
 
-    How long that is was settled when it ended; `default_ms` stands in for the default of that time.
+    How long that is was settled when it ended; `default_ms` stands in for the default of that time. While one of the
+    `others` that it is kept for may need it, it is looked at again later.
     """
     if row is None or not is_over(row, now, default_ms):
         return Decision(False)
+    if needing := [one for one in others if one.terminal_outcome is not TerminalOutcome.SUCCESS]:
+        ends = [one.purge_at for one in needing if one.purge_at is not None]
+        wait_ms = max(0, max(ends) - now) + A_MOMENT_MS if len(ends) == len(needing) else retention_ms(row)
+        later = Patch(Execution, (row.execution_id,), {"purge_at": FromNow(max(wait_ms, A_MOMENT_MS))})
+        return Decision(False, Change(guards=(seen(row),), writes=(later,)))
     if row.has_waits and waitpoint_ids is None:
         return Decision(NeedsWaitpoints())
     key = (row.execution_id,)
@@ -43,6 +62,18 @@ def purge(
     waitpoints = (Delete(Waitpoint, (one, row.partition)) for one in waitpoint_ids or ())
     writes = (*(Delete(kind, key) for kind in owned), *waitpoints, Delete(Execution, key))
     return Decision(True, Change(guards=(seen(row),), writes=writes, not_before=kept_until(row, default_ms)))
+
+
+def kept_for(row: Execution) -> tuple[str, ...] | None:
+    """The executions that may still need this one; None when they are too many for its sheet to name them."""
+    parent = () if row.parent_id is None else (row.parent_id,)
+    if row.successors is None or row.terminal_outcome is not TerminalOutcome.SUCCESS:
+        return parent
+    if not decode_terms(row.terms).kept_for_successors:
+        return parent
+    if row.successors == successors.MANY:
+        return None
+    return (*parent, *(one.execution_id for one in successors.named(row)))
 
 
 def is_over(row: Execution, now: int, default_ms: int | None = None) -> bool:

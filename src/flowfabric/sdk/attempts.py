@@ -107,12 +107,11 @@ class Attempts:
             arguments = task.signature.load(
                 plain_input(claimed.payload) or await read_input(self._engine, claimed.payload)
             )
-            if not task.is_async:
-                value = await self._in_thread(task, own.get(), arguments)
-            else:
-                entered(own)
-                call = task.handler(**task.with_context(arguments, own.get))
-                value = await (call if task.timeout_s is None else _in_time(call, task.name, task.timeout_s))
+            try:
+                value = await self._called(task, own, arguments)
+            finally:
+                if own.context is not None:
+                    own.context.end()
             if own.context is not None:
                 await own.context.flush()
         except (asyncio.CancelledError, Unwound) as ended:
@@ -133,6 +132,13 @@ class Attempts:
         except BaseException as failure:  # also `sys.exit()`: one handler must not end the others
             return _went_on(claimed, task) if own.is_parked else await _failed(claimed, task, own, failure)
         return _went_on(claimed, task) if own.is_parked else returned(task, value)
+
+    async def _called(self, task: Task[..., Any], own: Pending, arguments: dict[str, Any]) -> Any:
+        if not task.is_async:
+            return await self._in_thread(task, own.get(), arguments)
+        entered(own)
+        call = task.handler(**task.with_context(arguments, own.get))
+        return await (call if task.timeout_s is None else _in_time(call, task.name, task.timeout_s))
 
     def _context(self, own: Pending) -> Context:
         claimed = own.claimed

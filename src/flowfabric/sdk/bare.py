@@ -66,6 +66,11 @@ class BareContext(Context):
         self._names[label] += 1
         return label, self._names[label] - 1
 
+    @asynccontextmanager
+    async def at_work(self) -> AsyncIterator[None]:
+        """Nothing is ever put away."""
+        yield
+
     @property
     def cancelled(self) -> bool:
         """Nobody cancels a plain call."""

@@ -209,7 +209,11 @@ async def _await(task: Task[..., Any], arguments: dict[str, Any], context: Conte
         entered(context)
         arguments = task.with_context(arguments, lambda: context)
     try:
-        value = await task.handler(**arguments)
+        try:
+            value = await task.handler(**arguments)
+        finally:
+            if context is not None:
+                context.end()
         if context is not None:
             await context.flush()
     except asyncio.CancelledError as ended:

@@ -130,6 +130,11 @@ class Context(Waiting, Saying, Spending):
         """An idempotency key for a call to the outside: the same on every attempt of this run."""
         return hashlib.sha256(f"{self.run_id}|{name}".encode()).hexdigest()
 
+    def end(self) -> None:
+        """The function has ended, one way or another: what it left behind has no say any more."""
+        if self._durable is not None:
+            self._durable.end()
+
     # -- steps ----------------------------------------------------------------------------------------------------
 
     @overload
@@ -162,10 +167,11 @@ class Context(Waiting, Saying, Spending):
         """
         step = await self.recall(function, args, kwargs, name, key)
         if not step.is_known:
-            await self.at(step.point, "before_effect")
-            with in_step(step.name, step.occurrence):
-                value = await run_step(effect_of(function, self), args, kwargs)
-            step = await self.keep(step, value)
+            async with self.durable.at_work():
+                await self.at(step.point, "before_effect")
+                with in_step(step.name, step.occurrence):
+                    value = await run_step(effect_of(function, self), args, kwargs)
+                step = await self.keep(step, value)
         return step.value()
 
     async def recall(
@@ -208,11 +214,12 @@ class Context(Waiting, Saying, Spending):
         name, occurrence = self.durable.place(label)
         memo = await self.durable.step_memo(name, occurrence, None)
         if memo is None:
-            await self.at(label, "before_effect")
-            answer = await ask(self.key(f"{name}#{occurrence}"))
-            await self.at(label, "after_effect")
-            memo = await self.engine.record_step(self.handle, name, occurrence, json_bytes(answer), encoding="json")
-            await self.at(label, "after_commit")
+            async with self.durable.at_work():
+                await self.at(label, "before_effect")
+                answer = await ask(self.key(f"{name}#{occurrence}"))
+                await self.at(label, "after_effect")
+                memo = await self.engine.record_step(self.handle, name, occurrence, json_bytes(answer), encoding="json")
+                await self.at(label, "after_commit")
         return from_json(memo.result)
 
 

@@ -4,6 +4,10 @@ A durable function runs from the top on every attempt and after every wait. Fini
 closed gates what came of them, so it arrives where it was. It parks only when every branch is blocked: until then a
 wait just waits, and a step beside a long sleep finishes and is remembered before the lease goes.
 
+A function may also make tasks of its own, with asyncio's `gather` or a task group. Nobody knows what they are up to
+between two calls of the context, so they count only while they are in one: none of their steps is torn, and once none
+is under way, a wait of theirs parks the run. `ctx.gather` knows its branches, and lets all of them come to a wait.
+
 Parking does not raise through user code: the wait never returns, the lease is given back, and the coroutine is
 discarded. Code in a `finally` then sees a cancellation, and the context refuses to write anything more.
 """
@@ -15,8 +19,8 @@ import contextvars
 import logging
 import re
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from flowfabric.engine.gates import OpenedGate, Parked
@@ -33,6 +37,9 @@ logger = logging.getLogger("flowfabric.durable")
 _BRANCH = re.compile(r"(?:gather#\d+\.\d+/)*")
 _branch: contextvars.ContextVar[str] = contextvars.ContextVar("flowfabric_branch", default="")
 _step: contextvars.ContextVar[str] = contextvars.ContextVar("flowfabric_step", default="")
+_depth: contextvars.ContextVar[int] = contextvars.ContextVar("flowfabric_depth", default=0)
+
+TURNS = 5  # of the loop, after which a task that was about to call the context has done so
 
 
 class NonDeterministic(Fatal):
@@ -66,12 +73,17 @@ class Durable:
         self.engine = engine
         self.handle = handle
         self.parked: Parked | None = None
+        self._is_over = False
         self._root = root
         self._flush = flush
         self._strict = strict
         self._active = 1
         self._branches: set[asyncio.Task[Any]] = set()
         self._blocked: dict[str, asyncio.Future[GateMemo]] = {}
+        self._aside: set[str] = set()  # those of the blocked that are in tasks of the function's own making
+        self._working = 0  # calls under way that must not be torn
+        self._parking = asyncio.Lock()
+        self._looking: set[asyncio.Task[None]] = set()
         self._names: Counter[str] = Counter()
         self._steps: dict[tuple[str, int], StepMemo] | None = None
         self._met: set[tuple[str, int]] = set()  # the steps that this attempt has come to
@@ -149,14 +161,13 @@ class Durable:
     # -- branches -------------------------------------------------------------------------------------------------
 
     async def gather(self, awaitables: Iterable[Awaitable[Any]]) -> list[Any]:
-        """Run branches beside each other; each counts its steps and gates for itself."""
+        """Run branches beside each other; each counts its steps and gates for itself. The first failure ends all."""
         name, occurrence = self.place("gather")
         members = list(awaitables)
+        branches = {f"{name}#{occurrence}.{number}/": member for number, member in enumerate(members)}
+        going_on = set(branches)
         self._active += len(members) - 1  # the branch that gathers waits for these
-        tasks = [
-            asyncio.create_task(self._run(member, f"{name}#{occurrence}.{number}/"))
-            for number, member in enumerate(members)
-        ]
+        tasks = [asyncio.create_task(self._run(member, branch, going_on)) for branch, member in branches.items()]
         self._branches.update(tasks)
         try:
             return list(await asyncio.gather(*tasks))
@@ -164,10 +175,17 @@ class Durable:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            self._unwind_waits(f"{name}#{occurrence}.")
             raise
         finally:
-            self._active += 1
+            self._active += 1 - len(going_on)
             self._branches.difference_update(tasks)
+
+    def _unwind_waits(self, branches: str) -> None:
+        """End the waits that threads of these branches are still in: a thread does not hear that it was cancelled."""
+        for name in [name for name in self._blocked if name.startswith(branches)]:
+            if (waiting := self._wakes(name)) is not None:
+                waiting.set_exception(Unwound("another branch failed"))
 
     def is_handler(self) -> bool:
         """Whether the code that asks is the handler or a branch of it; a step, or a task of the handler's own making,
@@ -176,19 +194,57 @@ class Durable:
             return False
         return self._root is None or asyncio.current_task() in (self._root, *self._branches)
 
-    async def _run(self, member: Awaitable[Any], branch: str) -> Any:
-        _branch.set(branch)
+    def end(self) -> None:
+        """The function has ended: tasks that it left behind do nothing more, and do not put the run away."""
+        self._is_over = True
+        for name in self._aside:
+            self._blocked[name].cancel("the function is over")
+
+    def _is_aside(self) -> bool:
+        """Whether the code that asks runs in a task of the function's own making."""
+        return self._root is not None and asyncio.current_task() not in (self._root, *self._branches)
+
+    @asynccontextmanager
+    async def at_work(self) -> AsyncIterator[None]:
+        """Let nothing park while this lasts, except for a wait within it."""
+        if self._parking.locked():
+            async with self._parking:
+                pass
+        if self.parked is not None or self._is_over:
+            raise asyncio.CancelledError("the function is over")
+        self._working += 1
+        token = _depth.set(_depth.get() + 1)
         try:
-            return await member
+            yield
         finally:
-            self._active -= 1
-            await self._park_if_blocked()
+            _depth.reset(token)
+            self._working -= 1
+            if self._aside and self._working <= 0:
+                looking = asyncio.create_task(self._look_again())
+                self._looking.add(looking)
+                looking.add_done_callback(self._looking.discard)
+
+    async def _look_again(self) -> None:
+        """Park if nothing is under way; whoever goes on with another call gets the time to do so first."""
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
+        await self._park_if_blocked()
+
+    async def _run(self, member: Awaitable[Any], branch: str, going_on: set[str]) -> Any:
+        """A branch. One that fails counts as going on until its gather has heard of it: nothing parks before that."""
+        _branch.set(branch)
+        value = await member
+        going_on.discard(branch)
+        self._active -= 1
+        await self._park_if_blocked()
+        return value
 
     # -- waits ----------------------------------------------------------------------------------------------------
 
     async def wait(self, args: GateArgs, *, then: Callable[[], Awaitable[Any]] | None = None) -> GateMemo:
         """What comes of a gate; parks the execution when nothing else is left to do, and does `then` when it has."""
-        opened = await self.engine.open_gate(self.handle, args)
+        async with self.at_work():
+            opened = await self.engine.open_gate(self.handle, args)
         if isinstance(opened, GateMemo):
             return opened
         if then is not None:
@@ -198,36 +254,62 @@ class Durable:
     async def wait_for(self, opened: OpenedGate) -> GateMemo:
         """The same for a gate that is open already."""
         closed: asyncio.Future[GateMemo] = asyncio.get_running_loop().create_future()
+        within, aside = _depth.get(), self._is_aside()
         self._blocked[opened.name] = closed
-        self._active -= 1
+        self._working -= within  # the steps that this is a part of
+        if aside:
+            self._aside.add(opened.name)
+        else:
+            self._active -= 1
         try:
-            await self._park_if_blocked()
+            await (self._look_again() if aside else self._park_if_blocked())
             return await closed
         except asyncio.CancelledError:  # another branch failed: this one is not waiting any more
-            if self._blocked.pop(opened.name, None) is not None:
-                self._active += 1
+            self._wakes(opened.name)
             raise
+        finally:
+            self._working += within
+
+    def _wakes(self, name: str) -> asyncio.Future[GateMemo] | None:
+        """Whoever waits for this gate, if anybody does, does so no more."""
+        if (closed := self._blocked.pop(name, None)) is None:
+            return None
+        if name in self._aside:
+            self._aside.discard(name)
+        else:
+            self._active += 1
+        return None if closed.done() else closed
+
+    def _is_blocked(self) -> bool:
+        """Whether nothing goes on; the function itself waits for the tasks of its own making, if one of them waits."""
+        if self._is_over or self.parked is not None or not self._blocked or self._active - bool(self._aside) > 0:
+            return False
+        return not self._aside or self._working <= 0
 
     async def _park_if_blocked(self) -> None:
-        while self._active == 0 and self._blocked and self.parked is None:
-            names = tuple(self._blocked)
-            await self._flush()
-            answer = await self.engine.park(self.handle, names)
-            if isinstance(answer, Parked):
-                self.parked = answer
-                for then in self._then:
-                    await then()
-                self._discard()
-                return
-            waits = await self.engine.read_waits(self.handle.fields.execution_id)
-            for name in answer.gates:
-                self._active += 1
-                self._blocked.pop(name).set_result(waits.memos[name])
+        while self._is_blocked():
+            async with self._parking:
+                if not self._is_blocked():
+                    continue
+                names = tuple(self._blocked)
+                await self._flush()
+                answer = await self.engine.park(self.handle, names)
+                if isinstance(answer, Parked):
+                    self.parked = answer
+                    for then in self._then:
+                        await then()
+                    self._discard()
+                    return
+                waits = await self.engine.read_waits(self.handle.fields.execution_id)
+                for name in answer.gates:
+                    if (waiting := self._wakes(name)) is not None:
+                        waiting.set_result(waits.memos[name])
 
     def _discard(self) -> None:
         """The lease is gone: end the handler where it waits."""
         if self._root is not None:
             self._root.cancel("parked")
+            self.end()
             return
         for waiting in self._blocked.values():
             waiting.set_exception(Unwound("parked"))

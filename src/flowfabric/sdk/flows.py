@@ -22,7 +22,7 @@ import msgspec
 
 from flowfabric import ids
 from flowfabric.engine.flows import GraphEdge
-from flowfabric.errors import InvalidInput
+from flowfabric.errors import InvalidInput, NotFound
 from flowfabric.model.states import PublicState
 from flowfabric.sdk import declared
 from flowfabric.sdk.durations import Duration, to_seconds
@@ -135,7 +135,7 @@ class Flow:
             else:
                 node.arguments[parameter] = value
         call.task.signature.plain(node.arguments)  # wrong input is refused here
-        upstreams = [one for value in node.results.values() for one in ([value] if isinstance(value, Node) else value)]
+        upstreams = [one for value in node.results.values() for one in _several(value)]
         node.edges = list(dict.fromkeys(_edge(one) for one in (*upstreams, *join.of, *after)))
         for edge in node.edges:
             if edge.node.flow is not self:
@@ -172,6 +172,7 @@ class Flow:
         run_ids = {
             name: f"{{fp:{partition}}}:{uuid.uuid5(uuid.UUID(flow_id), name)}" for name in self.nodes
         }  # derived, so that a lost answer and a second try mean the same flow
+        read = {one.name for node in self.nodes.values() for value in node.results.values() for one in _several(value)}
         asks = [
             await node.call.task.ask(
                 engine,
@@ -179,6 +180,7 @@ class Flow:
                 options=node.call.options,
                 execution_id=run_ids[name],
                 results={parameter: _runs(value, run_ids) for parameter, value in node.results.items()},
+                is_read=name in read,
             )
             for name, node in self.nodes.items()
         ]
@@ -233,7 +235,7 @@ class FlowRun:
         """What the last nodes returned, by name, once all have ended; what was skipped is left out.
 
         Raises what the first failed node would raise, unless some node of the flow waited for that failure or ran
-        without it.
+        without it. A node that retention has removed is not missed when one after it succeeded.
         """
         nodes = list(self.flow.nodes.values())
         longest_s = to_seconds(timeout)
@@ -251,9 +253,15 @@ class FlowRun:
             for edge in node.edges
         }
         followed = {edge.node.name for node in nodes for edge in node.edges if edge.kind == "success_only"}
+        passed = {
+            edge.node.name
+            for node, end in zip(nodes, ends, strict=True)
+            if not isinstance(end, BaseException)
+            for edge in node.edges
+        }
         results: dict[str, Any] = {}
         for node, end in zip(nodes, ends, strict=True):
-            if isinstance(end, RunSkipped):
+            if isinstance(end, RunSkipped) or (isinstance(end, NotFound) and node.name in passed):
                 continue
             if isinstance(end, BaseException):
                 if isinstance(end, RunEnded) and node.name in awaited:
@@ -264,9 +272,16 @@ class FlowRun:
         return results
 
     async def states(self) -> dict[str, PublicState]:
-        """What each node is doing."""
-        states = await asyncio.gather(*(self[node].state() for node in self.flow.nodes.values()))
-        return dict(zip(self.flow.nodes, states, strict=True))
+        """What each node is doing; those that retention has removed are left out."""
+        nodes = self.flow.nodes
+        states = await asyncio.gather(*(self[node].state() for node in nodes.values()), return_exceptions=True)
+        known: dict[str, PublicState] = {}
+        for name, state in zip(nodes, states, strict=True):
+            if isinstance(state, PublicState):
+                known[name] = state
+            elif not isinstance(state, NotFound) or len(nodes) == 1:
+                raise state
+        return known
 
     async def cancel(self, reason: str = "") -> None:
         """End everything in it that has not ended."""
@@ -288,6 +303,10 @@ def _edge(given: Node[Any] | Edge) -> Edge:
 
 def _are_nodes(value: Any) -> bool:
     return isinstance(value, list | tuple) and bool(value) and all(isinstance(one, Node) for one in value)
+
+
+def _several(value: Any) -> Iterable[Node[Any]]:
+    return [value] if isinstance(value, Node) else value
 
 
 def _runs(value: Any, run_ids: dict[str, str]) -> str | list[str]:

@@ -8,6 +8,7 @@ import msgspec
 
 from flowfabric.errors import InvalidInput
 from flowfabric.sdk.codec import json_bytes
+from flowfabric.sdk.failing import Fatal
 
 if TYPE_CHECKING:
     from flowfabric.engine.engine import Engine
@@ -37,7 +38,7 @@ def plain_input(payload: Payload | None) -> bytes:
 
 
 async def read_input(engine: Engine, payload: Payload | None) -> bytes:
-    """The parameters as a JSON object; a run without a result counts as null."""
+    """The parameters as a JSON object; a run without a result counts as null, one that is gone as a failure."""
     if payload is None:
         return b""
     given = payload.input_payload or b""
@@ -49,6 +50,10 @@ async def read_input(engine: Engine, payload: Payload | None) -> bytes:
         raise InvalidInput(f"input: {fault}") from fault
     named = [run for runs in referring.results.values() for run in ([runs] if isinstance(runs, str) else runs)]
     found = await engine.read_results(tuple(dict.fromkeys(named)))
+    if without := [run for run, result in found.items() if result is None]:
+        there = await engine.read_kinds(without)
+        if gone := [run for run in without if run not in there]:
+            raise Fatal(f"input: the result of {', '.join(gone)} was removed when its retention was over")
 
     def result(run: str) -> msgspec.Raw:
         return msgspec.Raw(found[run] or b"null")

@@ -195,8 +195,9 @@ class Run(Generic[R]):
         engine = await self._engine()
         attempt, place = (0, START) if after is None else _cursor(after)
         await self.state()  # raises when there is no such run
+        has_ended = False
         while True:
-            page = await engine.tail_stream(self.id, attempt, place, block_ms=TAIL_MS, count_limit=1000)
+            page = await engine.tail_stream(self.id, attempt, place, count_limit=1000)
             for frame in page.frames:
                 place = frame.id
                 if frame.fields.get("frame_type") == name:
@@ -207,8 +208,27 @@ class Run(Generic[R]):
             if latest > attempt:
                 attempt, place = latest, START
                 yield Reset(attempt)
-            elif page.closed_at is not None or (await engine.await_end(self.id)) is not None:
+            elif has_ended:
                 return
+            elif page.closed_at is None:
+                has_ended = await self._news(engine, attempt, place)
+            else:  # this attempt is over, and the next one has not begun
+                has_ended = await self._news(engine, attempt + 1, START)
+
+    async def _news(self, engine: Engine, attempt: int, place: str) -> bool:
+        """Wait for more output of an attempt, or for the end; whether that came."""
+        more = asyncio.ensure_future(engine.tail_stream(self.id, attempt, place, block_ms=TAIL_MS, count_limit=1))
+        end = asyncio.ensure_future(engine.await_end(self.id, max_wait_ms=TAIL_MS))
+        try:
+            await asyncio.wait((more, end), return_when=asyncio.FIRST_COMPLETED)
+            if end.done():
+                return end.result() is not None
+            more.result()
+            return False
+        finally:
+            for waiting in (more, end):
+                waiting.cancel()
+            await asyncio.gather(more, end, return_exceptions=True)
 
     async def progress(self) -> dict[str, Any]:
         """What its handler last said, as one document; `pct` is the percentage."""

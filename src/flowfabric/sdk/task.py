@@ -54,9 +54,9 @@ class Options(msgspec.Struct, frozen=True):
         """Whether the arguments of a call have a say in its policy."""
         return bool(self.budgets or self.limits or self.fair is not None)
 
-    def policy(self, bound: Bound) -> str | None:
+    def policy(self, bound: Bound, *, is_read: bool = False) -> str | None:
         """The execution policy that the engine keeps; None when there is nothing to say."""
-        policy: dict[str, Any] = {}
+        policy: dict[str, Any] = {"kept_for_successors": True} if is_read else {}
         if self.retry is not None:
             policy["retry_policy"] = self.retry.policy()
         if self.needs:
@@ -250,10 +250,11 @@ class Task(Generic[P, R]):
         options: Options,
         execution_id: str | None = None,
         results: dict[str, str | list[str]] | None = None,
+        is_read: bool = False,
     ) -> CreateExecution:
         """What to ask the engine for, for a call with these arguments; wrong input is refused here.
 
-        `results` are the runs whose results will be the other arguments.
+        `results` are the runs whose results will be the other arguments; `is_read` tells that its own will be one.
         """
         signature = self.signature
         payload = Referring(signature.plain(arguments), results).dumped() if results else signature.to_json(arguments)
@@ -275,7 +276,7 @@ class Task(Generic[P, R]):
             creator_identity=self.app.identity,
             idempotency_key=None if options.key is None else f"{self.name}|{options.key}",
             tags=options.tags,
-            policy=options.policy(bound),
+            policy=options.policy(bound, is_read=is_read),
             delay_until=None if options.delay_ms is None else engine.estimate.now() + options.delay_ms,
             execution_deadline_at=_epoch_ms(options.deadline),
         )

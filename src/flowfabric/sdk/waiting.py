@@ -118,6 +118,8 @@ class Waiting(ABC):
         gate = self.durable.gate_name(f"approval:{name}")
         points = tuple((str(self._derived(gate, number)), f"{name}.{number + 1}") for number in range(count))
         kind = CountKind.DISTINCT_WAITPOINTS if distinct else CountKind.DISTINCT_SIGNALS
+        if self.app.on_ask is not None:
+            self.app.on_ask(self._itself, name, shape)
         opened = await self.engine.open_gate(
             self.handle,
             GateArgs(
@@ -128,8 +130,6 @@ class Waiting(ABC):
                 expires_in_ms=None if expires is None else to_ms(expires, "expires"),
             ),
         )
-        if self.app.on_ask is not None:
-            self.app.on_ask(self._itself, name, shape)
         told = {} if show is None else {"ff.show": msgspec.json.encode(show).decode()}
         if schema := Shape(shape).schema():  # what the page behind a link asks for
             told[ask_tag(name)] = schema

@@ -1,0 +1,81 @@
+"""What others still need is kept: a node whose result is read later goes when those who read it need it no more."""
+
+from __future__ import annotations
+
+import pytest
+
+from flowfabric.rules import successors
+from tests.scenarios.flowing import Flowing
+
+DAY_MS = 86_400_000
+READ = '{"kept_for_successors": true}'
+
+
+async def test_a_result_that_is_read_later_is_kept_until_its_reader_has_succeeded(flow: Flowing) -> None:
+    await flow.begin()
+    await flow.add("a", policy=READ)
+    await flow.add("b")
+    await flow.edge("a", "b")
+    await flow.succeed("a", result=b"7")
+    await flow.cascade("a")
+
+    for _ in range(3):
+        flow.clock.pass_ms(DAY_MS)
+        assert await flow.sweep("retention_trimmer") == [0]
+    assert await flow.engine.get_execution_result(flow.names["a"]) == b"7"
+
+    await flow.succeed("b")
+    flow.clock.pass_ms(DAY_MS)
+    assert await flow.sweep("retention_trimmer") == [2]
+
+
+async def test_a_result_is_kept_for_the_replay_of_a_reader_that_failed(flow: Flowing) -> None:
+    await flow.begin()
+    await flow.add("a", policy=READ)
+    await flow.add("b")
+    await flow.edge("a", "b")
+    await flow.succeed("a", result=b"7")
+    await flow.cascade("a")
+    flow.clock.pass_ms(DAY_MS // 2)
+    await flow.fail("b")
+    flow.clock.pass_ms(DAY_MS - 1)
+
+    assert await flow.sweep("retention_trimmer") == [0]
+    flow.clock.pass_ms(1)
+    assert await flow.sweep("retention_trimmer") == [1], "the reader"
+    flow.clock.pass_ms(1000)
+    assert await flow.sweep("retention_trimmer") == [1]
+
+
+async def test_others_go_when_their_own_time_is_over(flow: Flowing) -> None:
+    await flow.begin()
+    await flow.add("a")
+    await flow.add("f", policy=READ)
+    await flow.add("b")
+    await flow.edge("a", "b")
+    await flow.edge("f", "b")
+    await flow.succeed("a", result=b"7")
+    await flow.cancel("f")
+    flow.clock.pass_ms(DAY_MS)
+
+    assert await flow.sweep("retention_trimmer") == [2], "nobody said that a is read, and f has nothing to read"
+
+
+async def test_very_many_readers_are_looked_up(flow: Flowing, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(successors, "FEW", 2)
+    monkeypatch.setattr("flowfabric.engine.purging.EDGES_PAGE", 2)
+    await flow.begin()
+    await flow.add("a", policy=READ)
+    for name in "vwxyz":
+        await flow.add(name)
+        await flow.edge("a", name)
+    assert (await flow.row("a")).successors == successors.MANY
+    await flow.succeed("a", result=b"7")
+    await flow.cascade("a")
+    await flow.succeed(*"vwxy")
+    flow.clock.pass_ms(DAY_MS)
+
+    assert await flow.sweep("retention_trimmer", 2) == [4, 0], "all but the one that z still needs"
+    await flow.succeed("z")
+    flow.clock.pass_ms(DAY_MS)
+    assert await flow.sweep("retention_trimmer") == [2]
