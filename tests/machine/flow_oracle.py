@@ -81,7 +81,7 @@ class FlowOracle:
             join.state = "pending"
         self.edges[edge_id] = edge
         edge.known_at = self.now
-        if child.state in ("waiting", "waiting_children") and join.state != "satisfied":
+        if child.state in ("waiting", "waiting_children") and join.state == "pending":
             child.state = "waiting_children"
 
     def claim(self, name: str) -> None:

@@ -258,6 +258,37 @@ async def test_a_replay_takes_back_what_the_join_had_flagged(flow: Flowing) -> N
     assert await flow.state("3") == "waiting"
 
 
+async def test_an_edge_does_not_stop_a_replayed_member_whose_join_can_never_set_it_free(flow: Flowing) -> None:
+    await flow.begin("abc")
+    await flow.edge("a", "b")
+    await flow.cancel("b")
+    await flow.fail("a")
+    await flow.cascade("a")
+    await replay(flow, "b")
+
+    await flow.edge("c", "b")
+
+    assert (await flow.vector("b"), await flow.counts("b")) == (REPLAYED, "0/1/0 of 2 impossible")
+    await flow.succeed("b")
+
+
+async def test_a_quorum_of_more_than_there_are_waits_for_another_edge_after_a_replay(flow: Flowing) -> None:
+    await flow.begin("b123")
+    await flow.join("12", "b", quorum(3, "let_run"))
+    await flow.succeed("1", "2")
+    await flow.cascade("1", "2")
+    assert (await flow.state("b"), await flow.counts("b")) == ("skipped", "2/0/0 of 2 impossible")
+
+    await replay(flow, "b")
+    await flow.sweep("dependency_reconciler")
+    assert (await flow.state("b"), await flow.counts("b")) == ("waiting_children", "2/0/0 of 2 pending")
+    await flow.edge("3", "b")
+    await flow.succeed("3")
+    await flow.cascade("3")
+
+    assert (await flow.vector("b"), await flow.counts("b")) == (REPLAYED, "3/0/0 of 3 satisfied")
+
+
 async def test_a_member_of_a_cancelled_flow_may_be_replayed(flow: Flowing) -> None:
     await flow.begin("a")
     await flow.fail("a")

@@ -140,8 +140,8 @@ async def test_s_096_status_mapping(ask: Asking) -> None:
     assert (told.status_code, told.json()) == (404, {"error": "not found: budget"})
     budget = await ask.budgeted(95)
     breach = await ask.post(f"{budget}/usage", {"dimensions": {"tokens": 10}, "now": NOW})
-    told = {"HardBreach": {"dimension": "tokens", "current_usage": 95, "hard_limit": 100}}
-    assert (breach.status_code, breach.json()) == (200, told)
+    body = {"HardBreach": {"dimension": "tokens", "current_usage": 95, "hard_limit": 100}}
+    assert (breach.status_code, breach.json()) == (200, body)
     assert (await ask.post(f"/v1/flows/{flow_id}/cancel", cancellation(flow_id, "flow_only"))).status_code == 200
     late = {"flow_id": flow_id, "execution_id": other, "now": NOW}
     assert await answer(f"/v1/flows/{flow_id}/members", late) == (409, "flow_already_terminal", False)

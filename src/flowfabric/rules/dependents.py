@@ -146,11 +146,14 @@ def grown(group: EdgeGroup | None, ask: ApplyDependency) -> EdgeGroup:
 
 
 def blocks(child: Execution, group: EdgeGroup) -> bool:
-    """Whether a child has to wait for the edge that was applied last."""
+    """Whether a child has to wait for the edge that was applied last.
+
+    Not when the group has fired: its policy is met, or nothing could ever set the child free again.
+    """
     return (
         child.lifecycle_phase is LifecyclePhase.RUNNABLE
         and child.terminal_outcome is TerminalOutcome.NONE
-        and group.group_state is not GroupState.SATISFIED
+        and group.group_state is GroupState.PENDING
     )
 
 
