@@ -299,7 +299,7 @@ async def test_a_dispatcher_that_comes_late_finds_nothing_to_do(crew: Crew) -> N
     held = await crew.claim(5000)
     late.open()
 
-    assert await zombie == 0
+    assert (await zombie).settled == 0
     assert len(held) == FEW + 1
     assert (await crew.group(children[0])).succeeded == 1
 

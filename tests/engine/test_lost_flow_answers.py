@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from uuid import UUID
 
 import pytest
 
 from flowfabric.clock import ManualClock
+from flowfabric.engine.engine import Engine
 from flowfabric.engine.flow_cancels import WaitIndefinite
 from flowfabric.engine.flows import GraphEdge
-from flowfabric.ids import FlowId, mint_for_flow
-from flowfabric.model.flow import EdgeGroup
-from flowfabric.model.flow_answers import Resolution
+from flowfabric.ids import FlowId, SeededMinter, mint_for_flow
+from flowfabric.model.flow import CancellationPolicy, EdgeGroup
+from flowfabric.model.flow_answers import GraphCreated, HeaderCancelled, Resolution, Staged
 from flowfabric.rules.create import CreateExecution
 from flowfabric.stores.base import Scan, Store
 from flowfabric.stores.memory import MemoryStore
@@ -169,3 +171,52 @@ async def test_an_edge_whose_resolution_is_written_late_is_counted_once_and_told
 
     [group] = await store.scan(Scan(EdgeGroup))
     assert (group.succeeded, group.n, group.group_state) == (1, 1, "satisfied")
+
+
+async def _one_more(rival: Engine, downstream: str) -> None:
+    """Somebody else adds a member, and an edge from it to the same downstream."""
+    e = mint_for_flow(F, rival.partitions, rival.minter)
+    await rival.create_execution(execution_id=e)
+    await rival.add_execution_to_flow(F, e)
+    await rival.stage_dependency_edge(F, OTHER, e, downstream)
+    await rival.apply_dependency_to_child(F, OTHER, downstream, e)
+
+
+async def stage_while_others_build(scene: Scene, rival: Engine) -> tuple[Act, Act, object]:
+    a, b = await flow_of(scene, 2)
+    act = lambda: scene.engine.stage_dependency_edge(F, EDGE, a, b, expected_graph_revision=2)  # noqa: E731
+    return act, lambda: _one_more(rival, b), Staged(EDGE, 3)
+
+
+async def cancel_while_others_tag(scene: Scene, rival: Engine) -> tuple[Act, Act, object]:
+    members = await flow_of(scene, 2)
+    act = lambda: scene.engine.cancel_flow_header(F, reason="r")  # noqa: E731
+    everyone = sorted(members)
+    answer = HeaderCancelled(CancellationPolicy.CANCEL_ALL, everyone, everyone)
+    return act, lambda: rival.set_flow_tag(F, "a.b", "c"), answer
+
+
+async def create_a_graph_while_others_build(scene: Scene, rival: Engine) -> tuple[Act, Act, object]:
+    act, tag = await create_a_graph(scene), lambda: rival.set_flow_tag(F, "a.b", "c")
+    return act, tag, GraphCreated(F, 5, 3, 2)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        stage_while_others_build,
+        cancel_while_others_tag,
+        create_a_graph_while_others_build,
+    ],
+    ids=lambda case: case.__name__,
+)
+async def test_a_lost_answer_that_others_have_written_over_is_found_again(
+    store: Store, clock: ManualClock, case: Callable[[Scene, Engine], Awaitable[tuple[Act, Act, object]]]
+) -> None:
+    losing = LosingStore(store)
+    scene = await scene_on(losing, clock)
+    act, losing.after_loss, answer = await case(scene, Engine(store, minter=SeededMinter(77)))
+    losing.next_loss = Loss.ANSWER
+
+    assert await act() == answer
+    assert losing.losses == 1

@@ -2,6 +2,7 @@
 
 It knows nothing of rules, rows or folds: members, edges and joins are objects in dictionaries, and one end after the
 other is told to each who waits for it. Siblings of a fired join are cancelled when the ends at hand have been told.
+Or everything is late: ends are told one by one, a pass finds what was not told, and another one cancels siblings.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class Edge:
     def __init__(self, upstream: str, downstream: str, kind: str, *, passes: bool) -> None:
         self.upstream, self.downstream, self.kind, self.passes = upstream, downstream, kind, passes
         self.state = "unsatisfied"
+        self.known_at = 0  # since when the end of the upstream, if it has ended, could have been told
 
     def ends_well(self, outcome: str) -> bool:
         return self.kind == "any_outcome" or (outcome == "success") == (self.kind == "success_only")
@@ -45,6 +47,7 @@ class Join:
         self.kind, self.k, self.on_satisfied = kind, k, on_satisfied
         self.staged = self.n = self.succeeded = self.failed = self.skipped = 0
         self.state = "pending"
+        self.siblings: list[str] | None = None  # to be cancelled
 
     def evaluate(self) -> str:
         bad, needed = self.failed + self.skipped, self.n if self.kind == "all_of" else self.k
@@ -64,7 +67,7 @@ class FlowOracle:
         self.joins: dict[str, Join] = {}
         self.edges: dict[str, Edge] = {}
         self._ended: deque[str] = deque()
-        self._siblings: list[str] = []
+        self.now = 0
 
     def join(self, name: str) -> Join:
         return self.joins.setdefault(name, Join())
@@ -77,7 +80,8 @@ class FlowOracle:
         if join.kind == "all_of" and join.state == "satisfied":
             join.state = "pending"
         self.edges[edge_id] = edge
-        if child.state in ("waiting", "waiting_children") and join.state != "satisfied":
+        edge.known_at = self.now
+        if child.state in ("waiting", "waiting_children") and join.state == "pending":
             child.state = "waiting_children"
 
     def claim(self, name: str) -> None:
@@ -94,7 +98,13 @@ class FlowOracle:
         member.state, member.result = state, result
         if member.has_run:
             member.attempt = "attempt_terminal"
+        self._over(name)
+
+    def _over(self, name: str) -> None:
         self._ended.append(name)
+        for edge in self.edges.values():
+            if edge.upstream == name:
+                edge.known_at = self.now
 
     def replay(self, name: str) -> None:
         member = self.members[name]
@@ -104,9 +114,10 @@ class FlowOracle:
             return
         inbound = [edge for edge in self.edges.values() if edge.downstream == name]
         for edge in inbound:
-            if edge.state == "impossible":
-                edge.state = "unsatisfied"
+            if edge.state != "satisfied":
+                edge.state, edge.known_at = "unsatisfied", self.now
         join = self.joins[name]
+        join.siblings = None
         join.succeeded, join.failed, join.skipped = sum(edge.state == "satisfied" for edge in inbound), 0, 0
         join.state = "satisfied" if join.evaluate() == "satisfied" else "pending"
         if join.state == "pending":
@@ -118,22 +129,40 @@ class FlowOracle:
 
     def carry_on(self) -> None:
         """Tell every end to those who wait for it, until nothing follows from it any more."""
-        while self._ended or self._siblings:
-            while self._ended:
-                name = self._ended.popleft()
-                for edge_id in sorted(key for key, edge in self.edges.items() if edge.upstream == name):
-                    self._resolve(self.edges[edge_id])
-            siblings, self._siblings = self._siblings, []
+        self._tell_ended()
+        while self.cancel_siblings():
+            self._tell_ended()
+
+    def tell(self, name: str) -> None:
+        """Tell how one member has ended, if it has, and how those end who are skipped by that."""
+        self._ended.clear()
+        if self.members[name].is_over:
+            self._ended.append(name)
+        self._tell_ended()
+
+    def _tell_ended(self) -> None:
+        while self._ended:
+            name = self._ended.popleft()
+            for edge_id in sorted(key for key, edge in self.edges.items() if edge.upstream == name):
+                self._resolve(self.edges[edge_id])
+
+    def cancel_siblings(self) -> bool:
+        """Cancel those whom fired joins no longer need; whether there were any such joins."""
+        fired = [join for _, join in sorted(self.joins.items()) if join.siblings is not None]
+        for join in fired:
+            siblings, join.siblings = join.siblings or [], None
             for name in siblings:
                 if not self.members[name].is_over:
                     self.end(name, "cancelled")
+        return bool(fired)
 
     def reconcile(self) -> None:
-        """Find the edges whose upstream had ended before they were applied or reset."""
-        for edge_id in sorted(self.edges):
-            if self.members[self.edges[edge_id].upstream].is_over:
-                self._resolve(self.edges[edge_id])
-        self.carry_on()
+        """Find the edges whose upstream has ended and that were not told of it."""
+        self._ended.clear()
+        found = [key for key, edge in self.edges.items() if self.members[edge.upstream].is_over]
+        for edge_id in sorted(found, key=lambda key: (self.edges[key].known_at, key)):
+            self._resolve(self.edges[edge_id])
+        self._tell_ended()
 
     def _resolve(self, edge: Edge) -> None:
         if edge.state != "unsatisfied":
@@ -158,9 +187,9 @@ class FlowOracle:
         if join.state == "impossible" and not child.is_over:
             had_open_attempt = child.attempt in ("running_attempt", "attempt_interrupted")
             child.state, child.attempt = "skipped", "attempt_terminal" if had_open_attempt else "none"
-            self._ended.append(edge.downstream)
+            self._over(edge.downstream)
 
     def _flag(self, name: str) -> None:
         if self.joins[name].on_satisfied == "cancel_remaining":
             upstreams = {edge.upstream for edge in self.edges.values() if edge.downstream == name}
-            self._siblings += sorted(one for one in upstreams if not self.members[one].is_over)
+            self.joins[name].siblings = sorted(one for one in upstreams if not self.members[one].is_over)

@@ -15,6 +15,7 @@ from flowfabric.handles import Handle
 from flowfabric.ids import SeededMinter
 from flowfabric.settings import Settings
 from flowfabric.stores.base import Store
+from flowfabric.testing.flow_invariants import check_flow_invariants
 from tests.machine.flow_oracle import Edge, FlowOracle, Join, Member
 from tests.scenarios.flowing import Flowing
 
@@ -23,6 +24,7 @@ STEPS = 45
 NAMES = "abcdefghij"
 KINDS = ("success_only", "success_only", "success_only", "failure_only", "any_outcome")
 MOVES = {"add": 8, "policy": 3, "edge": 10, "finish": 6, "claim": 4, "release": 5, "park": 2, "stop": 3, "replay": 4}
+LATE_MOVES = MOVES | {"tell": 6, "find": 3, "end_siblings": 2}
 
 
 class Game:
@@ -42,6 +44,7 @@ class Game:
         moves = self.chance.choices([*MOVES], [*MOVES.values()], k=STEPS)
         for move in moves:
             self.flow.clock.pass_ms(1)
+            self.told.now += 1
             before = await self._ends()
             if (what := await getattr(self, move)()) is None:
                 continue
@@ -51,6 +54,7 @@ class Game:
             if move in ("edge", "replay"):
                 before = await self._ends()
                 self.told.reconcile()
+                self.told.carry_on()
                 await self.flow.sweep("dependency_reconciler")
                 await self._carry_on(before)
             await self.compare()
@@ -74,12 +78,16 @@ class Game:
         seen, expected = dict[str, Any](), dict[str, Any]()
         for name, member in self.told.members.items():
             row = await self.flow.row(name)
-            seen[name] = (row.public_state.value, row.attempt_state.value, await self.flow.payload(name))
-            expected[name] = (member.state, member.attempt, member.payload)
+            payload = await self.payload(name)
+            seen[name] = (row.public_state.value, row.attempt_state.value, payload)
+            expected[name] = (member.state, member.attempt, None if payload is None else member.payload)
         for name, join in self.told.joins.items():
             if join.n:
                 seen[f"join {name}"], expected[f"join {name}"] = await self.flow.counts(name), str(join)
         assert seen == expected, "\n".join(self.log[-8:])
+
+    async def payload(self, name: str) -> bytes | None:
+        return await self.flow.payload(name)
 
     def pick(self, wanted: Callable[[Member], bool]) -> str | None:
         found = [name for name, member in self.told.members.items() if wanted(member)]
@@ -178,6 +186,54 @@ class Game:
             self.told.replay(name)
             assert answer.public_state == self.told.members[name].state
         return name
+
+
+class LateGame(Game):
+    """The same where nothing is carried on by itself: ends are told, found and followed up as moves like others."""
+
+    def __init__(self, store: Store, clock: ManualClock, seed: int, *, few: int) -> None:
+        super().__init__(store, clock, seed, lively=False)
+        self.in_order = few > len(NAMES) ** 2  # ends with many edges are told by edge, not in order of their coming
+
+    async def play(self) -> None:
+        await self.flow.begin()
+        for move in self.chance.choices([*LATE_MOVES], [*LATE_MOVES.values()], k=2 * STEPS):
+            self.flow.clock.pass_ms(1)
+            self.told.now += 1
+            if (what := await getattr(self, move)()) is not None:
+                self.log.append(f"{move} {what}")
+                await self.compare()
+        await check_flow_invariants(self.flow.engine)
+
+    async def tell(self) -> str | None:
+        name = self.pick(lambda member: True)
+        if name is not None:
+            self.told.tell(name)
+            await self.flow.cascade(name)
+        return name
+
+    async def find(self) -> str:
+        self.told.reconcile()
+        name = self.chance.choice(("dependency_reconciler", "completion_dispatch"))
+        await self.flow.sweep(name)
+        return name
+
+    async def end_siblings(self) -> str:
+        self.told.cancel_siblings()
+        await self.flow.sweep("edge_cancel_dispatcher")
+        return ""
+
+    async def payload(self, name: str) -> bytes | None:
+        return await super().payload(name) if self.in_order else None
+
+
+@pytest.mark.parametrize("few", [128, 1])
+async def test_late_flows_go_as_the_second_telling_says(
+    store: Store, clock: ManualClock, monkeypatch: pytest.MonkeyPatch, few: int
+) -> None:
+    monkeypatch.setattr("flowfabric.rules.successors.FEW", few)
+    for seed in range(SEEDS[store.tag.title.lower()]):
+        await LateGame(store, clock, 5000 + 1000 * few + seed, few=few).play()
 
 
 @pytest.mark.parametrize("few", [128, 1])

@@ -209,6 +209,28 @@ async def test_s_027_result_becomes_the_childs_input(
     assert await flow.payload("b") == payload
 
 
+@pytest.mark.parametrize("few", [128, 1])
+@pytest.mark.parametrize("lively", [False, True])
+async def test_a_reference_that_came_with_the_apply_is_as_good_as_one_of_the_edge(
+    flow: Flowing, monkeypatch: pytest.MonkeyPatch, lively: bool, few: int
+) -> None:
+    monkeypatch.setattr("flowfabric.rules.successors.FEW", few)
+    flow.engine.dispatcher._enabled = lively
+    await flow.begin("abcde", input_payload=b"orig")
+    for name in "bcde":
+        edge = await flow.stage("a", name)
+        ref = "r" if name in "bc" else None
+        await flow.engine.apply_dependency_to_child(
+            flow.id, edge, flow.names[name], flow.names["a"], data_passing_ref=ref
+        )
+
+    await flow.succeed("a", result=b"A")
+    await (flow.engine.dispatched() if lively else flow.sweep("completion_dispatch"))
+
+    assert await flow.state(*"bcde") == "waiting waiting waiting waiting"
+    assert [await flow.payload(name) for name in "bcde"] == [b"A", b"A", b"orig", b"orig"]
+
+
 async def test_s_028_several_references_under_all_of_last_resolution_wins(flow: Flowing) -> None:
     await flow.begin("abc", input_payload=b"orig")
     await flow.join("ab", "c", data_passing_ref="r")

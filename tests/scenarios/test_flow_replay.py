@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -169,7 +170,7 @@ async def test_a_replay_whose_policy_is_already_met_is_claimable_at_once(flow: F
     assert (await flow.vector("b"), await flow.counts("b")) == (REPLAYED, "2/0/0 of 2 satisfied")
 
 
-async def test_a_replay_counts_an_end_that_had_come_and_not_been_counted(flow: Flowing) -> None:
+async def test_an_end_that_had_come_and_not_been_counted_is_counted_after_the_replay(flow: Flowing) -> None:
     await flow.begin("b123")
     await flow.join("123", "b", quorum(2, "let_run"))
     await flow.fail("1", "2")
@@ -179,10 +180,66 @@ async def test_a_replay_counts_an_end_that_had_come_and_not_been_counted(flow: F
 
     await replay(flow, "b")
 
-    assert await flow.counts("b") == "1/0/0 of 3 pending"
-    assert (await flow.dependency("3", "b")).state == "satisfied"
+    assert await flow.counts("b") == "0/0/0 of 3 pending"
+    assert (await flow.dependency("3", "b")).state == "unsatisfied"
     await flow.sweep("dependency_reconciler")
     assert (await flow.state("b"), await flow.counts("b")) == ("skipped", "1/2/0 of 3 impossible")
+
+
+async def test_what_such_an_end_hands_on_is_the_input_of_the_replayed_child(flow: Flowing) -> None:
+    await flow.begin("abc", input_payload=b"orig")
+    await flow.edge("a", "c", data_passing_ref="r")
+    await flow.edge("b", "c")
+    await flow.fail("b")
+    await flow.cascade("b")
+    await flow.succeed("a", result=b"A")
+
+    await replay(flow, "b", "c")
+    await flow.succeed("b")
+    await flow.sweep("dependency_reconciler")
+
+    assert (await flow.vector("c"), await flow.payload("c")) == (REPLAYED, b"A")
+
+
+async def ends_unheard(flow: Flowing) -> None:
+    await flow.edge("a", "b")
+    await flow.fail("a")
+
+
+async def was_over_before_the_edge(flow: Flowing) -> None:
+    await flow.fail("a")
+    await flow.edge("a", "b")
+
+
+async def is_waited_for_again(flow: Flowing) -> None:
+    await flow.edge("a", "b")
+    await flow.fail("a")
+    await flow.cascade("a")
+    await replay(flow, "b")
+
+
+@pytest.mark.parametrize("few", [128, 0])
+@pytest.mark.parametrize("sweep", ["dependency_reconciler", "completion_dispatch"])
+@pytest.mark.parametrize("happened", [ends_unheard, was_over_before_the_edge, is_waited_for_again])
+async def test_an_upstream_that_lives_again_has_not_ended_for_those_who_had_not_been_told(
+    flow: Flowing,
+    monkeypatch: pytest.MonkeyPatch,
+    happened: Callable[[Flowing], Awaitable[None]],
+    sweep: str,
+    few: int,
+) -> None:
+    monkeypatch.setattr("flowfabric.rules.successors.FEW", few)
+    await flow.begin("abc")
+    await flow.edge("c", "b")
+    await happened(flow)
+
+    await replay(flow, "a")
+    await flow.sweep(sweep, 2)
+
+    assert (await flow.state("a", "b"), await flow.counts("b")) == ("waiting waiting_children", "0/0/0 of 2 pending")
+    await flow.succeed("a", "c")
+    await flow.sweep(sweep)
+    assert (await flow.state("b"), await flow.counts("b")) == ("waiting", "2/0/0 of 2 satisfied")
 
 
 async def test_a_replay_takes_back_what_the_join_had_flagged(flow: Flowing) -> None:
@@ -199,6 +256,37 @@ async def test_a_replay_takes_back_what_the_join_had_flagged(flow: Flowing) -> N
     assert await flow.entry("b") is None
     await flow.sweep("edge_cancel_dispatcher")
     assert await flow.state("3") == "waiting"
+
+
+async def test_an_edge_does_not_stop_a_replayed_member_whose_join_can_never_set_it_free(flow: Flowing) -> None:
+    await flow.begin("abc")
+    await flow.edge("a", "b")
+    await flow.cancel("b")
+    await flow.fail("a")
+    await flow.cascade("a")
+    await replay(flow, "b")
+
+    await flow.edge("c", "b")
+
+    assert (await flow.vector("b"), await flow.counts("b")) == (REPLAYED, "0/1/0 of 2 impossible")
+    await flow.succeed("b")
+
+
+async def test_a_quorum_of_more_than_there_are_waits_for_another_edge_after_a_replay(flow: Flowing) -> None:
+    await flow.begin("b123")
+    await flow.join("12", "b", quorum(3, "let_run"))
+    await flow.succeed("1", "2")
+    await flow.cascade("1", "2")
+    assert (await flow.state("b"), await flow.counts("b")) == ("skipped", "2/0/0 of 2 impossible")
+
+    await replay(flow, "b")
+    await flow.sweep("dependency_reconciler")
+    assert (await flow.state("b"), await flow.counts("b")) == ("waiting_children", "2/0/0 of 2 pending")
+    await flow.edge("3", "b")
+    await flow.succeed("3")
+    await flow.cascade("3")
+
+    assert (await flow.vector("b"), await flow.counts("b")) == (REPLAYED, "3/0/0 of 3 satisfied")
 
 
 async def test_a_member_of_a_cancelled_flow_may_be_replayed(flow: Flowing) -> None:

@@ -1,4 +1,4 @@
-"""Flows, budgets, quotas: scenarios R46 to R57, S-039, S-058, S-096, S-097."""
+"""Flows, budgets, quotas: scenarios R46 to R57, S-004, S-039, S-058, S-096, S-097."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from urllib.parse import quote
 
 import pytest
 
-from tests.server.asking import NOW, Asking, path
+from flowfabric.ids import ExecutionId, FlowId, flow_partition, partition_of
+from flowfabric.model.execution import Execution
+from flowfabric.model.flow import CancelBacklog, PendingCancel
+from flowfabric.stores.base import Want
+from tests.server.asking import NOW, Asking, fresh, path
 
 STALE = {"error": "contention: StaleGraphRevision", "kind": "contention", "retryable": True}
 
@@ -85,6 +89,21 @@ async def test_s_039_wait_mode_cancels_everybody(ask: Asking) -> None:
     states = {member: await ask.state(member) for member in members}
     assert states.pop(held[0].execution_id) == "completed"
     assert set(states.values()) == {"cancelled"}
+    rows = [rows[0] for rows in (await ask.engine.load([Want(Execution, (name,)) for name in states])).rows]
+    assert {(row.cancellation_reason, row.cancelled_by) for row in rows} == {("r", "operator_override")}
+    assert (await ask.engine.load((Want(PendingCancel, (flow_id,)), Want(CancelBacklog, (flow_id,))))).rows == [[], []]
+
+
+async def test_s_004_partition_co_location_is_enforced(ask: Asking) -> None:
+    flow_id, [member] = await ask.flow(1)
+    elsewhere = (partition_of(ExecutionId(member)) + 1) % 256
+    for flow in (flow_id, str(uuid.uuid4())):
+        there = fresh((flow_partition(FlowId(flow), ask.engine.partitions) + 1) % 256)
+        answer = await ask.post(f"/v1/flows/{flow}/members", {"flow_id": flow, "execution_id": there, "now": NOW})
+        assert (answer.status_code, answer.json().get("kind")) == (400, None)
+    known = await ask.created(execution_id=fresh(elsewhere))
+    answer = await ask.post(f"/v1/flows/{flow_id}/members", {"flow_id": flow_id, "execution_id": known, "now": NOW})
+    assert answer.status_code == 400
 
 
 async def test_a_policy_that_is_none_is_refused_and_an_alias_is_known(ask: Asking) -> None:
@@ -112,10 +131,20 @@ async def test_s_096_status_mapping(ask: Asking) -> None:
     other = await ask.created(execution_id=f"{a.partition('}')[0]}}}:{unknown}")
     outside = ask.edge(flow_id, a, other)
     assert await answer(f"/v1/flows/{flow_id}/edges", outside) == (409, "state_conflict", False)
+    await ask.connected(flow_id, a, b)
+    assert await answer(f"/v1/flows/{flow_id}/edges", ask.edge(flow_id, b, a)) == (409, "cycle_detected", False)
     assert await answer(path(held.execution_id, "replay"), None) == (409, "execution_not_terminal", False)
     wrong = {"flow_id": flow_id, "execution_id": a, "now": NOW}
     assert await answer(f"/v1/flows/{unknown}/members", wrong) == (400, None, None)
-    assert (await ask.get(f"/v1/budgets/{unknown}")).json() == {"error": "not found: budget"}
+    told = await ask.get(f"/v1/budgets/{unknown}")
+    assert (told.status_code, told.json()) == (404, {"error": "not found: budget"})
+    budget = await ask.budgeted(95)
+    breach = await ask.post(f"{budget}/usage", {"dimensions": {"tokens": 10}, "now": NOW})
+    body = {"HardBreach": {"dimension": "tokens", "current_usage": 95, "hard_limit": 100}}
+    assert (breach.status_code, breach.json()) == (200, body)
+    assert (await ask.post(f"/v1/flows/{flow_id}/cancel", cancellation(flow_id, "flow_only"))).status_code == 200
+    late = {"flow_id": flow_id, "execution_id": other, "now": NOW}
+    assert await answer(f"/v1/flows/{flow_id}/members", late) == (409, "flow_already_terminal", False)
 
 
 async def test_adding_to_a_cancelled_flow_is_a_conflict(ask: Asking) -> None:
@@ -129,16 +158,44 @@ async def test_adding_to_a_cancelled_flow_is_a_conflict(ask: Asking) -> None:
 
 
 async def test_s_097_creation_statuses(ask: Asking) -> None:
-    flow_id, [member] = await ask.flow(1)
-    flow = {"flow_id": flow_id, "flow_kind": "dag", "namespace": "ns", "now": NOW}
-    again = await ask.post("/v1/flows", flow)
-    assert (again.status_code, again.json()) == (200, {"AlreadySatisfied": {"flow_id": flow_id}})
-    body = {"flow_id": flow_id, "execution_id": member, "now": NOW}
-    known = await ask.post(f"/v1/flows/{flow_id}/members", body)
-    assert (known.status_code, known.json()) == (
-        200,
-        {"AlreadyMember": {"execution_id": member, "node_count": 1}},
-    )
+    flow_id, quota_id, budget = str(uuid.uuid4()), str(uuid.uuid4()), ask.budget()
+    here = flow_partition(FlowId(flow_id), ask.engine.partitions)
+    members = [await ask.created(execution_id=fresh(here)) for _ in range(2)]
+    limits = {"window_seconds": 60, "max_requests_per_window": 5, "max_concurrent": 2}
+    for where, body, first, again in (
+        (
+            "/v1/flows",
+            {"flow_id": flow_id, "flow_kind": "dag", "namespace": "ns", "now": NOW},
+            {"Created": {"flow_id": flow_id}},
+            {"AlreadySatisfied": {"flow_id": flow_id}},
+        ),
+        *(
+            (
+                f"/v1/flows/{flow_id}/members",
+                {"flow_id": flow_id, "execution_id": member, "now": NOW},
+                {"Added": {"execution_id": member, "new_node_count": place + 1}},
+                {"AlreadyMember": {"execution_id": member, "node_count": place + 1}},
+            )
+            for place, member in enumerate(members)
+        ),
+        (
+            "/v1/budgets",
+            budget,
+            {"Created": {"budget_id": budget["budget_id"]}},
+            {"AlreadySatisfied": {"budget_id": budget["budget_id"]}},
+        ),
+        (
+            "/v1/quotas",
+            {"quota_policy_id": quota_id, "now": NOW} | limits,
+            {"Created": {"quota_policy_id": quota_id}},
+            {"AlreadySatisfied": {"quota_policy_id": quota_id}},
+        ),
+    ):
+        answers = [await ask.post(where, body) for _ in range(2)]
+        assert [(one.status_code, one.json()) for one in answers] == [(201, first), (200, again)]
+    edge = ask.edge(flow_id, *members)
+    assert (await ask.post(f"/v1/flows/{flow_id}/edges", edge)).status_code == 201
+    assert (await ask.post(f"/v1/flows/{flow_id}/edges/apply", edge)).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -189,8 +246,7 @@ async def test_r53_soft_breach(ask: Asking) -> None:
     where = await ask.budgeted(45)
     told = await usage(ask, where, 10)
 
-    assert isinstance(told, dict)
-    assert (told["SoftBreach"]["dimension"], told["SoftBreach"]["soft_limit"]) == ("tokens", 50)
+    assert told == {"SoftBreach": {"dimension": "tokens", "current_usage": 55, "soft_limit": 50}}
     assert await used(ask, where) == 55
 
 
@@ -198,9 +254,7 @@ async def test_r54_hard_breach_applies_nothing(ask: Asking) -> None:
     where = await ask.budgeted(95)
     told = await usage(ask, where, 10)
 
-    assert isinstance(told, dict)
-    breach = told["HardBreach"]
-    assert (breach["dimension"], breach["current_usage"], breach["hard_limit"]) == ("tokens", 95, 100)
+    assert told == {"HardBreach": {"dimension": "tokens", "current_usage": 95, "hard_limit": 100}}
     assert await used(ask, where) == 95
     assert (await ask.get(where)).json()["breach_count"] == 1
 

@@ -21,6 +21,7 @@ from flowfabric.handles import Handle, HandleFields, open_handle
 from flowfabric.ids import Minter
 from flowfabric.model.event import TOPIC_FIELDS, Event, FeedEvent
 from flowfabric.model.execution import Execution
+from flowfabric.model.flow import Edge
 from flowfabric.model.states import TerminalOutcome
 from flowfabric.model.stream import Frame
 from flowfabric.model.suspension import Waitpoint
@@ -32,7 +33,8 @@ from flowfabric.stores.rows import TABLE
 A = TypeVar("A")
 PATIENCE_S = 15.0
 LASTING = (errors.StoreFault.OTHER, errors.StoreFault.AUTH)  # faults that no waiting cures
-MINTED = (Waitpoint, Frame)  # rows that are told in no feed, and whose ids or places are one call's own
+MINTED = (Waitpoint, Frame, Edge)  # rows that are told in no feed, and whose ids or places are one call's own
+LOOKED_FOR = 100  # of those that one change inserts: any of them tells that it was written
 HISTORY = 1000
 
 
@@ -171,8 +173,8 @@ class Core(Noting):
             change = doubt.change if doubt.change.form is None else spelled_out(doubt.change, doubt.rows[0][0])
             if change.events and (told := await self._told(change.events[0])) is not None:
                 return doubt, told.at
-            inserts = [write.row for write in change.writes if isinstance(write, Insert)]
-            inserts = [row for row in inserts if isinstance(row, MINTED)]
+            rows = (write.row for write in change.writes if isinstance(write, Insert))
+            inserts = [row for row in rows if isinstance(row, MINTED)][-LOOKED_FOR:]
             wants = [Want(type(row), tuple(getattr(row, name) for name in TABLE[type(row)].key)) for row in inserts]
             if not wants:
                 continue

@@ -147,9 +147,9 @@ class Dispatcher:
 
     # -- many edges -----------------------------------------------------------------------------------------------
 
-    async def deliver(self, execution_id: str) -> int:
-        """Settle and fold the edges of an end that left a dispatch row, some at a time; how many were settled."""
-        delivered = 0
+    async def deliver(self, execution_id: str) -> Delivery:
+        """Settle and fold the edges of an end that left a dispatch row, some at a time."""
+        settled, skipped = 0, list[str]()
         while True:
             tries = 0
 
@@ -159,13 +159,14 @@ class Dispatcher:
                 return _step(rows, carry=tries < 3)
 
             step = await self._core.settle((Want(Dispatch, (execution_id,)),), decide, further=self._edges_after)
-            delivered += step.settled
-            await self._folding.fold(step.unfolded)
+            settled += step.settled
+            folds = await self._folding.fold(step.unfolded)
+            skipped += [fold.child.execution_id for fold in folds if fold.skipped]
             if step.is_last:
-                return delivered
+                return Delivery(settled, skipped)
 
     async def _edges_after(self, rows: Rows) -> Rows:
-        """The next edges of a dispatch row, and for each of them the group and the child at its end."""
+        """The next edges of a dispatch row, and for each of them the group, the child and what it knows of the edge."""
         if not rows[0]:
             return []
         owed: Dispatch = rows[0][0]
@@ -178,6 +179,7 @@ class Dispatcher:
             wants += (
                 Want(EdgeGroup, (edge.flow_id, edge.downstream_execution_id)),
                 Want(Execution, (edge.downstream_execution_id,)),
+                Want(Dependency, (edge.downstream_execution_id, edge.edge_id)),
             )
         return [edges, *(await self._core.load(wants)).rows]
 
@@ -273,6 +275,13 @@ async def edges_by(core: Core, end: str, names: Sequence[str]) -> list[Edge]:
     return found
 
 
+class Delivery(msgspec.Struct, frozen=True):
+    """How many edges an end was told to, and whom that skipped."""
+
+    settled: int
+    skipped: list[str]
+
+
 class _Step(msgspec.Struct, frozen=True):
     """What one step of a large dispatch did."""
 
@@ -299,10 +308,11 @@ def _step(rows: Rows, *, carry: bool) -> Decision[_Step]:
     unfolded: list[Settled] = []
     for place, edge in enumerate(edges):
         child, known = edge.downstream_execution_id, None
-        groups, children = rows[2 + 2 * place], rows[3 + 2 * place]
-        # The only edge that was staged, and one was applied: so it was this one.
-        if carry and groups and groups[0].staged == 1 and children and not edge.data_passing_ref:
-            known = _advanced(groups[0], children[0], Settlement(_dependency(edge), owed.outcome))
+        group, row, applied = map(first, rows[2 + 3 * place : 5 + 3 * place])
+        if applied is None:
+            continue  # staged only: nobody waits for it
+        if carry and group is not None and row is not None and not applied.data_passing_ref:
+            known = _advanced(group, row, Settlement(applied, owed.outcome))
         if known is not None:
             guards += known.guards
             writes += known.writes
@@ -318,13 +328,6 @@ def _advanced(group: EdgeGroup, child: Execution, settlement: Settlement) -> Cha
         return joins.advance(group, child, settlement, Surroundings())
     except errors.Corruption:
         return None  # told of when it is folded
-
-
-def _dependency(edge: Edge) -> Dependency:
-    """An applied edge whose end was not counted, as its child knows it."""
-    return Dependency(
-        edge.downstream_execution_id, edge.edge_id, edge.flow_id, edge.upstream_execution_id, edge.dependency_kind
-    )
 
 
 def _flow_of(change: Change, rows: Rows) -> str | None:

@@ -28,8 +28,7 @@ from flowfabric.model.flow import (
     PendingCancelGroup,
 )
 from flowfabric.model.flow_answers import Disposition, SiblingReconcile
-from flowfabric.model.states import LifecyclePhase
-from flowfabric.rules import flow_cancel
+from flowfabric.rules import flow_cancel, joins
 from flowfabric.rules.feeds import Filter
 from flowfabric.stores.base import Scan, Want, Where
 
@@ -104,12 +103,12 @@ class FlowSweeps:
     async def dispatch_completions(self, batch: int) -> Pass:
         """Carry on with ends that a process wrote and did not live to follow up."""
         delivered = await self._deliver(batch)
-        folded = await self._fold([_noted(one) for one in await self._noted.page(self._engine, batch)])
+        folded = await self._fold(await self._ended(await self._noted.page(self._engine, batch)))
         return Pass(delivered.processed + folded.processed, delivered.errors + folded.errors)
 
     async def reconcile_dependencies(self, choice: Choice) -> Pass:
         """Resolve edges whose upstream has ended, whether or not anybody noted it, and cascade the skips."""
-        settled = [_noted(one) for one in await self._renoted.page(self._engine, GROUPS * EDGES)]
+        settled = await self._ended(await self._renoted.page(self._engine, GROUPS * EDGES))
         # An end with many edges goes to all of them, whoever may be chosen.
         delivered = await self._deliver(GROUPS) if not choice.filters else Pass(0, 0)
         settled += await self._unnoticed(await self._waiting.page(self._engine, GROUPS))
@@ -117,11 +116,12 @@ class FlowSweeps:
         return Pass(folded.processed, delivered.errors + folded.errors)
 
     async def _deliver(self, limit: int) -> Pass:
-        """Go on with the ends that have many edges; what is processed are edges."""
+        """Go on with the ends that have many edges, and cascade the skips; what is processed are edges."""
         processed = faults = 0
         for row in await self._owed.page(self._engine, limit):
             try:
-                processed += await self._engine.dispatcher.deliver(row.execution_id)
+                done = await self._engine.dispatcher.deliver(row.execution_id)
+                processed += done.settled + await self._cascade(done.skipped)
             except errors.StoreUnavailable:
                 raise
             except errors.FabricError:
@@ -136,13 +136,20 @@ class FlowSweeps:
         found = await self._load([Want(Dependency, (group.downstream_execution_id,)) for group in groups])
         self._looks += 1
         open_edges = [one for each in found for one in _some([one for one in each if one.outcome is None], self._looks)]
-        upstreams = await self._load([Want(Execution, (one.upstream_execution_id,)) for one in open_edges])
         ended: dict[Child, list[Settled]] = {}
-        for one, rows in zip(open_edges, upstreams, strict=True):
-            if rows and rows[0].lifecycle_phase is LifecyclePhase.TERMINAL:
-                child = Child(one.flow_id, one.downstream_execution_id)
-                ended.setdefault(child, []).append(Settled(child, one.edge_id, rows[0].terminal_outcome))
+        for one in await self._ended(open_edges):
+            ended.setdefault(one.child, []).append(one)
         return [one for each in ended.values() for one in each[:EDGES]]
+
+    async def _ended(self, edges: Sequence[Dependency]) -> list[Settled]:
+        """Those of these edges whose upstream has ended, and does not live again by now."""
+        names = sorted({one.upstream_execution_id for one in edges})
+        upstreams = dict(zip(names, await self._load([Want(Execution, (name,)) for name in names]), strict=True))
+        return [
+            Settled(Child(one.flow_id, one.downstream_execution_id), one.edge_id, outcome)
+            for one in edges
+            if (outcome := joins.end_of(one, first(upstreams[one.upstream_execution_id]))) is not None
+        ]
 
     async def _accepted(self, settled: list[Settled], choice: Choice) -> list[Settled]:
         if not choice.filters:
@@ -152,9 +159,12 @@ class FlowSweeps:
 
     async def _fold(self, settled: list[Settled]) -> Pass:
         folds = await self._engine.folding.fold(settled)
-        skipped = [fold.child.execution_id for fold in folds if fold.skipped]
-        more = await self._engine.dispatcher.cascade(skipped) if skipped else (0, 0)
-        return Pass(sum(fold.resolved for fold in folds) + more[0], sum(fold.refused is not None for fold in folds))
+        more = await self._cascade([fold.child.execution_id for fold in folds if fold.skipped])
+        return Pass(sum(fold.resolved for fold in folds) + more, sum(fold.refused is not None for fold in folds))
+
+    async def _cascade(self, skipped: list[str]) -> int:
+        """Tell those who waited for these; how many edges that resolved."""
+        return (await self._engine.dispatcher.cascade(skipped))[0] if skipped else 0
 
     # -- summaries ------------------------------------------------------------------------------------------------
 
@@ -247,10 +257,6 @@ class FlowSweeps:
 
     async def _load(self, wants: Sequence[Want]) -> list[list[Any]]:
         return (await self._engine.load(wants)).rows if wants else []
-
-
-def _noted(one: Dependency) -> Settled:
-    return Settled(Child(one.flow_id, one.downstream_execution_id), one.edge_id)
 
 
 def _some(edges: list[Dependency], turn: int) -> list[Dependency]:

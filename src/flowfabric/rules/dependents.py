@@ -146,11 +146,14 @@ def grown(group: EdgeGroup | None, ask: ApplyDependency) -> EdgeGroup:
 
 
 def blocks(child: Execution, group: EdgeGroup) -> bool:
-    """Whether a child has to wait for the edge that was applied last."""
+    """Whether a child has to wait for the edge that was applied last.
+
+    Not when the group has fired: its policy is met, or nothing could ever set the child free again.
+    """
     return (
         child.lifecycle_phase is LifecyclePhase.RUNNABLE
         and child.terminal_outcome is TerminalOutcome.NONE
-        and group.group_state is not GroupState.SATISFIED
+        and group.group_state is GroupState.PENDING
     )
 
 
@@ -228,11 +231,11 @@ def replay_member(
     normal = replay.replay(row, branch="skipped_flow_member", groups_reset=0 if group is None else 1)
     if group is None or normal.change is None:
         return normal
-    satisfied = [one for one in dependencies if one.state is DependencyState.SATISFIED or _came_well(one)]
-    reset = [one for one in dependencies if one not in satisfied]
-    fires = joins.evaluate(group, len(satisfied), 0) is GroupState.SATISFIED
+    reset = [one for one in dependencies if one.state is not DependencyState.SATISFIED]
+    satisfied = len(dependencies) - len(reset)
+    fires = joins.evaluate(group, satisfied, 0) is GroupState.SATISFIED
     fields: dict[str, Any] = {
-        "succeeded": len(satisfied),
+        "succeeded": satisfied,
         "failed": 0,
         "skipped": 0,
         "group_state": GroupState.SATISFIED if fires else GroupState.PENDING,
@@ -243,7 +246,6 @@ def replay_member(
     }
     key = (group.flow_id, group.downstream_execution_id)
     writes: tuple[Write, ...] = (Patch(EdgeGroup, key, fields),)
-    writes += tuple(_counted(one) for one in satisfied if one.state is not DependencyState.SATISFIED)
     writes += tuple(_reset(one, upstreams.get(one.upstream_execution_id)) for one in reset)
     # Decided on the upstreams too: one that ends meanwhile must not find its old end still noted, and be lost.
     waited_for = {one.upstream_execution_id for one in reset}
@@ -259,30 +261,13 @@ def replay_member(
         return Decision(Replayed(PublicState.WAITING), change)
     back = normal.change.writes[0]
     assert isinstance(back, Patch)
-    waiting = step.moved(row, back.fields | joins.waits(f"{group.n - len(satisfied)} dep(s) unsatisfied after replay"))
+    waiting = step.moved(row, back.fields | joins.waits(f"{group.n - satisfied} dep(s) unsatisfied after replay"))
     change = msgspec.structs.replace(change, writes=(waiting, *change.writes[1:]))
     return Decision(Replayed(PublicState.WAITING_CHILDREN), change)
 
 
-def _came_well(one: Dependency) -> bool:
-    """Whether an end that satisfies the edge has come and was not counted yet."""
-    return one.unfolded_at is not None and one.outcome is not None and joins.satisfies(one.dependency_kind, one.outcome)
-
-
-def _counted(one: Dependency) -> Patch:
-    fields = {
-        "state": DependencyState.SATISFIED,
-        "outcome": one.outcome,
-        "last_resolved_at": NOW,
-        "unfolded_at": None,
-    }
-    return Patch(Dependency, (one.downstream_execution_id, one.edge_id), fields)
-
-
 def _reset(one: Dependency, upstream: Execution | None) -> Patch:
-    outcome = one.outcome  # the last word of an upstream that retention has removed
-    if upstream is not None:
-        outcome = upstream.terminal_outcome if _has_ended(upstream) else None
+    outcome = joins.end_of(one, upstream)
     fields = {
         "state": DependencyState.UNSATISFIED,
         "outcome": outcome,

@@ -118,6 +118,16 @@ def ends_well(one: Settlement) -> bool:
     return satisfies(one.dependency.dependency_kind, one.outcome)
 
 
+def end_of(one: Dependency, upstream: Execution | None) -> TerminalOutcome | None:
+    """How the upstream of an edge has ended as things are now; None for one that lives, even if it had ended before.
+
+    Of an upstream that retention has removed, what it left on the edge is the last word.
+    """
+    if upstream is None:
+        return one.outcome
+    return upstream.terminal_outcome if upstream.lifecycle_phase is LifecyclePhase.TERMINAL else None
+
+
 def evaluate(group: EdgeGroup, succeeded: int, unsuccessful: int) -> GroupState:
     """What these counts make of a pending group."""
     if group.policy_variant is PolicyVariant.ALL_OF:

@@ -17,7 +17,7 @@ from flowfabric.model.states import (
     TerminalOutcome,
 )
 from flowfabric.model.suspension import Suspension
-from flowfabric.rules import lease, place, step
+from flowfabric.rules import lease, place, step, successors
 from flowfabric.rules.change import NOW, Change, Decision, Delete, Patch, Write, refuse, seen
 from flowfabric.rules.operate import operator_event
 from flowfabric.rules.policy import decode_terms
@@ -66,7 +66,7 @@ def replay(row: Execution | None, *, branch: str = "normal", groups_reset: int |
         writes += (Patch(Flow, (row.flow_id,), {"project_at": NOW}),)
     change = Change(
         guards=(seen(row),),
-        writes=writes + _forgotten(row),
+        writes=writes + _forgotten(row) + successors.taken_back(row),
         events=(operator_event(row, "replayed", msgspec.json.encode(details).decode(), lease_name="replay_initiated"),),
     )
     return Decision(Replayed(PublicState.WAITING), change)

@@ -16,7 +16,7 @@ import msgspec
 from flowfabric.model.execution import Execution, LineKey
 from flowfabric.model.flow import Dependency, DependencyKind, Dispatch
 from flowfabric.model.states import TerminalOutcome
-from flowfabric.rules.change import NOW, Patch, Put, Write, at
+from flowfabric.rules.change import NOW, Delete, Patch, Put, Write, at
 
 FEW = 128  # edges that are named on the sheet, with about a hundred bytes each
 MANY = "many"
@@ -94,5 +94,17 @@ def line_told(values: tuple[Any, ...]) -> LineKey:
 
 
 def settle(downstream: str, edge_id: str, outcome: TerminalOutcome) -> Patch:
-    """Note on a dependency how its upstream ended; the first end counts."""
-    return Patch(Dependency, (downstream, edge_id), {"outcome": outcome, "unfolded_at": NOW}, unless="outcome")
+    """Note on a dependency how its upstream ended; the first end that is counted counts.
+
+    One that nobody had counted when the upstream was given another life is no end any more, and is written over.
+    """
+    fields = {"outcome": outcome, "unfolded_at": NOW}
+    return Patch(Dependency, (downstream, edge_id), fields, unless="last_resolved_at")
+
+
+def taken_back(row: Execution) -> tuple[Write, ...]:
+    """What another life of this execution takes back of what its end left: edges that were not told of it yet.
+
+    Those on which it is noted are looked at by whoever comes to count them, and left alone.
+    """
+    return (Delete(Dispatch, (row.execution_id,)),) if row.successors == MANY else ()

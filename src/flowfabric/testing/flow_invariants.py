@@ -104,7 +104,9 @@ def _broken_counts(group: EdgeGroup, inbound: Sequence[Dependency]) -> Iterator[
         yield f"{name}: {group.succeeded}/{group.failed}/{group.skipped} of {group.n}, counted {found}"
     now = joins.evaluate(group, group.succeeded, group.failed + group.skipped)
     resolved = group.succeeded + group.failed + group.skipped
-    if group.group_state is GroupState.PENDING and resolved and now is not GroupState.PENDING:
+    # A replay keeps what was satisfied, also in a quorum of more than there are edges: that waits for another one.
+    hopes = resolved == group.succeeded and group.n < group.k
+    if group.group_state is GroupState.PENDING and resolved and now is not GroupState.PENDING and not hopes:
         yield f"{name}: pending with {group.succeeded}/{group.failed}/{group.skipped} of {group.n}"
     if group.group_state is GroupState.SATISFIED and not _was_met(group):
         yield f"{name}: satisfied with {group.succeeded} of {group.n} under {group.policy_variant}({group.k})"

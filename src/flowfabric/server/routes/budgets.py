@@ -84,9 +84,18 @@ class UsageBody(Body, frozen=True):
     dedup_key: str | None = None
 
 
+class Breach(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Nothing was applied. What is reserved is told where it counts, or the numbers would not add up."""
+
+    dimension: str
+    current_usage: int
+    hard_limit: int
+    reserved: int = 0
+
+
 @routes.post(
     f"{ONE}/usage",
-    {200: variants(verdicts.Ok, verdicts.AlreadyApplied, verdicts.SoftBreach, verdicts.HardBreach)},
+    {200: variants(verdicts.Ok, verdicts.AlreadyApplied, verdicts.SoftBreach, HardBreach=Breach)},
     body=UsageBody,
     scope=Scope.WORK,
 )
@@ -94,14 +103,16 @@ async def report_usage(ask: Ask[UsageBody]) -> Reply:
     """Report what was used; a hard breach applies nothing at all."""
     body = ask.body
     names = sorted(body.dimensions)  # a JSON object has no order of its own
-    return tagged(
-        await ask.engine.report_usage_admin(
-            _budget(ask),
-            dimensions=names,
-            deltas=[body.dimensions[name] for name in names],
-            dedup_key=body.dedup_key,
-        )
+    answer = await ask.engine.report_usage_admin(
+        _budget(ask),
+        dimensions=names,
+        deltas=[body.dimensions[name] for name in names],
+        dedup_key=body.dedup_key,
     )
+    if isinstance(answer, verdicts.HardBreach):
+        told = Breach(answer.dimension, answer.current_usage, answer.hard_limit, answer.reserved)
+        return tagged(told, name="HardBreach")
+    return tagged(answer)
 
 
 @routes.post(f"{ONE}/reset", {200: variants(Reset=verdicts.BudgetReset)}, scope=Scope.OPERATE, audit=True)
