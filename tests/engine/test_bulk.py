@@ -9,10 +9,12 @@ import pytest
 
 from flowfabric import CreateExecution, Engine, FabricError, StoreUnavailable
 from flowfabric.clock import ManualClock
+from flowfabric.engine.bulk import TOGETHER
 from flowfabric.model.answers import Created, Duplicate
 from flowfabric.rules.change import Change
 from flowfabric.stores.base import Store
 from flowfabric.stores.memory import MemoryStore
+from tests.engine.losing import LosingStore, Loss
 
 
 class Narrow(MemoryStore):
@@ -126,3 +128,84 @@ async def test_a_refusal_stands_between_its_neighbours(store: Store) -> None:
     assert answers[1].kind == "invalid_policy_json"
     assert [type(answer) for answer in (answers[0], answers[2])] == [Created, Created]
     assert await found(engine) == 2
+
+
+MANY = TOGETHER + 50
+
+
+class Watching(LosingStore):
+    """A store that tells how many changes each commit had."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(store)
+        self.sent: list[int] = []
+
+    async def commit(self, changes: Sequence[Change], hint: frozenset[str] = frozenset()) -> list[int | None]:
+        self.sent.append(len(changes))
+        return await super().commit(changes, hint)
+
+
+async def test_what_is_alike_is_written_as_one_change(store: Store, clock: ManualClock) -> None:
+    engine = Engine(watching := Watching(store))
+    await engine.create(asks(engine, 1)[0])
+
+    answers = await engine.create_executions(wanted := asks(engine, MANY))
+
+    assert answers == [Created(ask.execution_id, "waiting") for ask in wanted]  # type: ignore[arg-type]
+    assert watching.sent[1:] == [2]  # the first by itself, and all that are like it
+    assert await found(engine) == MANY + 1
+
+
+async def test_a_few_of_them_are_a_change_each(store: Store) -> None:
+    engine = Engine(watching := Watching(store))
+    await engine.create(asks(engine, 1)[0])
+
+    await engine.create_executions(asks(engine, TOGETHER))
+
+    assert watching.sent[1:] == [TOGETHER]
+
+
+@pytest.mark.parametrize("place", [1, 70, MANY - 1])
+async def test_a_known_one_among_many_is_a_duplicate_and_the_others_are_created(store: Store, place: int) -> None:
+    engine = Engine(store)
+    wanted = asks(engine, MANY)
+    await engine.create(wanted[place])
+
+    answers = await engine.create_executions(wanted)
+
+    assert answers.pop(place) == Duplicate(wanted.pop(place).execution_id)
+    assert answers == [Created(ask.execution_id, "waiting") for ask in wanted]  # type: ignore[arg-type]
+    assert await found(engine) == MANY
+
+
+async def test_one_that_is_named_twice_among_many_is_created_once(store: Store) -> None:
+    engine = Engine(store)
+    wanted = asks(engine, MANY)
+
+    answers = await engine.create_executions([*wanted, wanted[60]])
+
+    assert answers[:-1] == [Created(ask.execution_id, "waiting") for ask in wanted]  # type: ignore[arg-type]
+    assert answers[-1] == Duplicate(wanted[60].execution_id)
+
+
+async def test_many_that_were_all_created_before_are_all_duplicates(store: Store) -> None:
+    engine = Engine(store)
+    wanted = asks(engine, MANY)
+    await engine.create_executions(wanted)
+
+    answers = await engine.create_executions(wanted)
+
+    assert answers == [Duplicate(ask.execution_id) for ask in wanted]
+    assert await found(engine) == MANY
+
+
+@pytest.mark.parametrize("loss", Loss)
+async def test_many_whose_answer_got_lost_are_created_once(store: Store, loss: Loss) -> None:
+    engine = Engine(losing := LosingStore(store))
+    await engine.create(asks(engine, 1)[0])
+    losing.next_loss = loss
+
+    answers = await engine.create_executions(wanted := asks(engine, MANY))
+
+    assert answers == [Created(ask.execution_id, "waiting") for ask in wanted]  # type: ignore[arg-type]
+    assert await found(engine) == MANY + 1

@@ -15,6 +15,7 @@ from flowfabric.stores.base import Unstorable, Want
 from flowfabric.stores.postgres import PostgresStore
 from flowfabric.stores.postgres.batch import Batch
 from flowfabric.stores.postgres.habits import DIFFER, Habits
+from flowfabric.stores.postgres.pieces import Inserted
 from flowfabric.stores.postgres.sql import Parameters
 from tests.stores.samples import change, event, execution, one, write
 
@@ -137,6 +138,7 @@ def test_a_change_that_is_written_alone_has_no_lists_whatever_others_had() -> No
 
     ((piece, values),) = Batch(many[:1], habits).rounds[0]
     assert not any(habit & DIFFER for habit in piece.habit)
+    assert isinstance(piece, Inserted)
     assert piece.counted
     assert "unnest" not in piece.words(Parameters())
     assert "1" in values

@@ -1,7 +1,9 @@
 """Creating many: while one batch is on its way, the next one is decided.
 
 Most of a bulk create meets nothing in its way, so it is decided on the belief that nothing is there, a batch at a time.
-Whatever the store then refuses (a duplicate, a lost answer, a store that was away) is looked at again on its own.
+Those that are alike but for their ids and inputs are one change, which costs a fraction of one each. When the store
+refuses that, each is a change of its own. Whatever it then refuses (a duplicate, a lost answer, a store that was away)
+is looked at again on its own.
 
 Nothing is believed of a lane that nobody has heard of: a store may list it as soon as something is sent there, even if
 that is then refused. The first create on it looks before.
@@ -11,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -30,6 +32,7 @@ from flowfabric.rules.create import Alike, CreateExecution, Defaults, alike, are
 from flowfabric.stores.base import Inside, Want
 
 Answer = answers.Created | answers.Duplicate
+TOGETHER = 100  # as many have to be alike to be one change: each kind of them makes the statement longer
 
 
 class Model(msgspec.Struct, frozen=True, eq=False):
@@ -57,9 +60,64 @@ class Creation(NamedTuple):
     change: Change
     model: Model | None
 
-    def unsettled(self, *doubts: Doubt) -> Unsettled:
+    @property
+    def lane_id(self) -> str:
+        return self.ask.lane_id
+
+    def answers(self, written_at: int) -> Iterable[tuple[int, Answer]]:
+        """What to say once it is written."""
+        return ((self.place, self.decision.unwrap(written_at)),)
+
+    def unsettled(self, *, in_doubt: bool) -> list[Unsettled]:
         """The same to be looked at by itself."""
-        return Unsettled(self.place, intake.creation(self.ask), doubts)
+        doubts = (Doubt(self.change, self.decision, []),) if in_doubt else ()
+        return [Unsettled(self.place, intake.creation(self.ask), doubts)]
+
+
+class Copying(msgspec.Struct, frozen=True, eq=False):
+    """Executions of one model on their way, as one change: what each has to itself."""
+
+    model: Model
+    change_id: int
+    places: list[int]
+    asks: list[CreateExecution]
+    execution_ids: list[str]
+    inputs: list[bytes]
+
+    @property
+    def lane_id(self) -> str:
+        return self.model.ask.lane_id
+
+    def add(self, place: int, ask: CreateExecution, execution_id: str, given: bytes) -> None:
+        """One more."""
+        self.places.append(place)
+        self.asks.append(ask)
+        self.execution_ids.append(execution_id)
+        self.inputs.append(given)
+
+    @property
+    def change(self) -> Change:
+        """What writes all of them, or none."""
+        change = self.model.shared.create_all(self.execution_ids, self.inputs)
+        return msgspec.structs.replace(change, id=self.change_id)
+
+    def answers(self, _: int) -> Iterable[tuple[int, Answer]]:
+        """What to say once they are written."""
+        return zip(self.places, self.model.shared.created(self.execution_ids), strict=True)
+
+    def singly(self, change_id: Callable[[], int]) -> list[Creation]:
+        """The same as a change each."""
+        found = []
+        for place, ask, name, given in zip(self.places, self.asks, self.execution_ids, self.inputs, strict=True):
+            decision = self.model.shared.create(name, given)
+            assert decision.change is not None
+            change = msgspec.structs.replace(decision.change, id=change_id())
+            found.append(Creation(place, ask, decision, change, self.model))
+        return found
+
+    def unsettled(self, *, in_doubt: bool) -> list[Unsettled]:
+        """The same to be looked at one by one: all of them show the id of the change, if it was written."""
+        return [one for single in self.singly(lambda: self.change_id) for one in single.unsettled(in_doubt=in_doubt)]
 
 
 class BulkCreate:
@@ -69,7 +127,7 @@ class BulkCreate:
         self._core = core
         self._answers: list[Any] = []
         self._named: set[object] = set()  # ids and keys of this call: a second one is looked at after the first
-        self._sent: deque[tuple[list[Creation], asyncio.Task[list[Verdict]]]] = deque()
+        self._sent: deque[tuple[Sequence[Creation | Copying], asyncio.Task[list[Verdict]]]] = deque()
         self._again: list[Unsettled] = []
         self._model: Model | None = None  # of the last that was decided by itself
 
@@ -77,10 +135,7 @@ class BulkCreate:
         """One answer for each, in their order, refusals included."""
         waiting = iter(asks)
         while some := list(islice(waiting, self._core.store.batch_limit)):
-            now, knows_lane = self._core.estimate.now(), self._core.knows_lane
-            batch = [creation for ask in some if (creation := self._decided(ask, now)) is not None]
-            if strange := [creation for creation in batch if not knows_lane(creation.ask.lane_id)]:
-                batch = [creation for creation in batch if knows_lane(creation.ask.lane_id)]
+            batch, strange = self._decided(some)
             await self._send(batch)
             await self._begin_lanes(strange)
         while self._sent:
@@ -90,10 +145,10 @@ class BulkCreate:
             left = await self._look_again(left)
         return self._answers
 
-    async def _send(self, batch: list[Creation]) -> None:
-        if len(self._sent) == self._core.store.commit_lanes:
+    async def _send(self, batch: Sequence[Creation | Copying]) -> None:
+        while len(self._sent) >= self._core.store.commit_lanes:
             await self._arrived()
-        self._sent.append((batch, self._core.commits.send([creation.change for creation in batch])))
+        self._sent.append((batch, self._core.commits.send([one.change for one in batch])))
         await asyncio.sleep(0)  # it leaves before the next batch is decided
 
     async def _begin_lanes(self, strange: list[Creation]) -> None:
@@ -101,28 +156,61 @@ class BulkCreate:
         core = self._core
         firsts = {creation.ask.lane_id: creation for creation in reversed(strange)}
         await asyncio.gather(*map(core.hear_of_lane, firsts))
-        looking = {first.place: first.unsettled() for lane, first in firsts.items() if not core.knows_lane(lane)}
+        looking = {
+            first.place: first.unsettled(in_doubt=False)[0]
+            for lane, first in firsts.items()
+            if not core.knows_lane(lane)
+        }
         await self._look_again(list(looking.values()))
         others = [creation for creation in strange if creation.place not in looking]
         if known := [creation for creation in others if core.knows_lane(creation.ask.lane_id)]:
             await self._send(known)
-        self._again += [other.unsettled() for other in others if not core.knows_lane(other.ask.lane_id)]
+        self._again += [
+            one for other in others if not core.knows_lane(other.lane_id) for one in other.unsettled(in_doubt=False)
+        ]
 
-    def _decided(self, ask: CreateExecution, now: int) -> Creation | None:
-        place = len(self._answers)
-        self._answers.append(None)
-        try:
-            decision = self._as_before(ask) or self._by_itself(ask, now)
-        except errors.FabricError as refused:
-            self._answers[place] = refused
-            return None
-        names = _names(ask)
-        if decision.change is None or not self._named.isdisjoint(names):
-            self._again.append(Unsettled(place, intake.creation(ask)))
-            return None
-        self._named.update(names)
-        change = msgspec.structs.replace(decision.change, id=self._core.minter.change_id())
-        return Creation(place, ask, decision, change, self._model)
+    def _decided(self, asks: Iterable[CreateExecution]) -> tuple[list[Creation | Copying], list[Creation]]:
+        """What to write for these; apart from it, what is for lanes that nobody has heard of."""
+        now, mint = self._core.estimate.now(), self._core.minter.change_id
+        decided: list[Creation | Copying] = []
+        copying: Copying | None = None
+        for ask in asks:
+            place = len(self._answers)
+            self._answers.append(None)
+            try:
+                own = self._as_before(ask)
+                decision = self._by_itself(ask, now) if own is None else None
+            except errors.FabricError as refused:
+                self._answers[place] = refused
+                continue
+            names = _names(ask) if own is None else own[:1]
+            if not self._named.isdisjoint(names) or (decision is not None and decision.change is None):
+                self._again.append(Unsettled(place, intake.creation(ask)))
+                continue
+            self._named.update(names)
+            if decision is not None and decision.change is not None:
+                change = msgspec.structs.replace(decision.change, id=mint())
+                decided.append(Creation(place, ask, decision, change, self._model))
+            elif own is not None and self._model is not None:
+                if copying is None or copying.model is not self._model:
+                    copying = Copying(self._model, mint(), [], [], [], [])
+                    decided.append(copying)
+                copying.add(place, ask, *own)
+        return self._sorted_out(decided)
+
+    def _sorted_out(self, decided: list[Creation | Copying]) -> tuple[list[Creation | Copying], list[Creation]]:
+        """Tell singly what is too little to be told together, and what is for lanes that nobody has heard of."""
+        batch: list[Creation | Copying] = []
+        strange: list[Creation] = []
+        for one in decided:
+            known = self._core.knows_lane(one.lane_id)
+            if type(one) is Copying and (not known or len(one.places) < TOGETHER):
+                (batch if known else strange).extend(one.singly(self._core.minter.change_id))
+            elif known:
+                batch.append(one)
+            elif type(one) is Creation:
+                strange.append(one)
+        return batch, strange
 
     def _by_itself(self, ask: CreateExecution, now: int) -> Decision[Answer]:
         accepted = intake.creation(ask)
@@ -131,30 +219,36 @@ class BulkCreate:
         self._model = None if shared is None else Model(accepted, accepted.partition, shared)
         return decision
 
-    def _as_before(self, ask: CreateExecution) -> Decision[Answer] | None:
-        """Most of what is created together has only its id and its input to itself."""
+    def _as_before(self, ask: CreateExecution) -> tuple[str, bytes] | None:
+        """Id and input of one that is like the last that was decided by itself: most have nothing else of their own."""
         model = self._model
         if model is None or type(ask) is not CreateExecution or not are_alike(ask, model.ask):
             return None
         execution_id = intake.execution(ask.execution_id)
         if ids.partition_of(execution_id) != model.partition:
             return None
-        return model.shared.create(execution_id, limits.payload("input_payload", ask.input_payload))
+        return execution_id, limits.payload("input_payload", ask.input_payload)
 
     async def _arrived(self) -> None:
         """Wait for the oldest batch; what became of it."""
         batch, writing = self._sent.popleft()
+        refused: list[Creation] = []
         noted = None
-        for creation, verdict in zip(batch, await writing, strict=True):
+        for one, verdict in zip(batch, await writing, strict=True):
             if isinstance(verdict, int):
-                if noted is None or creation.model is not noted:  # those of one model are news together
-                    self._core.note(creation.change, [], verdict)
-                    noted = creation.model
-                self._answers[creation.place] = creation.decision.unwrap(verdict)
-            elif isinstance(verdict, errors.StoreUnavailable) and verdict.in_doubt:
-                self._again.append(creation.unsettled(Doubt(creation.change, creation.decision, [])))
+                if noted is None or one.model is not noted:  # those of one model are news together
+                    self._core.note(one.change, [], verdict)
+                    noted = one.model
+                for place, answer in one.answers(verdict):
+                    self._answers[place] = answer
+            elif isinstance(verdict, errors.StoreUnavailable):
+                self._again += one.unsettled(in_doubt=verdict.in_doubt)
+            elif type(one) is Copying:
+                refused += one.singly(self._core.minter.change_id)
             else:
-                self._again.append(creation.unsettled())
+                self._again += one.unsettled(in_doubt=False)
+        if refused:
+            await self._send(refused)
 
     async def _look_again(self, left: list[Unsettled]) -> list[Unsettled]:
         """Settle side by side what has nothing in common; the others, which have to wait for those before them."""

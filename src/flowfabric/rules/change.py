@@ -11,7 +11,7 @@ refused when the estimate was wrong.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Any, Generic, TypeVar
 
@@ -98,7 +98,32 @@ class Delete(msgspec.Struct, frozen=True, gc=False):
     key: tuple[Any, ...]
 
 
-Write = Insert | Put | Patch | Delete
+class Copies(msgspec.Struct, frozen=True, gc=False):
+    """Rows that did not exist, like `row` but for the columns in `own`, of which each lists a value a row.
+
+    Thousands that are created together differ in little; so only that has to be made, carried and encoded for each.
+    """
+
+    row: msgspec.Struct
+    own: dict[str, Sequence[Any]]
+
+    def __post_init__(self) -> None:
+        if len(set(map(len, self.own.values()))) != 1:
+            raise ValueError("copies list as many values of one column as of another")
+
+    def __len__(self) -> int:
+        return len(next(iter(self.own.values())))
+
+    def inserts(self) -> list[Insert]:
+        """The same, row by row."""
+        rows = zip(*self.own.values(), strict=True)
+        return [
+            Insert(msgspec.structs.replace(self.row, **dict(zip(self.own, values, strict=True)))) for values in rows
+        ]
+
+
+Single = Insert | Put | Patch | Delete
+Write = Single | Copies
 
 
 class Own(msgspec.Struct, frozen=True, gc=False):

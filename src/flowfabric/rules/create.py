@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -23,7 +23,7 @@ from flowfabric.model.states import (
     TerminalOutcome,
 )
 from flowfabric.rules import place
-from flowfabric.rules.change import Change, Decision, Guard, Insert, Put, Write, absent, at, refuse
+from flowfabric.rules.change import Change, Copies, Decision, Guard, Insert, Put, Write, absent, at, refuse
 from flowfabric.rules.notes import write_tags
 from flowfabric.rules.policy import Terms, encode_terms, parse_policy
 from flowfabric.rules.tags import check_tags
@@ -132,6 +132,18 @@ class Alike(msgspec.Struct, frozen=True):
         payload = replace(self.payload, execution_id=execution_id, input_payload=input_payload or None)
         change = Change(guards=(absent(Execution, execution_id),), writes=(Insert(row), Insert(payload)))
         return Decision(Created(execution_id, row.public_state), change)
+
+    def create_all(self, execution_ids: Sequence[str], inputs: Sequence[bytes]) -> Change:
+        """What `create` writes for all of these, as one change: all of them are new, or none is written."""
+        kept = [one or None for one in inputs]
+        rows = Copies(self.row, {"execution_id": execution_ids})
+        payloads = Copies(self.payload, {"execution_id": execution_ids, "input_payload": kept})
+        return Change(guards=(), writes=(rows, payloads))
+
+    def created(self, execution_ids: Iterable[str]) -> list[Created]:
+        """The answers once that is written."""
+        state = self.row.public_state
+        return [Created(execution_id, state) for execution_id in execution_ids]
 
 
 def alike(decision: Decision[Created | Duplicate]) -> Alike | None:

@@ -17,7 +17,7 @@ from msgspec.structs import astuple
 from flowfabric.errors import Corruption
 from flowfabric.model.event import Event
 from flowfabric.model.execution import Execution, LineKey
-from flowfabric.rules.change import Delete, FromNow, Patch, Write
+from flowfabric.rules.change import Copies, Delete, FromNow, Patch, Single, Write
 from flowfabric.stores.base import Unstorable
 from flowfabric.stores.rows import TABLES, Column, Table
 
@@ -184,6 +184,28 @@ def target(write: Write) -> tuple[type[msgspec.Struct], tuple[Any, ...]]:
         return write.row, write.key
     row: Any = write.row
     return type(row), _KEY[type(row)](row)
+
+
+def told_singly(writes: Sequence[Write]) -> Sequence[Single]:
+    """The writes with copies told row by row, for whoever has no shorter way."""
+    found: list[Single] = []
+    for write in writes:
+        if isinstance(write, Copies):
+            found += write.inserts()
+        else:
+            found.append(write)
+    return found
+
+
+def columns_of_copies(copies: Copies, change_id: int) -> list[Sequence[Any]]:
+    """What each column of such rows holds: a value a row, or a single one where all of them are alike."""
+    codec, own = CODEC[type(copies.row)], copies.own
+    if unknown := own.keys() - codec.column.keys():
+        raise Unstorable(f"{codec.table.name} has no column {sorted(unknown)}")
+    columns = [own.get(name, (value,)) for name, value in zip(codec.columns, astuple(copies.row), strict=True)]
+    if codec.revision_place is not None:
+        columns[codec.revision_place] = (change_id,)
+    return columns
 
 
 def check(column: Column, value: Any) -> None:

@@ -46,7 +46,7 @@ from flowfabric.stores.base import (
     Where,
     lease_event,
 )
-from flowfabric.stores.codec import CODEC, RowCodec, check, check_events, encode
+from flowfabric.stores.codec import CODEC, RowCodec, check, check_events, encode, told_singly
 from flowfabric.stores.rows import TABLES
 
 Key = tuple[Any, ...]
@@ -356,7 +356,7 @@ class MemoryStore:
     def _write(self, change: Change, now: int, undo: list[tuple[Shelf, Key, Any]]) -> None:
         for line in change.lines:
             self._line_id(line)
-        for write in change.writes:
+        for write in told_singly(change.writes):
             if isinstance(write, Insert | Put):
                 shelf = self._shelves[type(write.row)]
                 key = shelf.codec.key(write.row)

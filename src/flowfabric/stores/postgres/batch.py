@@ -25,16 +25,17 @@ from msgspec.structs import astuple
 
 from flowfabric.model.event import Event
 from flowfabric.model.execution import LineKey
-from flowfabric.rules.change import Change, Delete, Form, Guard, Insert, LeaseCheck, Like, Patch, Put, Write
+from flowfabric.rules.change import Change, Copies, Delete, Form, Guard, Insert, LeaseCheck, Like, Patch, Put, Write
 from flowfabric.stores.base import Unstorable
-from flowfabric.stores.codec import CODEC, row_of, target
-from flowfabric.stores.postgres.habits import Habits
+from flowfabric.stores.codec import CODEC, columns_of_copies, row_of, target, told_singly
+from flowfabric.stores.postgres.habits import Habits, Mixed
 from flowfabric.stores.postgres.pieces import (
     BOUND_TYPES,
     COLUMN_TYPES,
     EVENT_TYPES,
     KEY_TYPES,
     LEASE_TYPES,
+    Copied,
     Deleted,
     Formed,
     Guards,
@@ -63,15 +64,17 @@ class Batch:
         if self.alone:
             habits = habits.alone
         self.guards = _judged(changes, habits)
+        changes, copied = _copied(changes, habits)
         rounds = _rounds(changes)
         self.rounds = [_written(writes, habits) for writes in rounds]
+        self.rounds[0] += copied
         self.rounds[0] += _formed(changes, habits)
         self.told = _told(changes, habits)
         self.in_steps = len(rounds) > 1 or any(_needs_new_snapshot(piece) for piece, _ in self.rounds[0])
 
 
 def _needs_new_snapshot(piece: Writes) -> bool:
-    if isinstance(piece, Formed):
+    if isinstance(piece, Formed | Copied):
         return False
     table = TABLE[piece.row]
     if type(piece) is Deleted:
@@ -134,6 +137,32 @@ def _written_roots(change: Change) -> set[tuple[Row, tuple[Any, ...]]]:
     if change.form is not None:
         written.add((change.form.root, change.guards[0].key))
     return written
+
+
+def _copied(changes: Sequence[Change], habits: Habits) -> tuple[Sequence[Change], list[tuple[Writes, Values]]]:
+    """The copies of changes that write nothing else, and the changes without them; other copies are told singly."""
+    if not any(Copies in map(type, change.writes) for change in changes):
+        return changes, []
+    left: list[Change] = []
+    found: list[tuple[Writes, Values]] = []
+    for no, change in enumerate(changes, start=1):
+        writes = change.writes
+        if all(type(write) is Copies for write in writes):
+            try:
+                found += [_copies(no, change.id, write, habits) for write in writes if type(write) is Copies]
+                writes = ()
+            except Mixed:
+                writes = tuple(told_singly(writes))
+        left.append(msgspec.structs.replace(change, writes=tuple(told_singly(writes))))
+    return left, found
+
+
+def _copies(no: int, change_id: int, copies: Copies, habits: Habits) -> tuple[Writes, Values]:
+    row = type(copies.row)
+    names, types = COLUMN_TYPES[row].keys(), tuple(COLUMN_TYPES[row].values())
+    own = frozenset(place for place, name in enumerate(names) if name in copies.own)
+    habit, values = habits.learn_copies((Copies, row, own), types, columns_of_copies(copies, change_id), own)
+    return Copied(row, habit), [no, *values]
 
 
 def _rounds(changes: Sequence[Change]) -> list[list[tuple[int, int, Write]]]:

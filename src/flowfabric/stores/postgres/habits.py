@@ -60,6 +60,10 @@ def travelling(kind: str, values: Sequence[Any]) -> tuple[int, Any]:
     return (LISTED | ARRAY, values) if text is None else (LISTED, text)
 
 
+class Mixed(Exception):
+    """A column of copies is an instant now and was an offset before, or the other way round."""
+
+
 class Habits:
     """What is known of the columns of each shape."""
 
@@ -124,6 +128,31 @@ class Habits:
             # They differ, or are a value now and were an offset before.
             known[place] = self._list(kinds[place - 1], habit | DIFFER, values, lists)
         return not known[0], tuple(known[1:]), single + lists
+
+    def learn_copies(
+        self, shape: Any, kinds: Sequence[str], columns: Iterable[Sequence[Any]], own: frozenset[int]
+    ) -> tuple[tuple[int, ...], list[Any]]:
+        """The habits of the columns of copies, and their values: the single ones, then the lists.
+
+        The columns at the places `own` are lists, the others hold one value each. A value that was an offset before,
+        or the other way round, cannot be told like that.
+        """
+        known = self._known.setdefault(shape, [0] * len(kinds))
+        single: list[Any] = []
+        lists: list[Any] = []
+        for place, values in enumerate(columns):
+            habit = known[place]
+            if place in own:
+                known[place] = self._list(kinds[place], habit | DIFFER, values, lists)
+            elif (value := values[0]) is not None:
+                habit |= OFFSETS if type(value) is FromNow else VALUES
+                if habit == OFFSETS | VALUES:
+                    raise Mixed
+                known[place] = habit
+                single.append(self._stored(value))
+            elif habit:
+                single.append(None)
+        return tuple(known), single + lists
 
     def _list(self, kind: str, habit: int, values: Sequence[Any], lists: list[Any]) -> int:
         """Add the values as they travel; the column's habit from now on."""

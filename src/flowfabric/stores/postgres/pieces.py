@@ -208,6 +208,22 @@ class Inserted(NamedTuple):
         return f"{into} on conflict ({quoted(table.key)}) do {then}"
 
 
+class Copied(NamedTuple):
+    """New rows of one change that are alike but for a few columns."""
+
+    row: Row
+    habit: tuple[int, ...]  # of all columns
+
+    def words(self, parameters: Parameters) -> str:
+        number = parameters.one("int")
+        columns = [column for column in _columns(COLUMN_TYPES[self.row], self.habit) if column[2]]
+        given = Given(parameters, True, columns)
+        values = ", ".join(given[name] for name, _, _ in columns)
+        names = quoted(name for name, _, _ in columns)
+        into = f"insert into {TABLE[self.row].name} ({names}) select {values} from {given.rows()}"
+        return f"{into} where (select yes from verdict)[{number}]"
+
+
 class Deleted(NamedTuple):
     """All rows whose keys begin like the given ones."""
 
@@ -303,4 +319,4 @@ def _columns(kinds: dict[str, str], habits: tuple[int, ...]) -> list[tuple[str, 
 
 
 Guards = Judged | Timed
-Writes = Patched | Inserted | Deleted | Formed
+Writes = Patched | Inserted | Copied | Deleted | Formed

@@ -18,9 +18,9 @@ from msgspec.structs import astuple
 
 from flowfabric.model.event import Event
 from flowfabric.model.execution import LineKey
-from flowfabric.rules.change import Change, Delete, Form, Insert, LeaseWant, Like, Patch, Put, Write
+from flowfabric.rules.change import Change, Copies, Delete, Form, Insert, LeaseWant, Like, Patch, Put, Write
 from flowfabric.stores.base import Held, Take, Taken, Unstorable
-from flowfabric.stores.codec import CODEC, encode_column, encode_row, row_of, target
+from flowfabric.stores.codec import CODEC, columns_of_copies, encode_column, encode_row, row_of, target, told_singly
 from flowfabric.stores.rows import TABLE
 from flowfabric.stores.sqlite import claimed, sql
 from flowfabric.stores.sqlite.lines import UNKNOWN, LinesOfWriter
@@ -142,7 +142,10 @@ def _rounds(changes: Iterable[Change]) -> list[Gathered]:
         if len(change.writes) == 1:
             _gather(rounds[0], change.writes[0], change.id)
             continue
-        for place, write in zip(_places(change.writes), change.writes, strict=True):
+        writes: Sequence[Write] = change.writes
+        if Copies in map(type, writes) and not all(type(write) is Copies for write in writes):
+            writes = told_singly(writes)
+        for place, write in zip(_places(writes), writes, strict=True):
             if place == len(rounds):
                 rounds.append({})
             _gather(rounds[place], write, change.id)
@@ -151,7 +154,9 @@ def _rounds(changes: Iterable[Change]) -> list[Gathered]:
 
 def _places(writes: Sequence[Write]) -> Sequence[int]:
     """The round of each write: how many writes of the same row come before it."""
-    if all(type(write) is Insert for write in writes) or len({row_of(write) for write in writes}) == len(writes):
+    if all(type(write) is Insert or type(write) is Copies for write in writes) or len(
+        {row_of(write) for write in writes}
+    ) == len(writes):
         return [0] * len(writes)  # two inserts of one row are refused wherever they stand
     emptied = {write.row for write in writes if type(write) is Delete}  # where one write may meet any number of rows
     targets = [target(write) for write in writes]
@@ -178,6 +183,9 @@ def _gather(gathered: Gathered, write: Write, change_id: int) -> None:
     elif type(write) is Delete:
         shape = Delete, write.row, TABLE[write.row].key[: len(write.key)], None
         values = write.key or (0,)
+    elif type(write) is Copies:
+        shape = Copies, type(write.row), (), None
+        values = (write, change_id)
     else:
         row: Any = write.row
         shape = type(write), type(row), (), None
@@ -200,6 +208,10 @@ def _write(db: apsw.Connection, lines: LinesOfWriter, gathered: Gathered, now: i
             statement, columns = sql.delete(row, len(names)), _turned(rows if names else rows[:1])
         elif kind is Patch:
             statement, columns = sql.patch(row, names, unless), _turned(rows)
+        elif kind is Copies:
+            for copies, change_id in rows:
+                many(db, sql.insert(row, replace=False), _encoded(db, lines, _copied(copies, change_id), now))
+            continue
         else:
             statement, columns = sql.insert(row, replace=kind is Put), _columns(row, rows)
         many(db, statement, _encoded(db, lines, columns, now))
@@ -215,6 +227,13 @@ def _columns(row: type[msgspec.Struct], new: Sequence[Row]) -> list[Row]:
     if codec.revision_place is not None:
         columns[codec.revision_place] = ids
     return columns
+
+
+def _copied(copies: Copies, change_id: int) -> list[Row]:
+    columns = columns_of_copies(copies, change_id)
+    if None in columns[0]:
+        raise Unstorable(f"a row of {TABLE[type(copies.row)].name} has no key")
+    return [column if len(column) == len(copies) else (*column,) * len(copies) for column in columns]
 
 
 def _turned(rows: Sequence[Row]) -> list[Row]:
