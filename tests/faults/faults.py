@@ -19,6 +19,10 @@ FOUND = "tests/machine/test_found.py"
 GUARDS = "tests/stores/test_contract_guards.py"
 LEASES = "tests/stores/test_contract_leases.py"
 RACES = "tests/chaos/test_forced_races.py"
+LAPSED = (
+    "tests/scenarios/test_ex_scheduling.py"
+    "::test_however_many_leases_have_lapsed_before_it_the_best_of_the_lane_is_taken_over"
+)
 WAITS = "tests/scenarios/test_ss_races.py"
 ANEW = "tests/scenarios/test_gates_anew.py"
 SIGNALS = "tests/scenarios/test_ss_prose_signals.py"
@@ -260,6 +264,13 @@ FAULTS = (
         "        await asyncio.gather(self.mark_lapsed_leases(lane_id), self.hear_of_lane(lane_id))\n",
         "        await self.hear_of_lane(lane_id)\n",
         LIVES,
+    ),
+    Fault(
+        "a claim looks at the first lapsed leases only",
+        "engine/lines.py",
+        "if len(due.rows) < LAPSED_BATCH or not any(marks):",
+        "if True:",
+        LAPSED,
     ),
     # -- stores
     Fault(

@@ -12,13 +12,14 @@ import pytest
 
 from flowfabric.clock import ManualClock
 from flowfabric.errors import StoreFault, StoreUnavailable
-from flowfabric.model.execution import Execution
+from flowfabric.model.event import Topic
+from flowfabric.model.execution import Execution, LineKey
 from flowfabric.rules.change import Guard, Insert, Patch
 from flowfabric.stores.base import Collision, Unstorable, Want
 from flowfabric.stores.postgres import PostgresStore
 from tests.conftest import Rival, migrate
 from tests.servers import PostgresServer, leave, postgres
-from tests.stores.samples import a_take, change, execution, line_up, one, waiting, write
+from tests.stores.samples import a_take, change, event, execution, line_up, one, payload, waiting, write
 
 OURS = "select pid from pg_stat_activity where application_name = 'flowfabric' and datname = current_database()"
 NOBODY = "postgresql://postgres@127.0.0.1:{}/none"
@@ -223,6 +224,40 @@ async def test_a_value_that_cannot_be_kept_stops_its_batch_and_nothing_else(
     assert await one(store, Execution, "a") is None
     assert await store.commit(batch[:1]) == [clock.now]
     await store.close()
+
+
+FULL = """
+    create function no_room() returns trigger language plpgsql as $$
+    begin
+        raise exception 'could not extend file: No space left on device' using errcode = 'disk_full';
+    end $$;
+    create trigger no_room before insert on ff_payload for each row execute function no_room();
+"""
+
+
+async def test_a_full_disk_is_reported_and_passes(pg: PostgresStore, rival: Rival) -> None:
+    """The server's own words for it: it ends the statement orderly, whichever file was to grow."""
+    await write(pg, Insert(execution("a")))
+    step = change(
+        Patch(Execution, ("a",), {"priority": 9}),
+        Insert(execution("b", line=LineKey("new"))),
+        Insert(payload("b", b"x" * 100_000)),
+        events=[event("b", lease="x")],
+    )
+    await rival.connection.execute(FULL)
+    try:
+        with pytest.raises(StoreUnavailable, match="No space left") as error:
+            await pg.commit([step])
+        assert (doubt(error), error.value.source, error.value.retryable) == (False, StoreFault.TRANSPORT, True)
+        assert (await one(pg, Execution, "a")).priority == 0
+        assert (await pg.load([Want(Execution, ("b",))])).rows == [[]]
+        assert (await pg.feed(Topic.LEASE, 0, 10)).events == []
+    finally:
+        await rival.connection.execute("drop trigger no_room on ff_payload; drop function no_room()")
+
+    assert await pg.commit([step]) != [None]
+    assert (await one(pg, Execution, "b")).line == LineKey("new")
+    assert len((await pg.feed(Topic.LEASE, 0, 10)).events) == 1
 
 
 @pytest.fixture
