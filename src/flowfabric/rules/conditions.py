@@ -29,7 +29,7 @@ from flowfabric.model.condition import (
 from flowfabric.rules import limits
 
 MAX_DEPTH = 4
-READ_DEPTH = 16  # what lies deeper is not looked at: enough of a tree that is too deep to say what else is wrong with it
+READ_DEPTH = 16  # what lies deeper is not looked at
 EMPTY_NAME = "resume_condition: empty signal name (use Wildcard instead)"
 OPERATOR_ONLY = "__operator_only__"
 TIMEOUT_ONLY = "__timeout_only__"
