@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from flowfabric.connecting import connect as connect
     from flowfabric.engine.engine import Engine as Engine
     from flowfabric.errors import FabricError as FabricError
+    from flowfabric.errors import InvalidInput as InvalidInput
     from flowfabric.errors import StoreUnavailable as StoreUnavailable
     from flowfabric.handles import Handle as Handle
     from flowfabric.handles import HandleKind as HandleKind
@@ -60,6 +61,7 @@ _PAGES = {
     "FlowRun": "flowfabric.sdk.flows",
     "Handle": "flowfabric.handles",
     "HandleKind": "flowfabric.handles",
+    "InvalidInput": "flowfabric.errors",
     "Limit": "flowfabric.sdk.limits",
     "NonDeterministic": "flowfabric.sdk.durable",
     "Quorum": "flowfabric.sdk.joins",

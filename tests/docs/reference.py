@@ -27,7 +27,7 @@ SECTIONS: dict[str, list[str]] = {
     "Ways of a task": ["Retry", "Budget", "Limit"],
     "Flows and joins": ["Flow", "FlowRun", "AllOf", "AnyOf", "Quorum"],
     "How runs end": ["RunEnded", "RunFailed", "RunCancelled", "RunExpired", "RunSkipped", "BudgetExceeded"],
-    "Errors": ["FabricError", "StoreUnavailable", "NonDeterministic"],
+    "Errors": ["FabricError", "InvalidInput", "StoreUnavailable", "NonDeterministic"],
     "Underneath": ["Engine", "CreateExecution", "Fence", "Handle", "HandleKind"],
 }
 BESIDE: dict[str, list[type]] = {  # what one meets without naming it

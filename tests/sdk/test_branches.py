@@ -170,6 +170,11 @@ async def in_a_step(ctx: Context) -> list[Any]:
 
 
 @app.task
+async def branches_beside_a_task(ctx: Context) -> list[Any]:
+    return list(await asyncio.gather(ctx.gather(ctx.sleep("1d"), ctx.sleep("2d")), ctx.step(charge, "one")))
+
+
+@app.task
 async def failing_asyncio(ctx: Context) -> str:
     try:
         await asyncio.gather(ctx.sleep("7d"), ctx.step(refuse))
@@ -230,6 +235,16 @@ async def test_a_step_that_waits_lets_the_run_park_once_the_others_are_done() ->
         await world.advance("1h")
         assert await run.state() is PublicState.SUSPENDED
         assert await run.result() == ["slept", "one"]
+        assert effects == ["begin one", "end one"]
+        world.assert_invariants()
+
+
+async def test_branches_that_all_wait_do_not_tear_the_step_of_a_task_beside_them() -> None:
+    async with World(app) as world:
+        run = await branches_beside_a_task.submit()
+        await world.advance("1h")
+        assert await run.state() is PublicState.SUSPENDED
+        assert await run.result() == [[None, None], "one"]
         assert effects == ["begin one", "end one"]
         world.assert_invariants()
 

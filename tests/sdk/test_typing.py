@@ -15,9 +15,11 @@ from typing import Any, assert_type
 import msgspec
 import pydantic
 
-from flowfabric import Context, Fabric, FlowRun, Quorum, Run, Task
+from flowfabric import AllOf, Context, Fabric, FlowRun, Quorum, Reset, Run, Task, current
+from flowfabric.model.states import PublicState
 from flowfabric.sdk.approvals import Approval, Votes
 from flowfabric.sdk.flows import Node
+from flowfabric.sdk.run import Frame
 from flowfabric.sdk.sync import SyncRun
 from tests.postgres_install import ROOT
 
@@ -111,9 +113,28 @@ async def knows_contexts(ctx: Context) -> None:
     assert_type(await ctx.spawn(counting, 1), Run[int])
     assert_type(ctx.sync.spawn(counting, 1), SyncRun[int])
     assert_type(await ctx.gather([counting.s(1)]), list[int])
+    assert_type(await ctx.gather([counting.s(1)], join=AllOf()), list[int])
     assert_type(await ctx.gather([counting.s(1)], join=Quorum(1)), list[int | None])
+    assert_type(await ctx.gather(counting.s(1), counting.s(2)), list[int])
+    assert_type(await ctx.gather(counting.s(1), counting.s(2), join=Quorum(1)), list[int | None])
+    assert_type(ctx.sync.gather([counting.s(1)]), list[int])
+    assert_type(ctx.sync.gather([counting.s(1)], join=Quorum(1)), list[int | None])
     assert_type(await ctx.race(counting.s(1), counting.s(2)), int)
     assert_type(ctx.sync.race(counting.s(1)), int)
+    of_two_kinds: object = await ctx.race(counting.s(1), blocking.s(2))  # the first may be of any of them
+    print(of_two_kinds, await ctx.gather(counting.s(1), blocking.s(2)))
+    assert_type(await ctx.now(), int)
+    assert_type(ctx.stream("answer").text(), str)
+    assert_type(current(), Context)
+
+
+async def knows_what_a_run_tells(run: Run[Receipt]) -> None:
+    async for frame in run.stream("answer", after=None):
+        assert_type(frame, Frame | Reset)
+    assert_type(await run.state(), PublicState)
+    assert_type(await run.progress(), dict[str, Any])
+    assert_type(await run.signal("steer", 1), bool)
+    assert_type(run.sync.state(), PublicState)
 
 
 async def knows_flows() -> None:
@@ -126,7 +147,14 @@ async def knows_flows() -> None:
 
 
 def test_what_is_checked_is_there() -> None:
-    checked: list[Any] = [knows_runs, knows_plain_calls, knows_parameters, knows_contexts, knows_flows]
+    checked: list[Any] = [
+        knows_runs,
+        knows_plain_calls,
+        knows_parameters,
+        knows_contexts,
+        knows_what_a_run_tells,
+        knows_flows,
+    ]
     assert all(inspect.iscoroutinefunction(one) for one in checked)
     assert all(isinstance(one, Task) for one in (send, plain, blocking, counting))
 

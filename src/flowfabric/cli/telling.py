@@ -100,11 +100,11 @@ def _print_entry(out: Console, columns: Sequence[str], row: Sequence[Text]) -> N
             continue
         piece = Text.assemble((f"{name} ", "dim"), cell)
         if told and len(told) + len(piece) + 4 > out.width:
-            out.print(Padding(told, INDENT))
+            out.print(Padding(told, INDENT, expand=False))
             told = Text()
         told = Text.assemble(told, "  ", piece) if told else piece
     if told:
-        out.print(Padding(told, INDENT))
+        out.print(Padding(told, INDENT, expand=False))
 
 
 def first_line(text: str | None) -> str:

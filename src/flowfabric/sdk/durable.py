@@ -219,7 +219,7 @@ class Durable:
         finally:
             _depth.reset(token)
             self._working -= 1
-            if self._aside and self._working <= 0:
+            if self._blocked and self._working <= 0 and (self._aside or self._is_aside()):
                 looking = asyncio.create_task(self._look_again())
                 self._looking.add(looking)
                 looking.add_done_callback(self._looking.discard)
@@ -282,9 +282,9 @@ class Durable:
 
     def _is_blocked(self) -> bool:
         """Whether nothing goes on; the function itself waits for the tasks of its own making, if one of them waits."""
-        if self._is_over or self.parked is not None or not self._blocked or self._active - bool(self._aside) > 0:
+        if self._is_over or self.parked is not None or not self._blocked:
             return False
-        return not self._aside or self._working <= 0
+        return self._working <= 0 and self._active - bool(self._aside) <= 0
 
     async def _park_if_blocked(self) -> None:
         while self._is_blocked():

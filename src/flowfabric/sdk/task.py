@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
 
 
 class Options(msgspec.Struct, frozen=True):
@@ -115,10 +116,10 @@ def _a_moment(value: object) -> datetime:
 UNBOUND = Bound()
 
 
-class Call(msgspec.Struct, Generic[R], frozen=True):
+class Call(msgspec.Struct, Generic[R_co], frozen=True):
     """A task with its arguments: something that can be submitted later, together with others."""
 
-    task: Task[Any, R]
+    task: Task[Any, R_co]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     options: Options
