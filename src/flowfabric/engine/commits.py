@@ -17,10 +17,18 @@ from typing import Any
 
 from flowfabric import errors
 from flowfabric.engine.wakes import lane_topic, lines_of, topics_of
-from flowfabric.rules.change import Change
+from flowfabric.rules.change import Change, Delete, Patch, Put
 from flowfabric.stores.base import Collision, Store, Unstorable
+from flowfabric.stores.rows import TABLE
 
 Verdict = int | None | errors.FabricError
+
+
+def _key_of(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
+    return lambda row: tuple(getattr(row, name) for name in names)
+
+
+ROOTS = {row: _key_of(table.key) for row, table in TABLE.items() if table.is_root}
 MOST_UNTOLD = 1000  # changes in doubt that are remembered; most are never heard of again
 
 
@@ -96,7 +104,7 @@ class Commits:
         waiting, limit = self._waiting, self._store.batch_limit
         while waiting and len(batch) < limit:
             entry = waiting.popleft()
-            touched = [(guard.row, guard.key) for guard in entry[0].guards]
+            touched = _roots_of(entry[0])
             if roots.isdisjoint(touched):
                 roots.update(touched)
                 batch.append(entry)
@@ -149,6 +157,22 @@ class Commits:
         if self.owed and any(at is not None for at in verdicts):
             self.owed -= hint
         return list(verdicts)
+
+
+def _roots_of(change: Change) -> list[tuple[Any, tuple[Any, ...]]]:
+    """The roots that a change is about: those it was decided on, and those it writes without having looked at them.
+
+    A store that writes a batch in one statement would write such a row once, for one of two changes.
+    """
+    touched: list[tuple[Any, tuple[Any, ...]]] = [(guard.row, guard.key) for guard in change.guards]
+    for write in change.writes:  # compared by type: this runs for every change
+        row: Any = write.row
+        if type(write) is Patch or type(write) is Delete:
+            if row in ROOTS:
+                touched.append((row, write.key))
+        elif type(write) is Put and type(row) in ROOTS:
+            touched.append((type(row), ROOTS[type(row)](row)))
+    return touched
 
 
 def _answer(waiter: asyncio.Future[int | None], verdict: Verdict) -> None:

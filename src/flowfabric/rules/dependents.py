@@ -247,9 +247,15 @@ def replay_member(
     key = (group.flow_id, group.downstream_execution_id)
     writes: tuple[Write, ...] = (Patch(EdgeGroup, key, fields),)
     writes += tuple(_reset(one, upstreams.get(one.upstream_execution_id)) for one in reset)
-    # Decided on the upstreams too: one that ends meanwhile must not find its old end still noted, and be lost.
-    waited_for = {one.upstream_execution_id for one in reset}
-    guards = (seen_group(group, *key), *(seen(row) for name, row in upstreams.items() if name in waited_for))
+    # Decided on the upstreams too: one that ends meanwhile must not find its old end still noted, and be lost. Those
+    # that live are written, as when an edge is applied: an end already on its way is refused, and looks again.
+    waited_for = [upstreams[name] for name in sorted({one.upstream_execution_id for one in reset} & upstreams.keys())]
+    guards = (seen_group(group, *key), *map(seen, waited_for))
+    writes += tuple(
+        Patch(Execution, (above.execution_id,), {"last_mutation_at": NOW})
+        for above in waited_for
+        if not _has_ended(above)
+    )
     if fires and group.on_satisfied is OnSatisfied.CANCEL_REMAINING:
         going = [name for name, above in upstreams.items() if not _has_ended(above)]
         writes = (Patch(EdgeGroup, key, fields | joins.flagged(going, satisfied=True)), *writes[1:])

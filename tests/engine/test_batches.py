@@ -1,0 +1,102 @@
+"""What is written together: changes that write one row are never in one batch, whether or not they looked at it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+
+from flowfabric.clock import ManualClock
+from flowfabric.engine.engine import Engine
+from flowfabric.ids import SeededMinter
+from flowfabric.model.execution import Execution
+from flowfabric.model.flow import Dependency, DependencyKind, Dispatch, EdgeGroup, Flow, FlowMember
+from flowfabric.model.states import TerminalOutcome
+from flowfabric.rules import flows, joins, replay, successors
+from flowfabric.rules.change import NOW, Change, Guard, Patch
+from flowfabric.rules.flows import StageEdge
+from flowfabric.rules.joins import Settlement, Surroundings
+from flowfabric.settings import Settings
+from flowfabric.stores.base import Store
+from flowfabric.testing.flow_invariants import check_flow_invariants
+from tests.scenarios.flowing import Flowing
+
+
+@pytest.fixture
+async def flow(store: Store, clock: ManualClock) -> Flowing:
+    """A flow on an engine that follows nothing up by itself."""
+    return Flowing(Engine(store, minter=SeededMinter(1), settings=Settings(dispatch=False)), clock)
+
+
+async def together(flow: Flowing, *changes: Change | None) -> list[int | None]:
+    """What becomes of changes that are handed in at the same moment."""
+    engine = flow.engine
+    given = [msgspec.structs.replace(one, id=engine.minter.change_id()) for one in changes if one is not None]
+    assert len(given) == len(changes)
+    return await asyncio.gather(*(engine.commits.add(one) for one in given))
+
+
+async def staging(flow: Flowing, upstream: str, downstream: str) -> Change | None:
+    names = (flow.names[upstream], flow.names[downstream])
+    ask = StageEdge(flow.id, flow.engine.minter.uuid(), *names, DependencyKind.SUCCESS_ONLY, None, None)
+    members: Any = tuple([await flow.one(FlowMember, flow.id, name) for name in names])
+    found = await flow.one(Flow, flow.id)
+    return flows.stage(found, None, members, None, ask, closes_circle=False).change
+
+
+async def test_a_replay_does_not_undo_what_happens_to_its_flow_at_that_moment(flow: Flowing) -> None:
+    await flow.begin("abc")
+    await flow.fail("c")
+    await flow.sweep("flow_projector")
+    staged = await staging(flow, "a", "b")
+    replayed = replay.replay(await flow.row("c")).change
+
+    assert None not in await together(flow, staged, replayed)
+
+    found = await flow.one(Flow, flow.id)
+    assert (found.edge_count, found.graph_revision, found.project_at) == (1, 4, flow.clock.now)
+    await check_flow_invariants(flow.engine)
+
+
+async def test_an_end_that_is_noted_while_an_earlier_one_is_counted_leaves_the_count_alone(flow: Flowing) -> None:
+    await flow.begin("ab")
+    await flow.edge("a", "b")
+    group, child = await flow.group("b"), await flow.row("b")
+    counted = joins.tally(group, [Settlement(await flow.dependency("a", "b"), TerminalOutcome.FAILED)])
+    fold = joins.fold(group, child, counted, Surroundings()).change
+    above = await flow.row("a")
+    note = successors.settle(flow.names["b"], flow.edges["a", "b"], TerminalOutcome.SUCCESS)
+    ended = Change(
+        guards=(Guard(Execution, (above.execution_id,), above.revision),),
+        writes=(Patch(Execution, (above.execution_id,), {"last_mutation_at": NOW}), note),
+    )
+
+    assert None not in await together(flow, fold, ended)
+
+    dependency = await flow.dependency("a", "b")
+    assert (dependency.state, dependency.outcome, dependency.unfolded_at) == ("impossible", "failed", None)
+    assert await flow.counts("b") == "0/1/0 of 1 impossible"
+    await check_flow_invariants(flow.engine)
+
+
+async def test_a_replay_takes_the_rest_of_its_end_back_while_some_of_it_is_told(
+    flow: Flowing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flowfabric.rules.successors.FEW", 1)
+    await flow.begin("abc")
+    await flow.edge("a", "b")
+    await flow.edge("a", "c")
+    await flow.fail("a")
+    owed: Dispatch = await flow.one(Dispatch, flow.names["a"])
+    told = Change(
+        guards=(Guard(Dispatch, (owed.execution_id,), owed.revision),),
+        writes=(Patch(Dispatch, (owed.execution_id,), {"after_edge": flow.edges["a", "b"]}),),
+    )
+
+    assert None not in await together(flow, told, replay.replay(await flow.row("a")).change)
+
+    assert await flow.one(Dispatch, flow.names["a"]) is None
+    assert (await flow.one(EdgeGroup, *flow.child("c"))).group_state == "pending"
+    assert (await flow.one(Dependency, flow.names["c"], flow.edges["a", "c"])).outcome is None
