@@ -22,7 +22,7 @@ from flowfabric.model.flow import (
     PolicyVariant,
 )
 from flowfabric.model.states import EligibilityState, TerminalOutcome
-from flowfabric.rules import joins, place
+from flowfabric.rules import flow_cancel, joins, place
 from flowfabric.rules.change import Change, Insert, Patch, Put
 from flowfabric.rules.create import CreateExecution, create
 from flowfabric.rules.joins import Settlement, Surroundings, Verdict
@@ -200,6 +200,10 @@ def test_siblings_are_flagged_only_where_the_policy_says_so(
     listed = [write for write in change.writes if isinstance(write, Put) and isinstance(write.row, PendingCancelGroup)]
     fields = next(write.fields for write in change.writes if isinstance(write, Patch) and write.row is EdgeGroup)
     assert (bool(listed), fields.get("cancel_siblings_reason")) == (flags is not None, flags)
+    fired = msgspec.structs.replace(group(variant, 1, 1, then), **fields)
+    key = (fired.flow_id, fired.downstream_execution_id)
+    assert flow_cancel.flagged_by(change, key) == flow_cancel.flagged(fired)
+    assert flow_cancel.flagged_by(change, ("another", "group")) is None
 
 
 def test_only_the_carrying_edges_of_the_right_moment_hand_their_result_on() -> None:

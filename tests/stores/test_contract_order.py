@@ -47,6 +47,20 @@ async def test_a_peek_shows_what_a_load_shows_or_nothing(filled: Store, also: tu
     assert await filled.load([*WANTS, *also] * 5) == type(loaded)(loaded.now, loaded.rows * 5)
 
 
+async def test_many_rows_of_one_kind_are_loaded_like_few(filled: Store) -> None:
+    wants = [Want(IdempotencyKey, (1,)), Want(IdempotencyKey, (2,)), *[Want(IdempotencyKey, (1, "y"))] * 70]
+    one_by_one = [(await filled.load([want])).rows[0] for want in wants[:3]]
+
+    loaded = await filled.load(wants)
+    others = await filled.load([Want(IdempotencyKey, (1,)), Want(IdempotencyKey, (2,))] * 40)
+    nobody = await filled.load([Want(Execution, (f"nobody {number}",)) for number in range(80)])
+
+    assert loaded.rows == [*one_by_one, *[one_by_one[2]] * 69]
+    assert others.rows == one_by_one[:2] * 40
+    assert nobody.rows == [[]] * 80
+    assert nobody.now == loaded.now
+
+
 async def test_a_take_sees_the_commit_that_was_called_before_it_where_the_store_says_so(store: Store) -> None:
     await write(store, Insert(waiting("first", 1)), Insert(payload("first")))
     steps = change(Insert(waiting("second", 2)), Insert(payload("second")))

@@ -267,6 +267,12 @@ async def test_a_load_finds_its_rows_by_key(planner: Planner) -> None:
     assert {index for _, _, index in planner.scans()} == {"ff_exec_core_pkey", "ff_payload_pkey", "ff_result_pkey"}
 
 
+async def test_a_load_of_many_finds_its_rows_by_key(planner: Planner) -> None:
+    await read.load(planner, [Want(Execution, (f"{number}",)) for number in range(read.MANY)], None)
+
+    assert {index for _, _, index in planner.scans()} == {"ff_exec_core_pkey"}
+
+
 async def test_the_feed_walks_its_batches_in_order(planner: Planner) -> None:
     await planner.explain(feed.statement("read", Topic.LEASE), 4)
 

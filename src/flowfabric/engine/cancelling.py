@@ -7,6 +7,7 @@ acknowledged afterwards. A cancel may be repeated at will, so a crash in between
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
@@ -106,15 +107,18 @@ class Cancelling:
 
     # -- siblings -----------------------------------------------------------------------------------------------------
 
-    async def cancel_siblings(self, child: Child) -> Dispositions:
-        """Cancel the remaining upstreams of a fired group and drain it; a group with a failure keeps everything."""
-        found = (await self._core.load((Want(EdgeGroup, child),))).rows[0]
+    async def cancel_siblings(self, child: Child, flagged: flow_cancel.Flagged | None = None) -> Dispositions:
+        """Cancel the remaining upstreams of a fired group and drain it; a group with a failure keeps everything.
+
+        `flagged` is what the group says of them, when the caller has just written that.
+        """
+        if flagged is None:
+            found = (await self._core.load((Want(EdgeGroup, child),))).rows[0]
+            flagged = flow_cancel.flagged(found[0]) if found else None
         done: Dispositions = {}
-        if found and found[0].cancel_siblings_pending_flag:
-            group: EdgeGroup = found[0]
-            reason = group.cancel_siblings_reason or ""
-            done = await self.cancel_many(flow_cancel.siblings(group), reason)
-            self._count(reason, done)
+        if flagged is not None:
+            done = await self.cancel_many(flagged.siblings, flagged.reason)
+            self._count(flagged.reason, done)
             if not all(isinstance(one, Disposition) for one in done.values()):
                 return done
         await self.drain(child)
@@ -123,9 +127,9 @@ class Cancelling:
     def _count(self, reason: str, done: Dispositions) -> None:
         meters = self._core.meters
         meters.count("ff_sibling_cancel_dispatched", len(done), reason=reason)
-        for one in done.values():
-            if isinstance(one, Disposition):
-                meters.count("ff_sibling_cancel_disposition", disposition=one.value)
+        dispositions = Counter(one.value for one in done.values() if isinstance(one, Disposition))
+        for disposition, amount in dispositions.items():
+            meters.count("ff_sibling_cancel_disposition", amount, disposition=disposition)
 
     async def drain(self, child: Child) -> SiblingDrain:
         """Clear what a fired group had flagged."""

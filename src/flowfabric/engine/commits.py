@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from flowfabric import errors
-from flowfabric.engine.wakes import lane_topic, lines_of, topics_of
+from flowfabric.engine.wakes import LANE, topics_of
 from flowfabric.rules.change import Change, Delete, Patch, Put
 from flowfabric.stores.base import Collision, Store, Unstorable
 from flowfabric.stores.rows import TABLE
@@ -127,19 +127,23 @@ class Commits:
 
     async def _write_for_lanes(self, changes: Sequence[Change]) -> list[Verdict]:
         """Commit where nobody can come along; those who would look in vain can wait for the answer."""
-        if not (lanes := {lane_topic(line.lane_id) for change in changes for line in lines_of(change)}):
-            return await self._write(changes)
+        topics = frozenset(topics_of(changes))
+        if not (lanes := {topic for topic in topics if topic.startswith(LANE)}):
+            return await self._write(changes, topics)
         batch: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._bringing[batch] = lanes
         try:
-            return await self._write(changes)
+            return await self._write(changes, topics)
         finally:
             del self._bringing[batch]
             batch.set_result(None)
 
-    async def _write(self, changes: Sequence[Change]) -> list[Verdict]:
-        """Commit; a batch that the store cannot keep is halved until the one at fault stands alone."""
-        hint = frozenset(topics_of(changes))
+    async def _write(self, changes: Sequence[Change], topics: frozenset[str] | None = None) -> list[Verdict]:
+        """Commit; a batch that the store cannot keep is halved until the one at fault stands alone.
+
+        `topics` are those of the changes, if they are known already.
+        """
+        hint = frozenset(topics_of(changes)) if topics is None else topics
         try:
             verdicts = await self._store.commit(changes, hint)
         except Unstorable as fault:

@@ -27,7 +27,7 @@ from flowfabric.engine.noting import Rows, first
 from flowfabric.model.execution import Execution, Payload, Result
 from flowfabric.model.flow import Dependency, DependencyKind, Dispatch, Edge, EdgeGroup, PendingCancelGroup
 from flowfabric.model.states import LifecyclePhase, TerminalOutcome
-from flowfabric.rules import joins, successors
+from flowfabric.rules import flow_cancel, joins, successors
 from flowfabric.rules.change import Change, Decision, Delete, Guard, Insert, Patch, Put, Write, outcome_of
 from flowfabric.rules.joins import Settlement, Surroundings
 from flowfabric.rules.successors import Successor
@@ -46,7 +46,12 @@ class Dispatcher:
     """Carries ends to those who wait for them."""
 
     def __init__(
-        self, core: Core, folding: Folding, cancel_siblings: Callable[[Child], Awaitable[object]], *, enabled: bool
+        self,
+        core: Core,
+        folding: Folding,
+        cancel_siblings: Callable[[Child, flow_cancel.Flagged | None], Awaitable[object]],
+        *,
+        enabled: bool,
     ) -> None:
         self._core = core
         self._folding = folding
@@ -75,7 +80,8 @@ class Dispatcher:
             elif type(write) is Put and type(row) is Dispatch:
                 self._start(partial(self.deliver, row.execution_id))
             elif type(write) is Put and type(row) is PendingCancelGroup:
-                self._start(partial(self._end_siblings, Child(row.flow_id, row.downstream_execution_id)))
+                child = Child(row.flow_id, row.downstream_execution_id)
+                self._start(partial(self._end_siblings, child, flow_cancel.flagged_by(change, child)))
         if self._settled:
             self._start_round()
 
@@ -108,11 +114,11 @@ class Dispatcher:
         except Exception:
             logger.exception("left to the sweeps")
 
-    async def _end_siblings(self, child: Child) -> None:
+    async def _end_siblings(self, child: Child, flagged: flow_cancel.Flagged | None) -> None:
         """Cancel them first; counting how they ended is not urgent, and costs least when done for all together."""
         self._cancelled_now.add(child)
         try:
-            await self._cancel_siblings(child)
+            await self._cancel_siblings(child, flagged)
         finally:
             self._cancelled_now.discard(child)
             self._start_round()

@@ -109,16 +109,14 @@ class Noting:
 
     def _following(self, change: Change) -> Iterable[Follow]:
         """What is to be done about a change, once each."""
-        followers, found = self.followers, dict[Follow, None]()
-        if change.form is not None and change.form.root in followers:
-            found.update(dict.fromkeys(followers[change.form.root]))
+        followers = self.followers
+        if not followers:
+            return ()
+        kinds: dict[Any, None] = {} if change.form is None else {change.form.root: None}
         for write in change.writes:
-            row: Any = write.row
-            if type(write) is not Patch and type(write) is not Delete:
-                row = type(row)
-            if row in followers:
-                found.update(dict.fromkeys(followers[row]))
-        return found
+            kinds[write.row if type(write) is Patch or type(write) is Delete else type(write.row)] = None
+        heard = [followers[kind] for kind in kinds if kind in followers]
+        return tuple(heard[0]) if len(heard) == 1 else dict.fromkeys(act for acts in heard for act in acts)
 
     def note_alike(self, ends: Sequence[tuple[Change, Execution]], committed_at: int) -> None:
         """The same for ends of ordinary work, of which the forms say it all."""

@@ -138,10 +138,38 @@ def drop_backlog(backlog: CancelBacklog | None) -> Decision[bool]:
     return Decision(True, Change(guards=(guard,), writes=(Delete(CancelBacklog, key), Delete(PendingCancel, key))))
 
 
+class Flagged(msgspec.Struct, frozen=True):
+    """The upstreams that a fired group wants cancelled, and why."""
+
+    siblings: list[str]
+    reason: str
+
+
 def siblings(group: EdgeGroup) -> list[str]:
     """The upstreams that a fired group wants cancelled."""
-    listed = group.cancel_siblings_pending_members
-    return listed.split("|") if listed else []
+    return _listed(group.cancel_siblings_pending_members)
+
+
+def flagged(group: EdgeGroup) -> Flagged | None:
+    """What a group says of those; None when it wants nobody cancelled."""
+    if not group.cancel_siblings_pending_flag:
+        return None
+    return Flagged(siblings(group), group.cancel_siblings_reason or "")
+
+
+def flagged_by(change: Change, key: tuple[str, str]) -> Flagged | None:
+    """What the group of this key says of those after a change that fires it; None when that does not tell."""
+    for write in change.writes:
+        if type(write) is Patch and write.row is EdgeGroup and write.key == key:
+            fields = write.fields
+            if fields.get("cancel_siblings_pending_flag"):
+                listed, reason = fields["cancel_siblings_pending_members"], fields["cancel_siblings_reason"]
+                return Flagged(_listed(listed), reason or "")
+    return None
+
+
+def _listed(members: str | None) -> list[str]:
+    return members.split("|") if members else []
 
 
 def drain(entry: PendingCancelGroup | None, group: EdgeGroup | None) -> Decision[SiblingDrain]:

@@ -89,6 +89,10 @@ def _judged(changes: Sequence[Change], habits: Habits) -> list[tuple[Guards, Val
         guards = change.guards
         if not guards or change.not_before is not None or change.not_after is not None:
             bounds.append((no, change.not_before, change.not_after))
+        if change.form is not None and len(guards) == 1:  # the root that the form is about
+            guard = guards[0]
+            kinds.setdefault((guard.row, "update", guard.like), []).append((guard.key, no, guard))
+            continue
         written = _written_roots(change)
         for guard in guards:
             lock: Lock = "update" if (guard.row, guard.key) in written else "share"
@@ -171,6 +175,9 @@ def _rounds(changes: Sequence[Change]) -> list[list[tuple[int, int, Write]]]:
     first = rounds[0]
     for no, change in enumerate(changes, start=1):
         writes = change.writes
+        if len(writes) == 1:
+            first.append((no, change.id, writes[0]))
+            continue
         # Two inserts of one row are refused wherever they stand.
         if all(type(write) is Insert for write in writes) or len({row_of(write) for write in writes}) == len(writes):
             first += [(no, change.id, write) for write in writes]

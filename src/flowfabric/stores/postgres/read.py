@@ -1,7 +1,8 @@
 """Reading: the statements for `load`, `due` and `scan`, composed from the catalogue.
 
 A load answers all its wants from one snapshot in one trip, so that no row of it is newer than its root: each kind of
-row comes as an array of records beside the others.
+row comes as an array of records beside the others. Many rows of one kind come as rows, which the driver takes apart in
+half the time.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from flowfabric.stores.postgres.pieces import KEY_TYPES
 from flowfabric.stores.postgres.sql import Parameters, Row, column_type, columns_of, matched, quoted
 from flowfabric.stores.rows import TABLE, index_of
 
+MANY = 50  # wants of one kind
+
 
 async def load(connection: Any, wants: Sequence[Want], clock: int | None) -> Any:
     """The server's answer to these wants, for `loaded`."""
@@ -32,13 +35,21 @@ async def load(connection: Any, wants: Sequence[Want], clock: int | None) -> Any
         habit, values = zip(*map(travelling, types, zip(*given, strict=True)), strict=True)
         shapes.append((row, habit))
         lists += values
+    if len(shapes) == 1 and len(wants) >= MANY:
+        return await connection.fetch(_load_rows_words(*shapes[0]), clock, *lists)
     return await connection.fetchrow(_load_words(tuple(shapes)), clock, *lists)
 
 
 def loaded(answer: Any, wants: Sequence[Want], line_at: LineAt) -> Loaded:
     """The rows of each want."""
-    now, *kinds = answer
     rows: list[list[Any]] = [[] for _ in wants]
+    if type(answer) is list:
+        decode = CODEC[wants[0].row].decode
+        for _, number, *columns in answer:
+            if number is not None:
+                rows[number].append(decode(columns, line_at))
+        return Loaded(answer[0]["now"], rows)
+    now, *kinds = answer
     for records in kinds:
         for record in records:
             number = record[0]
@@ -51,17 +62,32 @@ def _load_words(shapes: tuple[tuple[Row, tuple[int, ...]], ...]) -> str:
     parameters = Parameters()
     answers = [f"select {CLOCK.format(given=parameters.one('bigint'))}"]
     for row, habit in shapes:
-        table = TABLE[row]
-        start = table.key[: len(habit) - 1]
-        given = ["number", *start]
-        types = ("int", *KEY_TYPES[row][: len(start)])
-        arrays = ", ".join(words_of_list(parameters, *each) for each in zip(types, habit, strict=True))
-        found = f"select * from {table.name} t where {matched(start, 't', 'x') or 'true'} order by {quoted(table.key)}"
-        answers.append(
-            f"array(select row(x.number, {columns_of(table, 't.')})"
-            f" from unnest({arrays}) as x ({quoted(given)}), lateral ({found}) t)"
-        )
+        columns = columns_of(TABLE[row], "t.")
+        answers.append(f"array(select row(x.number, {columns}) from {_found(parameters, row, habit)})")
     return ", ".join(answers)
+
+
+@cache
+def _load_rows_words(row: Row, habit: tuple[int, ...]) -> str:
+    """The same for one kind of row: the time, with nothing beside it when nothing is found, and the rows."""
+    parameters = Parameters()
+    clock = CLOCK.format(given=parameters.one("bigint"))
+    columns = columns_of(TABLE[row], "t.")
+    found = f"select x.number, {columns} from {_found(parameters, row, habit)}"
+    return (
+        f"with clock as materialized (select {clock} as now)"
+        f" select c.now, t.number, {columns} from clock c left join ({found} offset 0) t on true"
+    )
+
+
+def _found(parameters: Parameters, row: Row, habit: tuple[int, ...]) -> str:
+    """The wants of one kind as `x`, and as `t` the rows of each, in key order."""
+    table = TABLE[row]
+    start = table.key[: len(habit) - 1]
+    types = ("int", *KEY_TYPES[row][: len(start)])
+    arrays = ", ".join(words_of_list(parameters, *each) for each in zip(types, habit, strict=True))
+    found = f"select * from {table.name} t where {matched(start, 't', 'x') or 'true'} order by {quoted(table.key)}"
+    return f"unnest({arrays}) as x ({quoted(['number', *start])}), lateral ({found}) t"
 
 
 class Conditions:
