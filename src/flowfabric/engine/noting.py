@@ -237,6 +237,10 @@ class Noting:
         if len(seen) > SEEN_LIMIT:
             del seen[next(iter(seen))]
 
+    def may_set_free(self) -> bool:
+        """Whether others wait for the end of something that is held here."""
+        return any(row.successors is not None or row.parent_id is not None for row in self._seen.values())
+
 
 def first(rows: Sequence[Any]) -> Any:
     """The row of a want that names one, or None."""
