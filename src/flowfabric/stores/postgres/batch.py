@@ -86,6 +86,10 @@ def _judged(changes: Sequence[Change], habits: Habits) -> list[tuple[Guards, Val
         guards = change.guards
         if not guards or change.not_before is not None or change.not_after is not None:
             bounds.append((no, change.not_before, change.not_after))
+        if change.form is not None and len(guards) == 1 and (guard := guards[0]).revision is not None:
+            # An ordinary end, of which there are most: what it guards is the root that it writes.
+            kinds.setdefault((guard.row, "update", guard.like), []).append((guard.key, no, guard))
+            continue
         written = _written_roots(change)
         for guard in guards:
             lock: Lock = "update" if (guard.row, guard.key) in written else "share"
@@ -102,7 +106,7 @@ def _judged(changes: Sequence[Change], habits: Habits) -> list[tuple[Guards, Val
         types: tuple[str, ...] = KEY_TYPES[row]
         leased = False
         if lock != "none" and like is None:
-            columns.append(tuple(guard.revision for guard in guarded))
+            columns.append(tuple([guard.revision for guard in guarded]))
             types += ("bigint",)
             leases = [guard.lease for guard in guarded]
             leased = any(leases)
@@ -124,7 +128,7 @@ def _in_order(kind: tuple[Row, Lock, Like | None]) -> tuple[Any, ...]:
 
 
 def _asked(lease: LeaseCheck | None) -> tuple[int | None, str | None, int | None]:
-    return (None, None, None) if lease is None else (lease.want.value, lease.lease_id, lease.lease_epoch)
+    return (None, None, None) if lease is None else (int(lease.want), lease.lease_id, lease.lease_epoch)
 
 
 def _written_roots(change: Change) -> set[tuple[Row, tuple[Any, ...]]]:
@@ -142,6 +146,9 @@ def _rounds(changes: Sequence[Change]) -> list[list[tuple[int, int, Write]]]:
     first = rounds[0]
     for no, change in enumerate(changes, start=1):
         writes = change.writes
+        if len(writes) == 1:
+            first.append((no, change.id, writes[0]))
+            continue
         # Two inserts of one row are refused wherever they stand.
         if all(type(write) is Insert for write in writes) or len({row_of(write) for write in writes}) == len(writes):
             first += [(no, change.id, write) for write in writes]
