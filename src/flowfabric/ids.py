@@ -313,8 +313,7 @@ class RandomMinter:
         try:
             return self._uuids.pop()
         except IndexError:
-            digits = os.urandom(16 * _STOCK).hex()
-            self._uuids = [_version_4(digits[start : start + 32]) for start in range(0, 32 * _STOCK, 32)]
+            self._uuids = _random_uuids(_STOCK)
             return _version_4(os.urandom(16).hex())
 
     def ordered_uuid(self) -> str:
@@ -370,6 +369,19 @@ _VARIANT: Final = {digit: "89ab"[int(digit, 16) & 3] for digit in "0123456789abc
 def _version_4(digits: str) -> str:
     # Formatted by hand: half the time of uuid.UUID, and this runs twice per claim.
     return f"{digits[:8]}-{digits[8:12]}-4{digits[13:16]}-{_VARIANT[digits[16]]}{digits[17:20]}-{digits[20:]}"
+
+
+def _random_uuids(count: int) -> list[str]:
+    """So many version 4 UUIDs, put together as bytes: a third of the time of one after the other."""
+    drawn = bytearray(os.urandom(16 * count))
+    drawn[6::16] = drawn[6::16].translate(_AS_VERSION)
+    drawn[8::16] = drawn[8::16].translate(_AS_VARIANT)
+    return b" ".join(map(b"-".join, _GROUPS.iter_unpack(drawn.hex().encode()))).decode().split(" ")
+
+
+_GROUPS: Final = struct.Struct("8s4s4s4s12s")
+_AS_VERSION: Final = bytes(byte & 0x0F | 0x40 for byte in range(256))
+_AS_VARIANT: Final = bytes(byte & 0x3F | 0x80 for byte in range(256))
 
 
 def mint_for_flow(flow_id: FlowId, counts: PartitionCounts, minter: Minter) -> ExecutionId:

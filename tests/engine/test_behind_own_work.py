@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 from uuid import UUID
@@ -13,6 +14,7 @@ from flowfabric.engine.engine import Engine
 from flowfabric.engine.flows import GraphEdge
 from flowfabric.ids import FlowId, SeededMinter, mint_for_flow
 from flowfabric.model.answers import Claimed, Completed
+from flowfabric.rules.change import Change
 from flowfabric.rules.create import CreateExecution
 from flowfabric.stores.base import Store, Take, Taken
 
@@ -21,18 +23,24 @@ CHAINS = 3
 
 
 class Counting:
-    """Hands everything on to a store and counts the takes."""
+    """Hands everything on to a store, counts the takes, and notes in which order it is asked."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
         self.takes = 0
+        self.asked: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.store, name)
 
     async def take(self, take: Take) -> Taken:
         self.takes += 1
+        self.asked.append("take")
         return await self.store.take(take)
+
+    async def commit(self, changes: Sequence[Change], hint: frozenset[str] = frozenset()) -> list[int | None]:
+        self.asked.append("commit")
+        return await self.store.commit(changes, hint)
 
 
 @pytest.fixture
@@ -114,4 +122,44 @@ async def test_a_look_waits_no_longer_than_what_it_stands_behind(engine: Engine,
     assert (held.execution_id, claimed.execution_id) == (first, second)
     assert isinstance((await telling)[0], Completed)
     assert engine.commits.announced == set()
+    pull.close()
+
+
+async def test_a_look_for_ordinary_work_goes_first_unless_the_store_keeps_the_order(
+    engine: Engine, counting: Counting
+) -> None:
+    """Nobody waits for these ends, and there is more in the lane: the store may begin while they are put together."""
+    for _ in range(3 * CHAINS):
+        await engine.create_execution(execution_id=engine.new_execution_id(), lane_id=LANE)
+    pull = engine.pulling([LANE], worker_id="w", worker_instance_id="w-1")
+    ended: set[str] = set()
+    claimed = await pull.claim(CHAINS)
+    for _ in range(2):
+        counting.asked.clear()
+        telling = asyncio.create_task(engine.complete_many([(one.handle, b"{}") for one in claimed]))
+        ended |= ids_of(claimed)
+        claimed = await asyncio.wait_for(pull.claim(CHAINS), 20)
+
+        assert len(claimed) == CHAINS
+        assert ids_of(claimed).isdisjoint(ended)
+        assert all(isinstance(answer, Completed) for answer in await telling)
+        assert counting.asked == (["commit", "take"] if counting.in_order else ["take", "commit"])
+    pull.close()
+
+
+async def test_a_look_stands_behind_the_end_of_a_child(engine: Engine, counting: Counting) -> None:
+    """Its parent may be waiting for it, in a lane of the same worker."""
+    parent = engine.new_execution_id()
+    await engine.create_execution(execution_id=parent, lane_id="other")
+    for _ in range(2):
+        await engine.create_execution(execution_id=engine.new_execution_id(), lane_id=LANE, parent_id=parent)
+    pull = engine.pulling([LANE], worker_id="w", worker_instance_id="w-1")
+    [held] = await pull.claim(1)
+    counting.asked.clear()
+
+    telling = asyncio.create_task(engine.complete_many([(held.handle, b"{}")]))
+    await asyncio.wait_for(pull.claim(1), 20)
+
+    await telling
+    assert counting.asked[0] == "commit"
     pull.close()

@@ -222,3 +222,18 @@ def test_the_cancel_of_any_other_sibling_is_told_at_length(otherwise: dict[str, 
 
 def test_a_cancel_for_a_reason_of_the_callers_own_is_told_at_length() -> None:
     assert cancelled(unstarted(), "I say so") == cancelled_at_length(unstarted(), "I say so")
+
+
+@pytest.mark.parametrize(
+    ("fields", "concerns"),
+    [
+        ({}, False),
+        ({"terms": '{"retention_ttl_ms":5}'}, False),
+        ({"flow_id": "11111111-1111-4111-8111-111111111111"}, False),
+        ({"successors": ""}, True),
+        ({"parent_id": "{fp:86}:22222222-2222-4222-8222-222222222222"}, True),
+        ({"terms": '{"quota_policy_ids":["q"]}'}, True),
+    ],
+)
+def test_an_end_concerns_successors_parents_and_those_behind_its_limits(fields: dict[str, Any], concerns: bool) -> None:
+    assert step.concerns_others(running(**fields)) is concerns

@@ -29,6 +29,8 @@ from flowfabric.bench.throughput import PER_SECOND, Progress, Steps
 from flowfabric.errors import InvalidInput
 
 SLOTS = 100
+JOBS = 10_000
+JOBS_ON_POSTGRES = 20_000  # with which pgqueuer is measured elsewhere, too; of more jobs it makes fewer a second
 IN_FLIGHT = 16
 SILENCE_S = 30.0
 LOOK_S = 0.02
@@ -70,7 +72,7 @@ class SdkReport(msgspec.Struct, frozen=True, omit_defaults=True):
 async def sdk(
     url: str,
     *,
-    jobs: int = 10_000,
+    jobs: int | None = None,
     samples: int = 200,
     functions: int = 600,
     rounds: int = 3,
@@ -78,6 +80,7 @@ async def sdk(
     progress: Progress | None = None,
 ) -> SdkReport:
     """Measure on a scratch store beside the named one."""
+    jobs = jobs or (JOBS_ON_POSTGRES if url.startswith("postgres") else JOBS)
     tell, load = Steps(progress, 3 * rounds + 2), os.getloadavg()[0]
     tell("preparing")
     peer, missing = _peer(url) if with_peer else (None, "not asked for")

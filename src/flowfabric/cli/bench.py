@@ -161,7 +161,9 @@ def capability(
 
 
 def sdk(
-    jobs: Annotated[int, typer.Option(min=200, help="Tasks per round.")] = 10_000,
+    jobs: Annotated[
+        int | None, typer.Option(min=200, help="Tasks per round: 20,000 on Postgres, else 10,000, unless said.")
+    ] = None,
     functions: Annotated[int, typer.Option(min=16, help="Durable functions of ten steps per round.")] = 600,
     samples: Annotated[int, typer.Option(min=20, help="Tasks whose way from submit to result is timed.")] = 200,
     rounds: Annotated[int, typer.Option(min=1, help="FlowFabric and peer take turns this often; medians count.")] = 3,

@@ -21,11 +21,11 @@ class Timing(msgspec.Struct):
     count: int = 0
     total_s: float = 0.0
 
-    def add(self, seconds: float) -> None:
-        """Once more, and this long."""
-        self.buckets[bisect_left(BUCKETS_S, seconds)] += 1
-        self.count += 1
-        self.total_s += seconds
+    def add(self, seconds: float, often: int = 1) -> None:
+        """Once more, or so often, and this long."""
+        self.buckets[bisect_left(BUCKETS_S, seconds)] += often
+        self.count += often
+        self.total_s += seconds * often
 
 
 class Meters:

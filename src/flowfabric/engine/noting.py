@@ -22,6 +22,7 @@ from flowfabric.engine.wakes import Wakes, due_topic, lane_topic, lines_of, topi
 from flowfabric.model.execution import Execution, LineKey
 from flowfabric.model.states import LifecyclePhase, OwnershipState
 from flowfabric.rules.change import Change, Delete, FromNow, Patch
+from flowfabric.rules.step import concerns_others
 from flowfabric.stores.base import Store
 
 Row = type[msgspec.Struct]
@@ -31,6 +32,7 @@ Follow = Callable[[Change, Rows], None]  # a change that was written, and the ro
 SEEN_LIMIT = 20_000
 LATER_S = 0.02  # what nobody waits for is told to other processes by then
 NOTHING: dict[str, int] = {}
+_ACTIVE, _LEASED = LifecyclePhase.ACTIVE, OwnershipState.LEASED  # asked of every claim
 
 
 class Noting:
@@ -129,10 +131,10 @@ class Noting:
 
     def _note_forms(self, ends: Sequence[tuple[Change, Execution]], committed_at: int) -> None:
         forms = {change.form for change, _ in ends if change.form is not None}
-        for change, row in ends:
-            assert change.form is not None
+        for _, row in ends:
             self._seen.pop(row.execution_id, None)
-            self.outcomes.formed(row, change.form.event["outcome"], committed_at)
+        outcomes = ((row, change.form.event["outcome"]) for change, row in ends if change.form is not None)
+        self.outcomes.formed(outcomes, committed_at)
         for column, planned_at in self.planned.get(Execution, NOTHING).items():
             for form in forms:
                 if isinstance(instant := form.fields.get(column), FromNow):
@@ -228,12 +230,16 @@ class Noting:
 
     def remember(self, row: Execution) -> None:
         """Keep a held sheet: its lease is the licence to trust it."""
-        if row.lifecycle_phase is not LifecyclePhase.ACTIVE or row.ownership_state is not OwnershipState.LEASED:
+        if row.lifecycle_phase is not _ACTIVE or row.ownership_state is not _LEASED:
             return
         seen = self._seen
         seen[row.execution_id] = row
         if len(seen) > SEEN_LIMIT:
             del seen[next(iter(seen))]
+
+    def may_set_free(self) -> bool:
+        """Whether others may go on because something ends that is held here."""
+        return any(map(concerns_others, self._seen.values()))
 
 
 def first(rows: Sequence[Any]) -> Any:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
+
 import msgspec
 
 from flowfabric.engine.meters import Labels, Meters, Timing
@@ -28,14 +31,19 @@ class Outcomes:
         self._meters = meters
         self._ordinary: dict[tuple[str, str], Ordinary] = {}
 
-    def formed(self, row: Execution, outcome: str, at: int) -> None:
-        """Work ended in one of the ways that are alike for all of it."""
-        ordinary = self._ordinary.get((row.lane_id, outcome)) or self._of(row.lane_id, outcome)
+    def formed(self, ends: Iterable[tuple[Execution, str]], at: int) -> None:
+        """Work ended in ways that are alike for all of it: each row with its outcome."""
+        alike: dict[tuple[str, str], list[int]] = {}
+        for row, outcome in ends:
+            alike.setdefault((row.lane_id, outcome), []).append(row.created_at)
         counts = self._meters.counts
-        if ordinary.attempts is not None:
-            counts[ordinary.attempts] += 1
-        counts[ordinary.completions] += 1
-        ordinary.durations.add((at - row.created_at) / 1000)
+        for (lane_id, outcome), created in alike.items():
+            ordinary = self._ordinary.get((lane_id, outcome)) or self._of(lane_id, outcome)
+            if ordinary.attempts is not None:
+                counts[ordinary.attempts] += len(created)
+            counts[ordinary.completions] += len(created)
+            for created_at, often in Counter(created).items():  # what was created together is often claimed together
+                ordinary.durations.add((at - created_at) / 1000, often)
 
     def note(self, event: Event, change: Change, row: Execution | None, at: int) -> None:
         """A change told of the end of a life, or of an attempt; `row` is its execution as it was, if that is known."""

@@ -101,12 +101,16 @@ class Pull:
     async def _behind_own_work(self, orders: Sequence[intake.ClaimOrder]) -> None:
         """Let what this process has just done go before the look, which finds what that sets free.
 
-        Where the store keeps the order it is enough to be handed over behind it, and both are one commit.
+        Where the store keeps the order it is enough to be handed over behind it, and both are one commit. Where it does
+        not, and nothing that is held here sets others free, the look goes first: the server has then something to do
+        while this process puts together what there is to tell.
         """
-        for _ in range(TURNS):
-            await asyncio.sleep(0)
-        if not self._engine.store.in_order:
-            await self._engine.commits.brought([lane_topic(order.lane_id) for order in orders])
+        engine = self._engine
+        if engine.store.in_order or engine.may_set_free():
+            for _ in range(TURNS):
+                await asyncio.sleep(0)
+        if not engine.store.in_order:
+            await engine.commits.brought([lane_topic(order.lane_id) for order in orders])
 
     def close(self) -> None:
         """Expect no more hints."""

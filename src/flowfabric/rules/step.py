@@ -134,6 +134,13 @@ def success_form(row: Execution) -> Form | None:
     return _success_form(retention_ms(row), row.attempt_timeout_at is not None, row.flow_id is not None)
 
 
+def concerns_others(row: Execution) -> bool:
+    """Whether others may go on because this one ends: its successors, its parent, those who wait for its limits."""
+    if row.successors is not None or row.parent_id is not None:
+        return True
+    return row.terms is not None and bool(decode_terms(row.terms).quota_policy_ids)
+
+
 @lru_cache(maxsize=256)
 def _success_form(kept_ms: int, timed: bool, is_member: bool) -> Form:
     known = ORDINARY | ({_TIMED: Own(_TIMED)} if timed else {})

@@ -89,8 +89,8 @@ def _judged(changes: Sequence[Change], habits: Habits) -> list[tuple[Guards, Val
         guards = change.guards
         if not guards or change.not_before is not None or change.not_after is not None:
             bounds.append((no, change.not_before, change.not_after))
-        if change.form is not None and len(guards) == 1:  # the root that the form is about
-            guard = guards[0]
+        if change.form is not None and len(guards) == 1 and (guard := guards[0]).revision is not None:
+            # An ordinary end, of which there are most: what it guards is the root that it writes.
             kinds.setdefault((guard.row, "update", guard.like), []).append((guard.key, no, guard))
             continue
         written = _written_roots(change)
@@ -109,7 +109,7 @@ def _judged(changes: Sequence[Change], habits: Habits) -> list[tuple[Guards, Val
         types: tuple[str, ...] = KEY_TYPES[row]
         leased = False
         if lock != "none" and like is None:
-            columns.append(tuple(guard.revision for guard in guarded))
+            columns.append(tuple([guard.revision for guard in guarded]))
             types += ("bigint",)
             leases = [guard.lease for guard in guarded]
             leased = any(leases)
@@ -131,7 +131,7 @@ def _in_order(kind: tuple[Row, Lock, Like | None]) -> tuple[Any, ...]:
 
 
 def _asked(lease: LeaseCheck | None) -> tuple[int | None, str | None, int | None]:
-    return (None, None, None) if lease is None else (lease.want.value, lease.lease_id, lease.lease_epoch)
+    return (None, None, None) if lease is None else (int(lease.want), lease.lease_id, lease.lease_epoch)
 
 
 def _written_roots(change: Change) -> set[tuple[Row, tuple[Any, ...]]]:
