@@ -313,8 +313,7 @@ class RandomMinter:
         try:
             return self._uuids.pop()
         except IndexError:
-            digits = os.urandom(16 * _STOCK).hex()
-            self._uuids = [_version_4(digits[start : start + 32]) for start in range(0, 32 * _STOCK, 32)]
+            self._uuids = _versions_4(os.urandom(16 * _STOCK))
             return _version_4(os.urandom(16).hex())
 
     def ordered_uuid(self) -> str:
@@ -370,6 +369,27 @@ _VARIANT: Final = {digit: "89ab"[int(digit, 16) & 3] for digit in "0123456789abc
 def _version_4(digits: str) -> str:
     # Formatted by hand: half the time of uuid.UUID, and this runs twice per claim.
     return f"{digits[:8]}-{digits[8:12]}-4{digits[13:16]}-{_VARIANT[digits[16]]}{digits[17:20]}-{digits[20:]}"
+
+
+def _versions_4(data: bytes) -> list[str]:
+    """The same for many at a time, digit by digit: the first of all, the second of all, and so on.
+
+    Copying a digit of all takes hardly longer than slicing one of them by hand.
+    """
+    digits = data.hex().encode()
+    text = bytearray(b"-") * (len(data) // 16 * _LENGTH)
+    places = (place for place, sign in enumerate(_SAMPLE) if sign != "-")
+    for number, place in enumerate(places):
+        text[place::_LENGTH] = digits[number::32]
+    text[_VERSION_AT::_LENGTH] = b"4" * (len(data) // 16)
+    text[_VARIANT_AT::_LENGTH] = text[_VARIANT_AT::_LENGTH].translate(_VARIANTS)
+    together = text.decode()
+    return [together[start : start + _LENGTH] for start in range(0, len(together), _LENGTH)]
+
+
+_SAMPLE: Final = "00000000-0000-4000-8000-000000000000"
+_LENGTH, _VERSION_AT, _VARIANT_AT = len(_SAMPLE), _SAMPLE.index("4"), _SAMPLE.index("8")
+_VARIANTS: Final = bytes.maketrans("".join(_VARIANT).encode(), "".join(_VARIANT.values()).encode())
 
 
 def mint_for_flow(flow_id: FlowId, counts: PartitionCounts, minter: Minter) -> ExecutionId:

@@ -21,11 +21,11 @@ class Timing(msgspec.Struct):
     count: int = 0
     total_s: float = 0.0
 
-    def add(self, seconds: float) -> None:
-        """Once more, and this long."""
-        self.buckets[bisect_left(BUCKETS_S, seconds)] += 1
-        self.count += 1
-        self.total_s += seconds
+    def add(self, seconds: float, times: int = 1) -> None:
+        """Once more, and this long; or so many times."""
+        self.buckets[bisect_left(BUCKETS_S, seconds)] += times
+        self.count += times
+        self.total_s += seconds * times
 
 
 class Meters:
