@@ -104,3 +104,22 @@ async def test_what_was_told_by_a_commit_does_not_hurry_what_comes_after_it(
     await asyncio.sleep(0.04)  # twice as long as the first one would have waited
     assert others.hints == []
     assert engine.commits.owed == {"later"}
+
+
+async def test_a_claim_that_does_not_wait_asks_for_no_hint(
+    told: tuple[Engine, Others], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that what is written meanwhile need not be searched for whom to wake."""
+    engine, _ = told
+    asked: list[tuple[str, ...]] = []
+    expect = engine.wakes.expect
+
+    def noted(*topics: str) -> asyncio.Future[None]:
+        asked.append(topics)
+        return expect(*topics)
+
+    monkeypatch.setattr(engine.wakes, "expect", noted)
+    assert await engine.claim("mail", worker_id="w", worker_instance_id="w-1") is None
+    assert asked == []
+    assert await engine.claim("mail", worker_id="w", worker_instance_id="w-1", max_wait_ms=1) is None
+    assert ("lane:mail",) in asked

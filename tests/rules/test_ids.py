@@ -280,6 +280,13 @@ def test_minted_uuids_are_distinct_version_4_ones(minter: ids.Minter) -> None:
     assert all(stdlib_uuid.UUID(text).version == 4 and parse_uuid(text) == text for text in minted)
 
 
+def test_uuids_that_are_written_together_are_those_written_one_by_one() -> None:
+    data = bytes(range(256)) * 5  # every digit at every place
+
+    one_by_one = [ids._version_4(data[start : start + 16].hex()) for start in range(0, len(data), 16)]
+    assert ids._versions_4(data) == one_by_one
+
+
 @pytest.mark.parametrize("minter", [RandomMinter(), SeededMinter(1)])
 def test_change_ids_are_positive_and_fit_a_signed_column(minter: ids.Minter) -> None:
     minted = [minter.change_id() for _ in range(2000)]

@@ -16,7 +16,7 @@ from flowfabric.errors import StoreUnavailable
 from flowfabric.model.execution import Execution, LineKey
 from flowfabric.rules.change import Change, Insert, Patch
 from flowfabric.stores.base import Want
-from flowfabric.stores.sqlite import SQLiteStore
+from flowfabric.stores.sqlite import SQLiteStore, desk
 from flowfabric.stores.sqlite import store as module
 from tests.postgres_install import ROOT
 from tests.stores.samples import change, event, execution, one, payload, waiting, write
@@ -87,7 +87,10 @@ def test_a_file_that_the_kernel_lets_grow_no_further_is_reported_and_passes(tmp_
     assert found["sound"] == "ok"
 
 
-async def test_all_that_was_to_be_written_together_fails_together(fragile: Fragile) -> None:
+async def test_all_that_was_to_be_written_together_fails_together(
+    fragile: Fragile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(desk, "WAITED_S", 60.0)  # however slow this machine is
     await fragile._writer.do(lambda db: db.pragma("max_page_count", db.pragma("page_count") + 2))
     small = [change(Insert(execution(f"n{number}", line=LineKey(f"l{number}")))) for number in range(5)]
     large = change(Insert(payload("a", b"x" * 1_000_000)))

@@ -90,16 +90,18 @@ class Finishing(Executions):
         now = self.estimate.now()
         for place, (handle, result) in enumerate(pairs):
             try:
-                execution_id = self.opened(handle).execution_id
+                fields = self.opened(handle)
                 payload = None if result is None else limits.payload("result_payload", result)
             except errors.FabricError as refused:
                 found[place] = refused
                 continue
+            execution_id = fields.execution_id
             row = self._seen.get(execution_id)
             if row is None or execution_id in sent:
                 alone[place] = ()
                 continue
-            decision = finish.complete(row, fence_of(handle), None, payload, label, now)
+            shown = Fence(fields.lease_id, fields.lease_epoch, fields.attempt_id)
+            decision = finish.complete(row, shown, None, payload, label, now)
             if decision.change is None or isinstance(decision.answer, errors.FabricError):
                 alone[place] = ()
                 continue
@@ -130,6 +132,8 @@ class Finishing(Executions):
             self.note_alike(alike, now)
         if others:
             self.note_all(others, now)
+        if not alone:
+            return found
         singly = (
             self._complete_alone(*pairs[place], label, doubts, trusted.get(place)) for place, doubts in alone.items()
         )

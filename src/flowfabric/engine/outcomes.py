@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from operator import attrgetter
 
 import msgspec
 
@@ -14,6 +15,7 @@ from flowfabric.rules.change import Change, Insert
 from flowfabric.rules.outcomes import attempt_outcome
 
 ATTEMPTS, COMPLETIONS, DURATION = "ff_attempt_outcome", "ff_completions", "ff_execution_e2e_duration"
+_BEGAN = attrgetter("lane_id", "created_at")
 
 
 class Ordinary(msgspec.Struct, frozen=True):
@@ -31,19 +33,15 @@ class Outcomes:
         self._meters = meters
         self._ordinary: dict[tuple[str, str], Ordinary] = {}
 
-    def formed(self, ends: Iterable[tuple[Execution, str]], at: int) -> None:
-        """Work ended in ways that are alike for all of it: each row with its outcome."""
-        alike: dict[tuple[str, str], list[int]] = {}
-        for row, outcome in ends:
-            alike.setdefault((row.lane_id, outcome), []).append(row.created_at)
+    def formed(self, rows: Iterable[Execution], outcome: str, at: int) -> None:
+        """Work ended in one of the ways that are alike for all of it; what began together is counted together."""
         counts = self._meters.counts
-        for (lane_id, outcome), created in alike.items():
+        for (lane_id, created_at), ended in Counter(map(_BEGAN, rows)).items():
             ordinary = self._ordinary.get((lane_id, outcome)) or self._of(lane_id, outcome)
             if ordinary.attempts is not None:
-                counts[ordinary.attempts] += len(created)
-            counts[ordinary.completions] += len(created)
-            for created_at, often in Counter(created).items():  # what was created together is often claimed together
-                ordinary.durations.add((at - created_at) / 1000, often)
+                counts[ordinary.attempts] += ended
+            counts[ordinary.completions] += ended
+            ordinary.durations.add((at - created_at) / 1000, ended)
 
     def note(self, event: Event, change: Change, row: Execution | None, at: int) -> None:
         """A change told of the end of a life, or of an attempt; `row` is its execution as it was, if that is known."""

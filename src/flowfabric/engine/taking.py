@@ -95,6 +95,8 @@ class Taking(Lines):
         limits.duration("max_wait_ms", max_wait_ms, least=0)
         clock = asyncio.get_running_loop().time
         until = clock() + max_wait_ms / 1000
+        if not max_wait_ms:  # nobody has to be woken then, and none of this process's writes looks for whom to wake
+            return await self.claim_now(order, limit)
         while True:
             hint = self.wakes.expect(lane_topic(order.lane_id))
             try:
@@ -294,8 +296,8 @@ class Taking(Lines):
     def _stamps(self, count: int) -> tuple[Stamp, ...]:
         """New identities, and before them those that an earlier take found nothing for: workers ask for many."""
         spare, self._spare = self._spare[:count], ()
-        minter = self.minter
-        return spare + tuple(Stamp(minter.uuid(), minter.uuid(), minter.change_id()) for _ in range(count - len(spare)))
+        uuid, change_id = self.minter.uuid, self.minter.change_id
+        return spare + tuple([Stamp(uuid(), uuid(), change_id()) for _ in range(count - len(spare))])
 
     async def _find_taken(self, takes: Sequence[Take]) -> list[answers.Claimed]:
         """After lost answers: the rows that carry the stamps, if one of the takes happened."""

@@ -94,14 +94,26 @@ END = "end:"
 def lines_of(change: Change) -> set[LineKey]:
     """The lines that a change puts executions into."""
     found: set[LineKey] = set()
+    _look_at(change, found, set())
+    return found
+
+
+def _look_at(change: Change, lines: set[LineKey], topics: set[str]) -> None:
+    """Add the lines that a change puts executions into, and the topics of the streams that it writes."""
     for write in change.writes:  # compared by type: this runs for every write, of which a graph has thousands
         row: Any = write.row
-        if type(row) is Execution:
+        kind = type(row)
+        if kind is Execution:
             if row.line is not None:
-                found.add(row.line)
-        elif row is Execution and type(write) is Patch and (line := write.fields.get("line")) is not None:
-            found.add(line)
-    return found
+                lines.add(row.line)
+        elif kind is Stream:
+            topics.add(stream_topic(row.execution_id))
+        elif type(write) is Patch:
+            if row is Execution:
+                if (line := write.fields.get("line")) is not None:
+                    lines.add(line)
+            elif row is Stream:
+                topics.add(stream_topic(write.key[0]))
 
 
 def topics_of(changes: Iterable[Change]) -> set[str]:
@@ -109,13 +121,7 @@ def topics_of(changes: Iterable[Change]) -> set[str]:
     topics: set[str] = set()
     lines: set[LineKey] = set()
     for change in changes:
-        lines |= lines_of(change)
-        for write in change.writes:
-            row: Any = write.row
-            if type(row) is Stream:
-                topics.add(stream_topic(row.execution_id))
-            elif row is Stream and type(write) is Patch:
-                topics.add(stream_topic(write.key[0]))
+        _look_at(change, lines, topics)
         if change.form is not None:
             topics.add(FEED)
             topics.add(end_topic(change.guards[0].key[0]))

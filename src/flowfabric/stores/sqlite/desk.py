@@ -7,6 +7,7 @@ import contextlib
 import os
 import threading
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
@@ -23,6 +24,7 @@ T = TypeVar("T")
 
 TOGETHER = 16  # pieces of work in one transaction
 TOGETHER_S = 0.005  # how old it may be when another one joins it
+WAITED_S = 0.02  # the same for one that waited when it began
 PATIENCE_S = 0.003  # how long the loop lets work wait before it steps aside, again and again
 ASIDE_S = 0.0002
 FAREWELL_S = 10.0  # how long a closing store waits for a writer that is stuck behind another process
@@ -31,9 +33,7 @@ FAREWELL_S = 10.0  # how long a closing store waits for a writer that is stuck b
 class Job:
     """A piece of work, who waits for it, and what became of it."""
 
-    __slots__ = ("error", "future", "loop", "nudge", "result", "work")
-
-    nudge: asyncio.TimerHandle
+    __slots__ = ("error", "future", "loop", "result", "work")
 
     def __init__(self, work: Callable[[apsw.Connection], Any], loop: asyncio.AbstractEventLoop) -> None:
         self.work = work
@@ -85,11 +85,12 @@ class Desk:
             self._start()
         job = Job(work, asyncio.get_running_loop())
         self._hand_over(job)
-        job.nudge = job.loop.call_later(PATIENCE_S, _step_aside, job)
+        patience = _patience_of(job.loop)
+        patience.begin(job)
         try:
             result: T = await job.future
         finally:
-            job.nudge.cancel()
+            patience.end(job)
         return result
 
     def _hand_over(self, job: Job) -> None:
@@ -179,9 +180,9 @@ class WritingDesk(Desk):
         with self._turn:
             try:
                 db.execute("BEGIN IMMEDIATE")
-                until = time.monotonic() + TOGETHER_S
+                began, waiting = time.monotonic(), 1 + self._queue.qsize()
                 self._one(db, jobs[0], first=True)
-                while len(jobs) < TOGETHER and time.monotonic() < until and (job := self._next()) is not None:
+                while self._has_room(jobs, waiting, time.monotonic() - began) and (job := self._next()) is not None:
                     jobs.append(job)
                     self._one(db, job)
                 db.execute("COMMIT")
@@ -191,6 +192,14 @@ class WritingDesk(Desk):
                 if db.in_transaction:
                     db.execute("ROLLBACK")
                 raise
+
+    def _has_room(self, jobs: list[Job], waiting: int, age_s: float) -> bool:
+        """Whether a transaction that began with so many waiting takes one more piece.
+
+        What came together is kept together for longer: a piece that is left behind is written while the loop goes on
+        with the others, and two threads at work at once are in each other's way from then on.
+        """
+        return len(jobs) < TOGETHER and age_s < (WAITED_S if len(jobs) < waiting else TOGETHER_S)
 
     def _next(self) -> Job | None:
         """Work that has been handed over meanwhile."""
@@ -213,23 +222,52 @@ class WritingDesk(Desk):
             db.execute("RELEASE job")
 
 
-def _step_aside(job: Job) -> None:
-    """Let the desk's thread have the interpreter for a moment, once for all work that waits.
+class Patience:
+    """Lets the desks' threads have the interpreter for a moment now and then while work of one loop waits for them.
 
     A loop that never rests lets go of it at each turn, but takes it back before the thread has woken up: without this,
-    a commit beside a busy loop was seen to take 300 ms and more. But if each of many pieces had its own moment, the
-    loop would sleep through a fifth of its time.
+    a commit beside a busy loop was seen to take 300 ms and more. One timer serves all work that waits: if each piece
+    had its own, an idle loop would wake again and again in the middle of a commit, and a busy one would sleep through
+    a fifth of its time.
     """
-    if time.monotonic() >= _Aside.until:
-        time.sleep(ASIDE_S)
-        _Aside.until = time.monotonic() + PATIENCE_S
-    job.nudge = job.loop.call_later(PATIENCE_S, _step_aside, job)
+
+    __slots__ = ("_napped_at", "_since", "_timer")
+
+    def __init__(self) -> None:
+        self._since: dict[Job, float] = {}  # what waits, in the order in which it came
+        self._napped_at = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self, job: Job) -> None:
+        """Something waits."""
+        self._since[job] = job.loop.time()
+        if self._timer is None:
+            self._timer = job.loop.call_later(PATIENCE_S, self._look, job.loop)
+
+    def end(self, job: Job) -> None:
+        """It waits no more."""
+        del self._since[job]
+        if not self._since and self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Step aside if something has waited for so long since the last time; look again when something may have."""
+        since = max(self._napped_at, next(iter(self._since.values())))
+        if loop.time() - since >= PATIENCE_S:
+            time.sleep(ASIDE_S)
+            self._napped_at = since = loop.time()
+        self._timer = loop.call_at(since + PATIENCE_S, self._look, loop)
 
 
-class _Aside:
-    """Until when no loop of this process need step aside again."""
+_PATIENCE: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Patience] = weakref.WeakKeyDictionary()
 
-    until = 0.0
+
+def _patience_of(loop: asyncio.AbstractEventLoop) -> Patience:
+    found = _PATIENCE.get(loop)
+    if found is None:
+        found = _PATIENCE[loop] = Patience()
+    return found
 
 
 def _deliver(jobs: list[Job]) -> None:

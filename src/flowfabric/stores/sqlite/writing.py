@@ -29,6 +29,8 @@ from flowfabric.stores.taking import taken
 _MOST = 128  # rows per statement
 _WIDEST = 6000  # values per statement: the driver keeps prepared ones only up to 16 KiB of text
 
+_LIVE = LeaseWant.LIVE  # to find a member in its class takes ten times as long
+
 Row = Sequence[Any]
 Shape = tuple[type[Write], type[msgspec.Struct], tuple[str, ...], str | None]  # kind, table, columns, unless
 Gathered = dict[Shape, list[Row]]
@@ -37,14 +39,14 @@ Gathered = dict[Shape, list[Row]]
 def commit(db: apsw.Connection, lines: LinesOfWriter, changes: Sequence[Change], now: int) -> list[int | None]:
     """Write the changes whose guards hold; per change, now or None."""
     refused = _refused(db, changes, now)
-    accepted = [change for number, change in enumerate(changes) if number not in refused]
+    accepted = [change for number, change in enumerate(changes) if number not in refused] if refused else changes
     for gathered in _rounds(accepted):
         _write(db, lines, gathered, now)
     for line in {line for change in accepted for line in change.lines}:
         lines.number_to_write(db, line)
     _tell(db, lines, [event for change in accepted for event in change.events], now)
     _fill_in(db, accepted, now)
-    return [None if number in refused else now for number in range(len(changes))]
+    return [None if number in refused else now for number in range(len(changes))] if refused else [now] * len(changes)
 
 
 def _fill_in(db: apsw.Connection, changes: Iterable[Change], now: int) -> None:
@@ -122,7 +124,7 @@ def _refused(db: apsw.Connection, changes: Sequence[Change], now: int) -> set[in
             elif lease is None or guard.revision is None:
                 roots.setdefault(guard.row, []).append((number, *guard.key, guard.revision))
             else:
-                live = lease.want is LeaseWant.LIVE
+                live = lease.want is _LIVE
                 leases.setdefault(guard.row, []).append(
                     (number, *guard.key, guard.revision, live, lease.lease_id, lease.lease_epoch)
                 )
