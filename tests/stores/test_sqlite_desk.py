@@ -1,14 +1,17 @@
-"""How a busy loop makes room for the threads that read and write."""
+"""How a busy loop makes room for the threads that read and write, and what they do together."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from flowfabric.stores.sqlite import desk
+from flowfabric.rules.change import Insert
+from flowfabric.stores.sqlite import SQLiteStore, desk
+from tests.stores.samples import change, execution
 
 
 class StillLoop(asyncio.SelectorEventLoop):
@@ -74,3 +77,28 @@ def test_a_loop_does_not_step_aside_for_work_that_comes_and_goes(loop: StillLoop
         before = job
 
     assert naps == []
+
+
+@pytest.mark.parametrize(("patience_s", "transactions"), [(60.0, 1), (0.0, 5)])
+async def test_what_came_together_is_written_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patience_s: float, transactions: int
+) -> None:
+    """Even by a transaction that is too old for anything new, unless that takes far too long."""
+    monkeypatch.setattr(desk, "TOGETHER_S", 0.0)
+    monkeypatch.setattr(desk, "WAITED_S", patience_s)
+    store = SQLiteStore(tmp_path / "ff.db")
+    await store.open(migrate=True)
+    commits: list[bool] = []
+
+    def hook() -> bool:
+        commits.append(True)
+        return False  # let it pass
+
+    await store._writer.do(lambda db: db.set_commit_hook(hook))
+    commits.clear()
+
+    changes = [change(Insert(execution(f"n{number}"))) for number in range(5)]
+    answers = await asyncio.gather(*(store.commit([one]) for one in changes))
+    assert [None] not in answers
+    assert len(commits) == transactions
+    await store.close()

@@ -73,7 +73,7 @@ async def test_a_full_disk_is_reported_and_passes(fragile: Fragile) -> None:
 async def test_all_that_was_to_be_written_together_fails_together(
     fragile: Fragile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(desk, "TOGETHER_S", 60.0)  # however slow this machine is
+    monkeypatch.setattr(desk, "WAITED_S", 60.0)  # however slow this machine is
     await fragile._writer.do(lambda db: db.pragma("max_page_count", db.pragma("page_count") + 2))
     small = [change(Insert(execution(f"n{number}", line=LineKey(f"l{number}")))) for number in range(5)]
     large = change(Insert(payload("a", b"x" * 1_000_000)))

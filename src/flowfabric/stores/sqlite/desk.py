@@ -24,6 +24,7 @@ T = TypeVar("T")
 
 TOGETHER = 16  # pieces of work in one transaction
 TOGETHER_S = 0.005  # how old it may be when another one joins it
+WAITED_S = 0.02  # the same for one that waited when it began
 PATIENCE_S = 0.003  # how long the loop lets work wait before it steps aside, again and again
 ASIDE_S = 0.0002
 FAREWELL_S = 10.0  # how long a closing store waits for a writer that is stuck behind another process
@@ -179,9 +180,9 @@ class WritingDesk(Desk):
         with self._turn:
             try:
                 db.execute("BEGIN IMMEDIATE")
-                until = time.monotonic() + TOGETHER_S
+                began, waiting = time.monotonic(), 1 + self._queue.qsize()
                 self._one(db, jobs[0], first=True)
-                while len(jobs) < TOGETHER and time.monotonic() < until and (job := self._next()) is not None:
+                while self._has_room(jobs, waiting, time.monotonic() - began) and (job := self._next()) is not None:
                     jobs.append(job)
                     self._one(db, job)
                 db.execute("COMMIT")
@@ -191,6 +192,14 @@ class WritingDesk(Desk):
                 if db.in_transaction:
                     db.execute("ROLLBACK")
                 raise
+
+    def _has_room(self, jobs: list[Job], waiting: int, age_s: float) -> bool:
+        """Whether a transaction that began with so many waiting takes one more piece.
+
+        What came together is kept together for longer: a piece that is left behind is written while the loop goes on
+        with the others, and two threads at work at once are in each other's way from then on.
+        """
+        return len(jobs) < TOGETHER and age_s < (WAITED_S if len(jobs) < waiting else TOGETHER_S)
 
     def _next(self) -> Job | None:
         """Work that has been handed over meanwhile."""
