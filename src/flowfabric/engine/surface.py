@@ -19,6 +19,7 @@ INTERNAL: Final = frozenset(
             "knows_lane",
             "hear_of_lane",
             "note_taken",
+            "may_set_free",
             "remember",
             "tell",
             "follow",
