@@ -318,9 +318,10 @@ def _serve(folder: Path, port: int) -> None:
 
 
 def _let_go_of_output() -> None:
-    """Whoever started this process reads what it says until the end of the stream: let that be now."""
+    """Whoever started this process reads what it says until the end of both streams: let that be now."""
     with Path(os.devnull).open("w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
+        os.dup2(nowhere.fileno(), 2)
 
 
 def _detach() -> None:
