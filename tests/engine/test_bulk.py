@@ -11,6 +11,7 @@ from flowfabric import CreateExecution, Engine, FabricError, StoreUnavailable
 from flowfabric.clock import ManualClock
 from flowfabric.engine.bulk import TOGETHER
 from flowfabric.model.answers import Created, Duplicate
+from flowfabric.model.states import PublicState
 from flowfabric.rules.change import Change
 from flowfabric.stores.base import Store
 from flowfabric.stores.memory import MemoryStore
@@ -151,7 +152,7 @@ async def test_what_is_alike_is_written_as_one_change(store: Store, clock: Manua
 
     answers = await engine.create_executions(wanted := asks(engine, MANY))
 
-    assert answers == [Created(ask.execution_id, "waiting") for ask in wanted]  # type: ignore[arg-type]
+    assert answers == [Created(ask.execution_id, PublicState.WAITING) for ask in wanted]
     assert watching.sent[1:] == [2]  # the first by itself, and all that are like it
     assert await found(engine) == MANY + 1
 
@@ -174,7 +175,7 @@ async def test_a_known_one_among_many_is_a_duplicate_and_the_others_are_created(
     answers = await engine.create_executions(wanted)
 
     assert answers.pop(place) == Duplicate(wanted.pop(place).execution_id)
-    assert answers == [Created(ask.execution_id, "waiting") for ask in wanted]  # type: ignore[arg-type]
+    assert answers == [Created(ask.execution_id, PublicState.WAITING) for ask in wanted]
     assert await found(engine) == MANY
 
 
@@ -184,7 +185,7 @@ async def test_one_that_is_named_twice_among_many_is_created_once(store: Store) 
 
     answers = await engine.create_executions([*wanted, wanted[60]])
 
-    assert answers[:-1] == [Created(ask.execution_id, "waiting") for ask in wanted]  # type: ignore[arg-type]
+    assert answers[:-1] == [Created(ask.execution_id, PublicState.WAITING) for ask in wanted]
     assert answers[-1] == Duplicate(wanted[60].execution_id)
 
 
@@ -207,5 +208,5 @@ async def test_many_whose_answer_got_lost_are_created_once(store: Store, loss: L
 
     answers = await engine.create_executions(wanted := asks(engine, MANY))
 
-    assert answers == [Created(ask.execution_id, "waiting") for ask in wanted]  # type: ignore[arg-type]
+    assert answers == [Created(ask.execution_id, PublicState.WAITING) for ask in wanted]
     assert await found(engine) == MANY + 1
