@@ -10,8 +10,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median, quantiles
@@ -79,32 +79,29 @@ async def sdk(
     with_peer: bool = True,
     progress: Progress | None = None,
 ) -> SdkReport:
-    """Measure on a scratch store beside the named one."""
+    """Measure on scratch stores beside the named one."""
     jobs = jobs or (JOBS_ON_POSTGRES if url.startswith("postgres") else JOBS)
     tell, load = Steps(progress, 3 * rounds + 2), os.getloadavg()[0]
     tell("preparing")
     peer, missing = _peer(url) if with_peer else (None, "not asked for")
     ours, theirs, durable = [], [], []
-    async with AsyncExitStack() as stack:
-        place = await stack.enter_async_context(ground(url))
-        if not place.shared:
-            raise InvalidInput("store: a worker of another process has to see it; use SQLite or Postgres")
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ff-bench-")))
-        app = sdk_app.app
-        app.url = place.url
-        await stack.enter_async_context(app)
+    with tempfile.TemporaryDirectory(prefix="ff-bench-") as name:
+        folder = Path(name)
+        tell("submit → done")  # first: after the rounds a server is busy with tidying up
+        async with _app_on_its_own(url) as place:
+            times = await _latencies(place, folder / "latency", samples)
         for number in range(rounds):
             gc.collect()
             tell(f"round {number + 1}: drain")
-            ours.append(await _drain(place, folder / f"starts-{number}", jobs))
+            async with _app_on_its_own(url) as place:
+                ours.append(await _drain(place, folder / f"starts-{number}", jobs))
             tell(f"round {number + 1}: {peer.name if peer else 'no peer'}")
             if peer is not None:
                 async with ground(url) as beside:
                     theirs.append(await _peer_drain(peer, beside, folder / f"peer-{number}", jobs))
             tell(f"round {number + 1}: durable functions")
-            durable.append(await _durable(place, folder / "unused", functions))
-        tell("submit → done")
-        times = await _latencies(place, folder / "latency", samples)
+            async with _app_on_its_own(url) as place:
+                durable.append(await _durable(place, folder / "unused", functions))
         tell.finish()
     percentiles = quantiles(times, n=100)
     drained, compared = median(ours), median(theirs) if theirs else None
@@ -138,6 +135,17 @@ async def sdk(
 
 
 # -- FlowFabric -------------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def _app_on_its_own(url: str) -> AsyncIterator[Ground]:
+    """The app on a scratch store in which nothing else has been, as each peer has one."""
+    async with ground(url) as place:
+        if not place.shared:
+            raise InvalidInput("store: a worker of another process has to see it; use SQLite or Postgres")
+        sdk_app.app.url = place.url
+        async with sdk_app.app:
+            yield place
 
 
 async def _drain(place: Ground, starts: Path, jobs: int) -> float:
