@@ -289,6 +289,12 @@ def test_any_document_gives_terms_that_fit_every_store_or_a_typed_refusal(docume
 # Keeping
 
 
+@pytest.fixture(autouse=True)
+def _nothing_kept_before() -> None:
+    """Terms that are equal share one text: of chance's own, one may spell out what others leave unsaid."""
+    encode_terms.cache_clear()
+
+
 def test_default_terms_are_kept_as_nothing() -> None:
     assert encode_terms(Terms()) is None
     assert decode_terms(None) == Terms()
