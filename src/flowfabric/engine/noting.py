@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -217,8 +218,8 @@ class Noting:
     def note_taken(self, rows: Sequence[Execution]) -> None:
         """The same for rows that the store claimed by itself."""
         for column, planned_at in self.planned.get(Execution, NOTHING).items():
-            for taken in rows:
-                self._note_instant(Execution, column, getattr(taken, column), planned_at)
+            for instant in set(map(attrgetter(column), rows)):
+                self._note_instant(Execution, column, instant, planned_at)
 
     def _note_sheet(
         self, execution_id: str, fields: dict[str, Any], revision: int, rows: Rows, committed_at: int

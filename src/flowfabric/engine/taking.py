@@ -47,6 +47,7 @@ class Taking(Lines):
 
     _rotation: int = 0
     _spare: tuple[Stamp, ...] = ()
+    _found_enough = False  # the last take, which the next one may well do, too
 
     @cached_property
     def _fair_turns(self) -> dict[str, dict[str, int]]:
@@ -273,6 +274,8 @@ class Taking(Lines):
         while True:
             stamps = self._stamps(limit)
             take = Take(lines, stamps, order.worker_id, order.worker_instance_id, order.lease_ttl_ms, lease.CLAIMED)
+            if self._found_enough:  # while the store is at it, make what the next one needs
+                asyncio.get_running_loop().call_soon(self._stock, limit)
             try:
                 taken = await self.store.take(take)
             except errors.StoreUnavailable as lost:
@@ -285,7 +288,8 @@ class Taking(Lines):
             self.estimate.hear(taken.now)
             if doubtful and not taken.rows:  # perhaps the doubtful one arrived just after we had looked for it
                 return await self._find_taken(doubtful)
-            if len(taken.rows) < len(stamps):
+            self._found_enough = len(taken.rows) == len(stamps)
+            if not self._found_enough:
                 used = {row.lease_id for row, _ in taken.rows}
                 self._spare = tuple(stamp for stamp in stamps if stamp.lease_id not in used)
             if taken.rows:
@@ -295,9 +299,16 @@ class Taking(Lines):
 
     def _stamps(self, count: int) -> tuple[Stamp, ...]:
         """New identities, and before them those that an earlier take found nothing for: workers ask for many."""
-        spare, self._spare = self._spare[:count], ()
-        uuid, change_id = self.minter.uuid, self.minter.change_id
-        return spare + tuple([Stamp(uuid(), uuid(), change_id()) for _ in range(count - len(spare))])
+        self._stock(count)
+        stamps, self._spare = self._spare[:count], ()
+        return stamps
+
+    def _stock(self, count: int) -> None:
+        """Have so many identities to give out."""
+        missing = count - len(self._spare)
+        if missing > 0:
+            uuid, change_id = self.minter.uuid, self.minter.change_id
+            self._spare += tuple([Stamp(uuid(), uuid(), change_id()) for _ in range(missing)])
 
     async def _find_taken(self, takes: Sequence[Take]) -> list[answers.Claimed]:
         """After lost answers: the rows that carry the stamps, if one of the takes happened."""

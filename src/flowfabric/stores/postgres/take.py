@@ -10,6 +10,8 @@ from functools import cache
 from operator import attrgetter, itemgetter
 from typing import Any, Literal
 
+import msgspec
+
 from flowfabric.model.execution import Execution, Payload
 from flowfabric.stores.base import Held, Stamp, Take, Unstorable
 from flowfabric.stores.codec import CODEC, LineAt, LineOf, encode
@@ -17,7 +19,7 @@ from flowfabric.stores.postgres.commit import CLOCK
 from flowfabric.stores.postgres.habits import joined, list_words
 from flowfabric.stores.postgres.pieces import NUMBER, POINTER
 from flowfabric.stores.postgres.sql import column_type, numbered, pieces, quoted
-from flowfabric.stores.taking import PAYLOAD, heard, taken
+from flowfabric.stores.taking import PAYLOAD, rare, taken, usual
 
 _STATEMENTS = pieces("take.sql")
 _NOW = CLOCK.format(given=":clock::bigint")
@@ -47,8 +49,9 @@ class Claim:
             attempt_ids=list_words("text", ":attempt_ids"),
             revisions=list_words("bigint", ":revisions"),
             becomes="".join(f'"{name}" = :value_{name}::{column_type(columns[name])}, ' for name in becomes),
-            columns=quoted(heard(becomes), "e."),
-            heard=quoted(heard(becomes), "t."),
+            rare=quoted(rare(becomes), "e."),
+            columns=quoted(usual(becomes), "e."),
+            heard=quoted(usual(becomes), "t."),
             payload=quoted(PAYLOAD, "p."),
         )
         self.reaches = not one
@@ -62,8 +65,9 @@ class Claim:
         if answer[0]["place"] is None:
             return []
         answer.sort(key=itemgetter(2))
-        (now, *_), _, places, *columns = zip(*answer, strict=True)
-        return taken(take, [stamps[place - 1] for place in places], now, columns, line_at)
+        (now, *_), _, places, listed, *columns = zip(*answer, strict=True)
+        rarities = [one and msgspec.json.decode(one) for one in listed]
+        return taken(take, [stamps[place - 1] for place in places], now, rarities, columns, line_at)
 
 
 def _part(name: str) -> str:

@@ -8,7 +8,8 @@
 -- them; no state is named here. Stamps come as texts, since the driver is slow with arrays.
 --
 -- Answers with the time, whether a second look might find more, and the rows as they are now with their payloads, in no
--- order; with one row of nothing when nothing was taken. Columns that the caller has just given it does not hear back.
+-- order; with one row of nothing when nothing was taken. Columns that the caller has just given it does not hear back,
+-- and those that are rarely set are one list, if one of them is.
 with clock as materialized (select {clock} as now),
 {locked},
 stamped as materialized (
@@ -42,21 +43,22 @@ taken as (
            told = {told}
       from stamped s, clock c
      where e.ctid = s.spot
- returning s.place, s.lease_id as stamp, {columns}
+ returning s.place, s.lease_id as stamp, e.attempt_resumed_at is not null as is_resumed,
+           case when num_nonnulls({rare}) > 0 then json_build_array({rare})::text end as rare, {columns}
 ),
 batch as (
     insert into ff_batch (batch_id, at, events)
     select n.batch_id, c.now, array(
            select row(t.execution_id, t.namespace, t.tags, t.flow_id, 'acquired', t.stamp, t.lease_epoch,
                       t.attempt_id, t.attempt_index, :worker_id, :worker_instance_id,
-                      case when t.attempt_resumed_at is not null then 'claim_resumed' end,
+                      case when t.is_resumed then 'claim_resumed' end,
                       null, null, null, null)::ff_told
              from taken t
             order by t.place)
       from number n, clock c
      where exists (select 1 from taken)
 )
-select c.now, {more}(select count(*) from stamped) > (select count(*) from taken) as more, t.place, {heard}, {payload}
+select c.now, {more}(select count(*) from stamped) > (select count(*) from taken) as more, t.place, t.rare, {heard}, {payload}
   from clock c
   left join taken t on true
   left join lateral (

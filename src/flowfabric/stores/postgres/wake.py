@@ -147,9 +147,15 @@ def payloads(topics: Iterable[str], sender: str = SENDER) -> Iterator[str]:
 
     Without a sender they are for everybody, the own process as well.
     """
+    ordered = sorted(topics)
+    whole = msgspec.json.encode([sender, *ordered])
+    if len(whole) <= MOST_BYTES:
+        if ordered:
+            yield whole.decode()
+        return
     some: list[str] = []
     size = 2
-    for topic in sorted(topics):
+    for topic in ordered:
         bytes_ = len(msgspec.json.encode(topic)) + 1
         if bytes_ > MOST_BYTES:
             continue

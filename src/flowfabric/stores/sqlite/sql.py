@@ -16,8 +16,8 @@ from flowfabric.rules.change import Form, FromNow, Like, Own
 from flowfabric.stores.base import Where
 from flowfabric.stores.codec import EVENT_COLUMNS, encode, no_line
 from flowfabric.stores.rows import TABLE, Table, index_of
-from flowfabric.stores.sqlite.claimed import INPUT, rare, usual
-from flowfabric.stores.taking import PAYLOAD
+from flowfabric.stores.sqlite.claimed import INPUT
+from flowfabric.stores.taking import PAYLOAD, rare, usual
 
 Rows = Callable[[int], str]  # the text of a statement that takes so many rows at once
 

@@ -106,7 +106,7 @@ SELECT ?1, r.execution_id, r.namespace, r.tags, r.flow_id, 'acquired', r.lease_i
 -- name: taken
 -- These rows as one JSON array, in their order, what is rarely set in a list of its own if it is; their payload bytes
 -- follow end to end, with each length in its row.
-SELECT json_group_array(json_array({columns}, iif(coalesce({rare}) IS NULL, NULL, json_array({rare})),
+SELECT json_group_array(json_array(iif(coalesce({rare}) IS NULL, NULL, json_array({rare})), {columns},
                                    {payload_columns})), CAST(group_concat(p.input_payload, '') AS BLOB)
   FROM (VALUES {rows}) AS g
  CROSS JOIN ff_exec_core AS r ON r.rowid = g.column1

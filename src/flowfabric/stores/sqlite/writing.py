@@ -78,9 +78,8 @@ def take(db: apsw.Connection, lines: LinesOfWriter, take: Take, now: int) -> Tak
     many(db, sql.take(tuple(take.becomes.items())), stamped, first=given)
     rows = [(row,) for row in heads]
     many(db, sql.TELL_TAKEN, rows, first=(now,))
-    becomes = tuple(take.becomes)
-    found = claimed.columns(becomes, many(db, sql.taken(becomes), rows))
-    return Taken(now, taken(take, stamps, now, found, lambda number: lines.line(db, number)))
+    rarities, columns = claimed.columns(many(db, sql.taken(tuple(take.becomes)), rows))
+    return Taken(now, taken(take, stamps, now, rarities, columns, lambda number: lines.line(db, number)))
 
 
 def renew(db: apsw.Connection, leases: Sequence[Held], now: int) -> list[int | None]:
