@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from flowfabric.errors import StoreFault, StoreUnavailable
 from flowfabric.rules.change import Change
-from flowfabric.stores.base import Held, Loaded, Scan, Store, Take, Taken, Want
+from flowfabric.stores.base import Handed, Held, Loaded, Scan, Store, Take, Taken, Want
 
 A = TypeVar("A")
 
@@ -51,6 +51,9 @@ class LosingStore:
 
     async def commit(self, changes: Sequence[Change], hint: frozenset[str] = frozenset()) -> list[int | None]:
         return await self._losing(lambda: self.store.commit(changes, hint))
+
+    async def hand_over(self, changes: Sequence[Change], hint: frozenset[str], take: Take) -> Handed:
+        return await self._losing(lambda: self.store.hand_over(changes, hint, take))
 
     async def take(self, take: Take) -> Taken:
         return await self._losing(lambda: self.store.take(take))

@@ -17,6 +17,7 @@ AGREEMENT = "tests/machine/test_agreement.py::test_a_long_life_is_the_same_on_ev
 TAKE = "tests/machine/test_take.py"
 FOUND = "tests/machine/test_found.py"
 GUARDS = "tests/stores/test_contract_guards.py"
+HANDING = "tests/stores/test_contract_handing.py"
 LEASES = "tests/stores/test_contract_leases.py"
 RACES = "tests/chaos/test_forced_races.py"
 LAPSED = (
@@ -370,5 +371,33 @@ FAULTS = (
         "attempt_resumed_at = case when e.next_type is null then c.now end,",
         "attempt_resumed_at = null,",
         TAKE,
+    ),
+    Fault(
+        "postgres: work is handed over although somebody stands in line",
+        "stores/postgres/take.sql",
+        "    select not exists (\n",
+        "    select true or not exists (\n",
+        HANDING,
+    ),
+    Fault(
+        "postgres: what a change writes beside the line is lost when its row is handed over",
+        "stores/postgres/hand.py",
+        "    if not replaced(becomes).issuperset(names):\n        return None\n",
+        "",
+        HANDING,
+    ),
+    Fault(
+        "work of one lane is handed over though others have some, too",
+        "engine/pulling.py",
+        "if self._engine.store.in_order or len(orders) > 1:",
+        "if self._engine.store.in_order:",
+        "tests/engine/test_handing.py",
+    ),
+    Fault(
+        "a lane in which all work is handed over is never looked around in",
+        "engine/handing.py",
+        "if not self.has_looked(lane):",
+        "if False:",
+        "tests/engine/test_handing.py",
     ),
 )

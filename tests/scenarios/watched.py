@@ -22,7 +22,7 @@ from flowfabric.model.states import (
 )
 from flowfabric.rules import operate, place, views
 from flowfabric.rules.change import Change
-from flowfabric.stores.base import Due, Held, Loaded, Scan, Store, Take, Taken, Want, Where
+from flowfabric.stores.base import Due, Handed, Held, Loaded, Scan, Store, Take, Taken, Want, Where
 from flowfabric.stores.rows import TABLES
 
 EVERYTHING = 1_000_000
@@ -52,6 +52,12 @@ class Watched:
         verdicts = await self.store.commit(changes, hint)
         await self._look()
         return verdicts
+
+    async def hand_over(self, changes: Sequence[Change], hint: frozenset[str], take: Take) -> Handed:
+        self.calls["commit"] += 1
+        handed = await self.store.hand_over(changes, hint, take)
+        await self._look()
+        return handed
 
     async def take(self, take: Take) -> Taken:
         self.calls["take"] += 1

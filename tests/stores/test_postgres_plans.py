@@ -36,6 +36,7 @@ from flowfabric.stores.postgres import take as taking
 from flowfabric.stores.postgres.batch import Batch
 from flowfabric.stores.postgres.commit import commit
 from flowfabric.stores.postgres.habits import Habits
+from flowfabric.stores.postgres.hand import handing
 from flowfabric.stores.postgres.links import TUNING
 from flowfabric.stores.postgres.schema import migrations
 from tests.conftest import migrate
@@ -232,6 +233,22 @@ async def test_a_commit_finds_its_rows_by_key(planner: Planner, make: Any, many:
     await commit(planner, batch, None)
 
     assert {index for _, _, index in planner.scans()} == {"ff_exec_core_pkey"}
+
+
+async def test_a_commit_that_hands_over_looks_once_at_each_line(planner: Planner) -> None:
+    def freed(name: str) -> Change:
+        return change(Patch(Execution, (name,), {"line": LINES[0]}), guards=[Guard(Execution, (name,), 1)])
+
+    changes = [freed(f"{number:03}") for number in range(16)]
+    batch = Batch(changes, Habits(numbers))
+    batch.handing = handing(changes, batch.rounds[0], a_take(16, *LINES), [1, 2], numbers)
+    assert batch.handing is not None
+
+    await commit(planner, batch, None)
+
+    scans = [index for _, _, index in planner.scans()]
+    assert scans.count("ff_exec_core_line") == 1
+    assert set(scans) == {"ff_exec_core_line", "ff_exec_core_pkey", "ff_payload_pkey"}
 
 
 @pytest.mark.parametrize("column", ["lease_expires_at", "purge_at", "delay_until"])

@@ -4,6 +4,9 @@ While one batch is on its way the next one fills; there is no timer, so an idle 
 writes hundreds of changes per round trip. A batch never holds two changes about one root: the second waits for the
 next batch, sees the first, and is decided again if need be.
 
+A claim of this process that wants what a batch puts into its lane goes along with it (`Wish`), where the store can hand
+work over in the same trip.
+
 What there is to tell other processes is known before the commit, which takes it along: they are told once it is there.
 A change that is refused beside others that are not is told as well, which costs its hearers a look in vain.
 """
@@ -12,13 +15,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any
 
 from flowfabric import errors
-from flowfabric.engine.wakes import LANE, topics_of
+from flowfabric.engine.wakes import LANE, executions_put_in_line, topics_of
+from flowfabric.model.execution import Execution, Payload
 from flowfabric.rules.change import Change, Delete, Patch, Put
-from flowfabric.stores.base import Collision, Store, Unstorable
+from flowfabric.stores.base import Collision, Handed, Store, Take, Unstorable
 from flowfabric.stores.rows import TABLE
 
 Verdict = int | None | errors.FabricError
@@ -30,6 +34,40 @@ def _key_of(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
 
 ROOTS = {row: _key_of(table.key) for row, table in TABLE.items() if table.is_root}
 MOST_UNTOLD = 1000  # changes in doubt that are remembered; most are never heard of again
+
+
+class Wish:
+    """A take that goes along with the next batch that puts work into its lane."""
+
+    def __init__(self, takes: dict[str, Callable[[], Take]]) -> None:
+        """`takes` makes one, by the topic of each lane; the first batch that suits gets one of them."""
+        self._takes = takes
+        self.granted: Take | None = None  # the one that is on its way
+        self.rows: asyncio.Future[list[tuple[Execution, Payload]]] = asyncio.get_running_loop().create_future()
+
+    def grant(self, lanes: Collection[str]) -> Take | None:
+        """The take for a batch that puts work into these lanes."""
+        make = next((make for lane, make in self._takes.items() if lane in lanes), None)
+        self.granted = make and make()
+        return self.granted
+
+    async def heard(self, answer: Awaitable[Handed]) -> Handed:
+        """Learn from the answer to its batch what came of it."""
+        try:
+            handed = await answer
+        except BaseException as error:
+            self._end([], error if isinstance(error, errors.StoreUnavailable) else None)
+            raise
+        self._end(handed.rows)
+        return handed
+
+    def _end(self, rows: list[tuple[Execution, Payload]], error: errors.StoreUnavailable | None = None) -> None:
+        if self.rows.done():  # whoever had the wish went away
+            return
+        if error is None:
+            self.rows.set_result(rows)
+        else:
+            self.rows.set_exception(error)
 
 
 class Commits:
@@ -45,6 +83,7 @@ class Commits:
         self._waiting: deque[tuple[Change, asyncio.Future[int | None]]] = deque()
         self._under_way: set[asyncio.Task[Any]] = set()
         self._bringing: dict[asyncio.Future[None], set[str]] = {}  # batches under way that put work into lanes
+        self._wishes: list[Wish] = []
         self._running = 0  # counted by the lanes themselves: a task that has just returned is not running any more
 
     def add(self, change: Change) -> asyncio.Future[int | None]:
@@ -73,6 +112,15 @@ class Commits:
         under_way = [batch for batch, lanes in self._bringing.items() if not lanes.isdisjoint(topics)]
         for batch in under_way:
             await asyncio.shield(batch)
+
+    def wish(self, wish: Wish) -> None:
+        """Let a take go along with the next batch that puts work into its lane."""
+        self._wishes.append(wish)
+
+    def withdraw(self, wish: Wish) -> None:
+        """Wish it no more; if it is on its way already, that changes nothing."""
+        if wish in self._wishes:
+            self._wishes.remove(wish)
 
     async def drained(self) -> None:
         """Wait until nothing is on its way."""
@@ -132,20 +180,28 @@ class Commits:
             return await self._write(changes, topics)
         batch: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._bringing[batch] = lanes
+        wish = next((one for one in self._wishes if one.grant(lanes)), None)
+        if wish is not None:
+            self._wishes.remove(wish)
         try:
-            return await self._write(changes, topics)
+            return await self._write(changes, topics, wish)
         finally:
             del self._bringing[batch]
             batch.set_result(None)
 
-    async def _write(self, changes: Sequence[Change], topics: frozenset[str] | None = None) -> list[Verdict]:
+    async def _write(
+        self, changes: Sequence[Change], topics: frozenset[str] | None = None, wish: Wish | None = None
+    ) -> list[Verdict]:
         """Commit; a batch that the store cannot keep is halved until the one at fault stands alone.
 
-        `topics` are those of the changes, if they are known already.
+        `topics` are those of the changes, if they are known already; a wish goes along with the whole batch only.
         """
         hint = frozenset(topics_of(changes)) if topics is None else topics
         try:
-            verdicts = await self._store.commit(changes, hint)
+            if wish is None or wish.granted is None:
+                verdicts = await self._store.commit(changes, hint)
+            else:
+                verdicts = await self._hand_over(changes, hint, wish, wish.granted)
         except Unstorable as fault:
             if len(changes) == 1:
                 return [None if isinstance(fault, Collision) else _refused(fault)]
@@ -161,6 +217,17 @@ class Commits:
         if self.owed and any(at is not None for at in verdicts):
             self.owed -= hint
         return list(verdicts)
+
+    async def _hand_over(
+        self, changes: Sequence[Change], hint: frozenset[str], wish: Wish, take: Take
+    ) -> list[int | None]:
+        """Commit and take; whoever waits for the lane need not be told of what went to the wish."""
+        handed = await wish.heard(self._store.hand_over(changes, hint, take))
+        if gone := {row.execution_id for row, _ in handed.rows}:
+            for change, at in zip(changes, handed.verdicts, strict=True):
+                if at is not None and (freed := executions_put_in_line(change)) and freed <= gone:
+                    self.announced.add(change.id)
+        return handed.verdicts
 
 
 def _roots_of(change: Change) -> list[tuple[Any, tuple[Any, ...]]]:

@@ -6,12 +6,14 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cached_property
+from typing import Any
 
 import msgspec
 
 from flowfabric import errors
 from flowfabric.engine import intake
-from flowfabric.engine.explain import Explaining
+from flowfabric.engine.commits import Wish
+from flowfabric.engine.handing import Handing
 from flowfabric.engine.taking import MOST_AT_ONCE
 from flowfabric.engine.wakes import end_topic, lane_topic, waited
 from flowfabric.ids import parse_execution_id
@@ -87,10 +89,20 @@ class Pull:
         clock = asyncio.get_running_loop().time
         until = clock() + max_wait_ms / 1000
         while True:
-            if orders := self._worth_a_look(clock()):
-                await self._behind_own_work(orders)
-            else:
-                await self._told(min(until, *(end.until for end in self._ends.values())) - clock())
+            orders = self._worth_a_look(clock())
+            sets_free = self._engine.store.in_order or self._engine.may_set_free()
+            wish = self._wish(orders, limit) if sets_free else None
+            try:
+                if orders:
+                    await self._behind_own_work(orders, sets_free=sets_free)
+                else:
+                    await self._told(min(until, *(end.until for end in self._ends.values())) - clock(), wish)
+                if wish is not None and (claimed := await self._engine.granted(wish)):
+                    return claimed
+            finally:
+                if wish is not None:
+                    self._engine.forgo(wish)
+            if not orders:
                 if not go_on():
                     return []
                 orders = self._worth_a_look(clock()) or self._orders  # without a hint, all of them
@@ -98,7 +110,13 @@ class Pull:
             if claimed or until <= clock() or not go_on():
                 return claimed
 
-    async def _behind_own_work(self, orders: Sequence[intake.ClaimOrder]) -> None:
+    def _wish(self, orders: Sequence[intake.ClaimOrder], limit: int) -> Wish | None:
+        """A wish for what this process sets free; where several lanes may have work it is the turn of all of them."""
+        if self._engine.store.in_order or len(orders) > 1:
+            return None
+        return self._engine.wish(orders or self._orders, limit)
+
+    async def _behind_own_work(self, orders: Sequence[intake.ClaimOrder], *, sets_free: bool) -> None:
         """Let what this process has just done go before the look, which finds what that sets free.
 
         Where the store keeps the order it is enough to be handed over behind it, and both are one commit. Where it does
@@ -106,7 +124,7 @@ class Pull:
         while this process puts together what there is to tell.
         """
         engine = self._engine
-        if engine.store.in_order or engine.may_set_free():
+        if sets_free:
             for _ in range(TURNS):
                 await asyncio.sleep(0)
         if not engine.store.in_order:
@@ -126,9 +144,11 @@ class Pull:
             if (end := ends.get(order.lane_id)) is None or end.hint.done() or end.until <= now
         ]
 
-    async def _told(self, longest_s: float) -> None:
-        """Wait for a hint about any of the lanes."""
-        hints = [end.hint for end in self._ends.values()]
+    async def _told(self, longest_s: float, wish: Wish | None) -> None:
+        """Wait for a hint about any of the lanes, or for what comes of a wish."""
+        hints: list[asyncio.Future[Any]] = [end.hint for end in self._ends.values()]
+        if wish is not None:
+            hints.append(wish.rows)
         if len(hints) == 1:
             await waited(hints[0], longest_s)
         else:
@@ -174,7 +194,7 @@ class End(msgspec.Struct, frozen=True):
     until: float  # when to look again, hint or not
 
 
-class Pulling(Explaining):
+class Pulling(Handing):
     """Work for a worker of several lanes, and the end of an execution for whoever waits for it."""
 
     _next_lane: int = 0

@@ -17,6 +17,8 @@ from collections.abc import Awaitable, Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
+import msgspec
+
 from flowfabric import errors
 from flowfabric.engine import intake
 from flowfabric.engine.core import Pause
@@ -39,6 +41,7 @@ logger = logging.getLogger("flowfabric.taking")
 _FRESH, _INITIAL, _RECLAIM = HandleKind.FRESH, AttemptType.INITIAL, AttemptType.RECLAIM
 
 MOST_AT_ONCE = 10_000  # executions that one claim may ask for
+MANY = 16  # identities that it is worth making beforehand
 MOST_KEYS = 8  # whose work one claim takes: each key costs a trip of its own
 
 
@@ -115,7 +118,7 @@ class Taking(Lines):
         if looked:
             await self.look_around(order.lane_id)
         lines = await self.covered(order.lane_id, order.capabilities)
-        if looked or order.lane_id in self._decided_lanes or _take_turns(lines):
+        if looked or order.lane_id in self._decided_lanes or take_turns(lines):
             claimed = await self._claim_by_plan(order, lines, limit)
         else:
             claimed = await self._take([line for line in lines if not line.decided], order, limit)
@@ -145,7 +148,7 @@ class Taking(Lines):
             waiting = await self.heads([line for line in lines if line.decided], wanted, without=tried)
             if not waiting:
                 await self.forget_decided(order.lane_id)
-                if not _take_turns(uniform):
+                if not take_turns(uniform):
                     return claimed + await self._take(uniform, order, wanted)
             uniform = await self._in_turn(uniform, order.lane_id)
             waiting += await self.heads(uniform, wanted)
@@ -264,18 +267,19 @@ class Taking(Lines):
         """The first rows of these lines; of very many lines, those of the first portion that has any."""
         for portion in windows(lines, self._rotation):
             self._rotation += 1
-            if taken := await self._take_portion(tuple(portion), order, limit):
+            if taken := await self._take_portion(self._take_of(tuple(portion), limit, order)):
                 return taken
         return []
 
-    async def _take_portion(self, lines: tuple[LineKey, ...], order: ClaimOrder, limit: int) -> list[answers.Claimed]:
+    async def _take_portion(self, take: Take, *doubts: Take) -> list[answers.Claimed]:
+        """Take; `doubts` are such of before whose answers got lost, and which may still arrive."""
         pause = Pause()
-        doubtful: list[Take] = []
+        doubtful = [*doubts]
         while True:
-            stamps = self._stamps(limit)
-            take = Take(lines, stamps, order.worker_id, order.worker_instance_id, order.lease_ttl_ms, lease.CLAIMED)
-            if self._found_enough:  # while the store is at it, make what the next one needs
-                asyncio.get_running_loop().call_soon(self._stock, limit)
+            if (
+                self._found_enough and len(take.stamps) >= MANY
+            ):  # while the store is at it, make what the next one needs
+                asyncio.get_running_loop().call_soon(self._stock, len(take.stamps))
             try:
                 taken = await self.store.take(take)
             except errors.StoreUnavailable as lost:
@@ -284,18 +288,32 @@ class Taking(Lines):
                     if found := await self._find_taken(doubtful):
                         return found
                 await pause.or_raise()
+                take = self._anew(take)
                 continue
             self.estimate.hear(taken.now)
             if doubtful and not taken.rows:  # perhaps the doubtful one arrived just after we had looked for it
                 return await self._find_taken(doubtful)
-            self._found_enough = len(taken.rows) == len(stamps)
-            if not self._found_enough:
-                used = {row.lease_id for row, _ in taken.rows}
-                self._spare = tuple(stamp for stamp in stamps if stamp.lease_id not in used)
-            if taken.rows:
-                self.tell((FEED,), at_once=False)  # what is claimed may soon be over, which is told, too
-                self.note_taken([row for row, _ in taken.rows])
-            return [self._claimed(row, payload, order.lease_ttl_ms) for row, payload in taken.rows]
+            return self._got(take, taken.rows)
+
+    def _anew(self, take: Take) -> Take:
+        """The same take once more, with identities that nobody has seen."""
+        return msgspec.structs.replace(take, stamps=self._stamps(len(take.stamps)))
+
+    def _take_of(self, lines: tuple[LineKey, ...], limit: int, order: ClaimOrder) -> Take:
+        return Take(
+            lines, self._stamps(limit), order.worker_id, order.worker_instance_id, order.lease_ttl_ms, lease.CLAIMED
+        )
+
+    def _got(self, take: Take, rows: Sequence[tuple[Execution, Payload]]) -> list[answers.Claimed]:
+        """What a take got; the stamps that it did not use are used later."""
+        self._found_enough = len(rows) == len(take.stamps)
+        if not self._found_enough:
+            used = {row.lease_id for row, _ in rows}
+            self._spare = tuple(stamp for stamp in take.stamps if stamp.lease_id not in used)
+        if rows:
+            self.tell((FEED,), at_once=False)  # what is claimed may soon be over, which is told, too
+            self.note_taken([row for row, _ in rows])
+        return [self._claimed(row, payload, take.lease_ttl_ms) for row, payload in rows]
 
     def _stamps(self, count: int) -> tuple[Stamp, ...]:
         """New identities, and before them those that an earlier take found nothing for: workers ask for many."""
@@ -373,6 +391,6 @@ def _is_decided(row: Execution) -> bool:
     return row.line is not None and row.line.decided
 
 
-def _take_turns(lines: Sequence[LineKey]) -> bool:
+def take_turns(lines: Sequence[LineKey]) -> bool:
     """Whether work of several keys may stand in these lines."""
     return len({line.fairness_key for line in lines if not line.decided}) > 1

@@ -116,6 +116,19 @@ def _look_at(change: Change, lines: set[LineKey], topics: set[str]) -> None:
                 topics.add(stream_topic(write.key[0]))
 
 
+def executions_put_in_line(change: Change) -> set[str]:
+    """The executions that a change puts into lines."""
+    found: set[str] = set()
+    for write in change.writes:
+        row: Any = write.row
+        if type(row) is Execution:
+            if row.line is not None:
+                found.add(row.execution_id)
+        elif type(write) is Patch and row is Execution and write.fields.get("line") is not None:
+            found.add(write.key[0])
+    return found
+
+
 def topics_of(changes: Iterable[Change]) -> set[str]:
     """What there is to look at once these changes are written."""
     topics: set[str] = set()

@@ -125,6 +125,13 @@ class Taken(msgspec.Struct, frozen=True, gc=False):
     rows: list[tuple[Execution, Payload]]
 
 
+class Handed(msgspec.Struct, frozen=True, gc=False):
+    """What a commit that hands over came to: its verdicts, and the rows that were claimed, as a take has them."""
+
+    verdicts: list[int | None]
+    rows: list[tuple[Execution, Payload]]
+
+
 class Held(msgspec.Struct, frozen=True, gc=False):
     """A lease to renew."""
 
@@ -281,6 +288,14 @@ class Store(Protocol):
 
         No two changes of one call guard or write the same root. When something was written, other processes are told
         to look at the topics of `hint`, as by `notify`: with the commit or right after it, as suits the store.
+        """
+        ...
+
+    async def hand_over(self, changes: Sequence[Change], hint: frozenset[str], take: Take) -> Handed:
+        """Commit, and take right after it, as far as that costs no further trip.
+
+        The rows are the first that the take would find then, perhaps fewer than there are, perhaps none. A store that
+        keeps the order hands nothing over: there a take that follows needs no trip of its own.
         """
         ...
 

@@ -34,6 +34,7 @@ from flowfabric.stores.base import (
     Collision,
     Due,
     FeedPage,
+    Handed,
     Held,
     Loaded,
     Scan,
@@ -212,6 +213,9 @@ class MemoryStore:
             if hint and any(verdicts):
                 self.notify(hint)
             return [now if accepted else None for accepted in verdicts]
+
+    async def hand_over(self, changes: Sequence[Change], hint: frozenset[str], take: Take) -> Handed:
+        return Handed(await self.commit(changes, hint), (await self.take(take)).rows)
 
     async def take(self, take: Take) -> Taken:
         with self._lock:

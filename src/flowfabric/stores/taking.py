@@ -38,8 +38,14 @@ def rare(becomes: tuple[str, ...]) -> tuple[str, ...]:
 
 
 @cache
+def replaced(becomes: tuple[str, ...]) -> frozenset[str]:
+    """The columns of which nothing is left in a taken row, whatever they were."""
+    return frozenset({*becomes, *_stamped(Take((), (), "", "", 0, {}), (), 0)})
+
+
+@cache
 def _heard(becomes: tuple[str, ...]) -> tuple[str, ...]:
-    told = {*becomes, *_stamped(Take((), (), "", "", 0, {}), (), 0), "current_lane"}
+    told = replaced(becomes) | {"current_lane"}
     return tuple(name for name in CODEC[Execution].columns if name not in told)
 
 

@@ -24,7 +24,21 @@ from flowfabric.errors import StoreFault, StoreUnavailable
 from flowfabric.model.event import FeedEvent, Topic
 from flowfabric.model.execution import LineKey
 from flowfabric.rules.change import Change
-from flowfabric.stores.base import Due, FeedPage, Held, Loaded, Scan, Schema, Store, Take, Taken, Tally, Want, Where
+from flowfabric.stores.base import (
+    Due,
+    FeedPage,
+    Handed,
+    Held,
+    Loaded,
+    Scan,
+    Schema,
+    Store,
+    Take,
+    Taken,
+    Tally,
+    Want,
+    Where,
+)
 
 T = TypeVar("T")
 
@@ -156,6 +170,9 @@ class FlakyStore:
 
     async def commit(self, changes: Sequence[Change], hint: frozenset[str] = frozenset()) -> list[int | None]:
         return await self._sent("commit", lambda: self.inner.commit(changes, hint))
+
+    async def hand_over(self, changes: Sequence[Change], hint: frozenset[str], take: Take) -> Handed:
+        return await self._sent("commit", lambda: self.inner.hand_over(changes, hint, take))
 
     async def take(self, take: Take) -> Taken:
         return await self._sent("take", lambda: self.inner.take(take))

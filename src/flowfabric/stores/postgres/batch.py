@@ -29,6 +29,7 @@ from flowfabric.rules.change import Change, Copies, Delete, Form, Guard, Insert,
 from flowfabric.stores.base import Unstorable
 from flowfabric.stores.codec import CODEC, columns_of_copies, row_of, target, told_singly
 from flowfabric.stores.postgres.habits import Habits, Mixed
+from flowfabric.stores.postgres.hand import Hand
 from flowfabric.stores.postgres.pieces import (
     BOUND_TYPES,
     COLUMN_TYPES,
@@ -60,6 +61,7 @@ class Batch:
     """What to judge, what to write in which order, and what to tell."""
 
     def __init__(self, changes: Sequence[Change], habits: Habits) -> None:
+        self.handing: tuple[Hand, Values] | None = None
         self.alone = len(changes) == 1
         if self.alone:
             habits = habits.alone

@@ -5,6 +5,7 @@
     clock      the time, read when all locks are held
     verdict    per change: yes or no, from the locked rows and the clock alone
     writes     one part a shape, each for the changes with a yes
+    handed     rows that are claimed instead of being put into their line, if somebody wants them (hand.py)
     events     one batch of the feed, numbered when all locks are held
 
 Why like this. The parts of one statement see the snapshot of its start, while an update that had to wait goes on with
@@ -29,12 +30,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from flowfabric.stores.postgres.batch import Batch
+from flowfabric.stores.postgres.claimed import PAYLOADS
+from flowfabric.stores.postgres.claimed import told as told_of
+from flowfabric.stores.postgres.hand import UNLESS_HANDED, Hand
 from flowfabric.stores.postgres.links import in_transaction
-from flowfabric.stores.postgres.pieces import NUMBER, Deleted, Formed, Guards, Told, Writes
+from flowfabric.stores.postgres.pieces import CLOCK, NUMBER, Deleted, Formed, Guards, Told, Writes
 from flowfabric.stores.postgres.sql import Parameters
 from flowfabric.stores.postgres.wake import CHANNEL
 
-CLOCK = "coalesce({given}, floor(extract(epoch from clock_timestamp()) * 1000)::bigint)"
 # Drawn only when all locks are held, since it asks for the verdict.
 NUMBERED = f"number as materialized ({NUMBER} from verdict where true = any (yes))"
 BATCH = (
@@ -46,14 +49,18 @@ MOST_WORDINGS = 1000
 _wordings: dict[tuple[Any, ...], str] = {}
 
 
-async def commit(connection: Any, batch: Batch, clock: int | None, hint: str | None = None) -> tuple[int, list[bool]]:
-    """Judge and write the batch; the commit's time and the verdicts, in the order of the changes.
+async def commit(connection: Any, batch: Batch, clock: int | None, hint: str | None = None) -> list[Any]:
+    """Judge and write the batch.
+
+    The answer begins with the commit's time and the verdicts, in the order of the changes. Behind those, and a column
+    of no meaning, it has the rows that were handed over, if the batch does that.
 
     A hint goes out to those who listen at the instant of the commit, if anything was written.
     """
     if batch.in_steps:
         return await in_transaction(connection, lambda inside: _commit_in_steps(inside, batch, clock, hint))
-    pieces = [*batch.guards, *batch.rounds[0]]
+    hand = () if batch.handing is None else (batch.handing,)
+    pieces = [*batch.guards, *hand, *batch.rounds[0]]
     arrays = [array for _, arrays in pieces for array in arrays]
     if batch.told is not None:
         arrays += batch.told[1]
@@ -61,41 +68,49 @@ async def commit(connection: Any, batch: Batch, clock: int | None, hint: str | N
         tuple(guard for guard, _ in batch.guards),
         tuple(piece for piece, _ in batch.rounds[0]),
         batch.told and batch.told[0],
+        batch.handing and batch.handing[0],
         alone=batch.alone,
     )
-    answer = await connection.fetchrow(words, clock, *arrays, hint)
-    return answer["now"], answer["yes"]
+    answer: list[Any] = await connection.fetch(words, clock, *arrays, hint)
+    return answer
 
 
-async def _commit_in_steps(
-    connection: Any, batch: Batch, clock: int | None, hint: str | None
-) -> tuple[int, list[bool]]:
+async def _commit_in_steps(connection: Any, batch: Batch, clock: int | None, hint: str | None) -> list[Any]:
     arrays = [array for _, given in batch.guards for array in given]
-    words = _words(tuple(guard for guard, _ in batch.guards), (), None, alone=batch.alone)
-    answer = await connection.fetchrow(words, clock, *arrays, hint)
-    now, yes = answer["now"], answer["yes"]
+    words = _words(tuple(guard for guard, _ in batch.guards), (), None, None, alone=batch.alone)
+    answer: list[Any] = await connection.fetch(words, clock, *arrays, hint)
+    now, yes, _ = answer[0]
     told = batch.told
     for pieces in batch.rounds:
         arrays = [array for _, given in pieces for array in given]
         if told is not None:
             arrays += told[1]
-        words = _words(None, tuple(piece for piece, _ in pieces), told and told[0], alone=batch.alone)
+        words = _words(None, tuple(piece for piece, _ in pieces), told and told[0], None, alone=batch.alone)
         await connection.fetchrow(words, yes, now, *arrays)
         told = None
-    return now, yes
+    return answer
 
 
-def _words(guards: tuple[Guards, ...] | None, writes: tuple[Writes, ...], told: Told | None, *, alone: bool) -> str:
-    shape = (guards, writes, told, alone)
+def _words(
+    guards: tuple[Guards, ...] | None, writes: tuple[Writes, ...], told: Told | None, hand: Hand | None, *, alone: bool
+) -> str:
+    shape = (guards, writes, told, hand, alone)
     words = _wordings.get(shape)
     if words is None:
         if len(_wordings) >= MOST_WORDINGS:
             _wordings.clear()
-        words = _wordings[shape] = compose(guards, writes, told, alone=alone)
+        words = _wordings[shape] = compose(guards, writes, told, hand, alone=alone)
     return words
 
 
-def compose(guards: Sequence[Guards] | None, writes: Sequence[Writes], told: Told | None, *, alone: bool) -> str:
+def compose(
+    guards: Sequence[Guards] | None,
+    writes: Sequence[Writes],
+    told: Told | None,
+    hand: Hand | None = None,
+    *,
+    alone: bool,
+) -> str:
     """The statement of these shapes, for one change `alone` or for any number of them.
 
     Without guards, the verdicts and the time are given as its first parameters.
@@ -107,21 +122,30 @@ def compose(guards: Sequence[Guards] | None, writes: Sequence[Writes], told: Tol
     else:
         parts = _verdict(guards, parameters, alone=alone)
     forms = [(f"write_{number}", piece) for number, piece in enumerate(writes) if isinstance(piece, Formed)]
-    if told is not None or forms:
+    if told is not None or forms or hand is not None:
         parts.append(NUMBERED)
+    if hand is not None:
+        parts.append(hand.words(parameters))
     for number, piece in enumerate(writes):
         name = f"write_{number}"
-        parts.append(f"{name} as ({piece.words(parameters)})")
+        unless = UNLESS_HANDED if hand is not None and number == hand.held_back else ""
+        parts.append(f"{name} as ({piece.words(parameters)}{unless})")
         if isinstance(piece, Deleted):
             parts += piece.then(name)
     events = [piece.told(name) for name, piece in forms]
     if told is not None:
         parts += told.words(parameters)
         events.insert(0, told.told())
+    if hand is not None:
+        events.append("(select events from acquired)")
     if events:
         parts.append(BATCH.format(events=" || ".join(events)))
     hinted = "" if guards is None else HINT.format(hint=parameters.one("text"))
-    return "with " + ",\n".join(parts) + f"\nselect now, yes{hinted} from verdict"
+    answer = f"select now, yes{hinted} from verdict"
+    if hand is not None:
+        rows = f"left join handed t on true {PAYLOADS}"
+        answer = f"select v.*, {told_of(hand.becomes)} from ({answer}) v {rows}"
+    return "with " + ",\n".join(parts) + f"\n{answer}"
 
 
 def _verdict(guards: Sequence[Guards], parameters: Parameters, *, alone: bool) -> list[str]:

@@ -37,6 +37,7 @@ EVENT_TYPES = {
 LEASE_TYPES = {"want": "smallint", "lease_id": "text", "lease_epoch": "bigint"}
 BOUND_TYPES = {"not_before": "bigint", "not_after": "bigint"}
 
+CLOCK = "coalesce({given}, floor(extract(epoch from clock_timestamp()) * 1000)::bigint)"
 NOW = "(select now from verdict)"
 NUMBER = "select nextval('ff_batch_batch_id_seq') as batch_id"  # of a batch: to be drawn when all locks are held
 POINT = "insert into ff_told_in (execution_id, batch_id)"

@@ -14,9 +14,8 @@ from typing import Any
 from flowfabric.model.execution import Execution, LineKey
 from flowfabric.stores.base import Due, Loaded, Scan, Tally, Want, Where
 from flowfabric.stores.codec import CODEC, LineAt, LineOf, encode
-from flowfabric.stores.postgres.commit import CLOCK
 from flowfabric.stores.postgres.habits import travelling, words_of_list
-from flowfabric.stores.postgres.pieces import KEY_TYPES
+from flowfabric.stores.postgres.pieces import CLOCK, KEY_TYPES
 from flowfabric.stores.postgres.sql import Parameters, Row, column_type, columns_of, matched, quoted
 from flowfabric.stores.rows import TABLE, index_of
 

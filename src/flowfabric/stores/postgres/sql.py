@@ -57,8 +57,7 @@ def pieces(file: str) -> dict[str, str]:
 
 def numbered(statement: str, parameters: Iterable[str]) -> str:
     """The statement with its `:words` as numbers, in the order in which the caller will give them."""
-    place = {name: f"${number}" for number, name in enumerate(parameters, start=1)}
-    return _PARAMETER.sub(lambda found: place[found[1]], statement)
+    return Parameters().named(statement, parameters)
 
 
 class Parameters:
@@ -71,3 +70,9 @@ class Parameters:
         """The next parameter."""
         self._count += 1
         return f"${self._count}::{kind}"
+
+    def named(self, statement: str, names: Iterable[str]) -> str:
+        """A statement with its `:words` as the next parameters, in the order of these names."""
+        place = {name: f"${number}" for number, name in enumerate(names, start=self._count + 1)}
+        self._count += len(place)
+        return _PARAMETER.sub(lambda found: place[found[1]], statement)

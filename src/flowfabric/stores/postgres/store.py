@@ -2,7 +2,8 @@
 
 links.py     connections, and what their errors mean (faults.py)
 batch.py     changes as shapes and arrays; pieces.py has the words for a shape, commit.py the statement
-take.py      claiming and renewing (take.sql)
+take.py      claiming and renewing (take.sql); claimed.py has what is said of claimed rows
+hand.py      a commit that claims what it would put into lines
 read.py      load, due and scan, composed from the catalogue
 feed.py      how events get their places (feed.sql)
 lines.py     which number stands for which line (lines.sql)
@@ -21,22 +22,45 @@ import msgspec
 from flowfabric.errors import StoreUnavailable
 from flowfabric.handles import BackendTag
 from flowfabric.model.event import FeedEvent, Topic
-from flowfabric.model.execution import LineKey
+from flowfabric.model.execution import Execution, LineKey, Payload
 from flowfabric.rules.change import Change
-from flowfabric.stores.base import Due, FeedPage, Held, Loaded, Scan, Schema, Stamp, Take, Taken, Tally, Want, Where
+from flowfabric.stores.base import (
+    Due,
+    FeedPage,
+    Handed,
+    Held,
+    Loaded,
+    Scan,
+    Schema,
+    Stamp,
+    Take,
+    Taken,
+    Tally,
+    Want,
+    Where,
+)
 from flowfabric.stores.codec import CODEC, LineAt, tallied
 from flowfabric.stores.postgres import read, schema
 from flowfabric.stores.postgres import take as taking
 from flowfabric.stores.postgres.batch import Batch, lines_of
-from flowfabric.stores.postgres.commit import CLOCK, commit
+from flowfabric.stores.postgres.claimed import rows_told
+from flowfabric.stores.postgres.commit import commit
 from flowfabric.stores.postgres.feed import Feed
 from flowfabric.stores.postgres.habits import Habits
+from flowfabric.stores.postgres.hand import handing
 from flowfabric.stores.postgres.lines import Lines, UnknownLine
 from flowfabric.stores.postgres.links import Links, in_transaction
+from flowfabric.stores.postgres.pieces import CLOCK
 from flowfabric.stores.postgres.wake import Wake
 from flowfabric.stores.postgres.within import Within, link_to
 
 T = TypeVar("T")
+
+
+def _by_rank(taken: tuple[Execution, Payload]) -> tuple[int, str]:
+    return taken[0].rank, taken[0].execution_id
+
+
 _TIME = f"select {CLOCK.format(given='$1::bigint')}"
 
 
@@ -82,17 +106,38 @@ class PostgresStore:
     async def commit(self, changes: Sequence[Change], hint: frozenset[str] = frozenset()) -> list[int | None]:
         if not changes:
             return []
+        verdicts, _ = await self._commit(await self._batch(changes), hint)
+        return verdicts
+
+    async def hand_over(self, changes: Sequence[Change], hint: frozenset[str], take: Take) -> Handed:
+        if not changes:
+            return Handed([], [])
+        lines = await self._lines.known(take.lines)
+        batch = await self._batch(changes)
+        if not batch.in_steps:
+            batch.handing = handing(changes, batch.rounds[0], take, lines, self._lines.number)
+        verdicts, answer = await self._commit(batch, hint)
+        if batch.handing is None:
+            return Handed(verdicts, [])
+        rows = await self._decoded(lambda line_at: rows_told(answer, 3, take, take.stamps, line_at))
+        return Handed(verdicts, sorted(rows, key=_by_rank))
+
+    async def _batch(self, changes: Sequence[Change]) -> Batch:
         await self._lines.add({line for change in changes for line in change.lines})
         try:
-            batch = Batch(changes, self._habits)
+            return Batch(changes, self._habits)
         except UnknownLine:
             await self._lines.add(lines_of(changes))
-            batch = Batch(changes, self._habits)
+            return Batch(changes, self._habits)
+
+    async def _commit(self, batch: Batch, hint: frozenset[str]) -> tuple[list[int | None], list[Any]]:
+        """The verdicts, and the server's answer."""
         with self._wake.along(hint) as carried:
-            now, yes = await self._links.write(lambda connection: commit(connection, batch, self._now(), carried))
+            answer = await self._links.write(lambda connection: commit(connection, batch, self._now(), carried))
+        now, yes, *_ = answer[0]
         if hint and carried is None and True in yes:
             self._wake.send(hint)
-        return [now if accepted else None for accepted in yes]
+        return [now if accepted else None for accepted in yes], answer
 
     async def within(self, connection: Any) -> Within:
         """The store as seen from inside the transaction of a connection that is not ours."""
@@ -114,7 +159,7 @@ class PostgresStore:
                 if not taken.rows:
                     raise
                 return taken  # these are claimed, whatever became of the others
-            rows = sorted(taken.rows + again.rows, key=lambda row: (row[0].rank, row[0].execution_id))
+            rows = sorted(taken.rows + again.rows, key=_by_rank)
             taken = Taken(again.now, rows)
         return taken
 

@@ -21,7 +21,48 @@ stamped as materialized (
 number as materialized ({number} where exists (select 1 from stamped)),
 taken as (
     update ff_exec_core e
-       set {becomes}lease_id = s.lease_id,
+       set {claimed}
+      from stamped s, clock c
+     where e.ctid = s.spot
+ returning {heard}
+),
+batch as (
+    insert into ff_batch (batch_id, at, events)
+    select n.batch_id, c.now, {acquired}
+      from number n, clock c
+     where exists (select 1 from taken)
+)
+select c.now, {more}(select count(*) from stamped) > (select count(*) from taken) as more, {told}
+  from clock c
+  left join taken t on true
+  {payloads};
+
+-- name: hand
+-- Parts of a commit (commit.py): claim the rows that it would put into lines, unless somebody stands there. The writes
+-- that would put them there are held back then; both ask the one row of `lone`.
+lone as materialized (
+    select not exists (
+           select 1
+             from unnest(:lines::int[]) as wanted (line)
+            cross join lateral (
+                  select 1 from ff_exec_core e where e.line = wanted.line order by e.rank, e.execution_id limit 1) other
+           ) as so
+),
+handed as (
+    update ff_exec_core e
+       set {claimed}
+      from unnest({execution_ids}, {numbers}, {lease_ids}, {attempt_ids}, {revisions})
+           with ordinality as s (execution_id, no, lease_id, attempt_id, revision, place), clock c
+     where e.execution_id = s.execution_id
+       and (select yes from verdict)[s.no]
+       and (select so from lone)
+ returning {heard}
+),
+acquired as materialized (select {acquired} as events);
+
+-- name: claimed
+-- What a claim makes of a row `e` with a stamp `s`, at the time of `c`.
+{becomes}lease_id = s.lease_id,
            worker_id = :worker_id::text,
            worker_instance_id = :worker_instance_id::text,
            lease_epoch = e.lease_epoch + 1,
@@ -40,28 +81,26 @@ taken as (
            last_transition_at = c.now,
            last_mutation_at = c.now,
            revision = s.revision,
-           told = {told}
-      from stamped s, clock c
-     where e.ctid = s.spot
- returning s.place, s.lease_id as stamp, e.attempt_resumed_at is not null as is_resumed,
-           case when num_nonnulls({rare}) > 0 then json_build_array({rare})::text end as rare, {columns}
-),
-batch as (
-    insert into ff_batch (batch_id, at, events)
-    select n.batch_id, c.now, array(
+           told = {pointer};
+
+-- name: heard
+-- What there is to hear of a claimed row.
+s.place, s.lease_id as stamp, e.attempt_resumed_at is not null as is_resumed,
+           case when num_nonnulls({rare}) > 0 then json_build_array({rare})::text end as rare, {columns};
+
+-- name: acquired
+-- What is told of claimed rows.
+array(
            select row(t.execution_id, t.namespace, t.tags, t.flow_id, 'acquired', t.stamp, t.lease_epoch,
                       t.attempt_id, t.attempt_index, :worker_id, :worker_instance_id,
                       case when t.is_resumed then 'claim_resumed' end,
                       null, null, null, null)::ff_told
-             from taken t
-            order by t.place)
-      from number n, clock c
-     where exists (select 1 from taken)
-)
-select c.now, {more}(select count(*) from stamped) > (select count(*) from taken) as more, t.place, t.rare, {heard}, {payload}
-  from clock c
-  left join taken t on true
-  left join lateral (
+             from {rows} t
+            order by t.place);
+
+-- name: payloads
+-- The payloads of claimed rows `t`.
+left join lateral (
        select * from ff_payload p where p.execution_id = t.execution_id offset 0) p on true;
 
 -- name: locked_in_one

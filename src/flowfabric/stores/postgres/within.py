@@ -54,7 +54,7 @@ class Within:
         batch = Batch([change], self._habits)
         await self._link.execute("savepoint ff_submit")
         try:
-            now, [accepted] = await commit(self._link, batch, self._clock())
+            now, [accepted], _ = (await commit(self._link, batch, self._clock()))[0]
         except Exception as error:
             state = getattr(error, "sqlstate", None)
             await self._link.execute("rollback to savepoint ff_submit")

@@ -18,7 +18,7 @@ INPUT = next(column.name for column in CODEC[Payload].column.values() if column.
 
 
 def columns(answers: Sequence[Sequence[Any]]) -> tuple[Sequence[list[Any] | None], list[Sequence[Any]]]:
-    """What is rare of all rows of some answers of (rows, payload bytes); and their usual columns, then the payload's."""
+    """What is rare of all rows of some answers of (rows, payload bytes); their usual columns, then the payload's."""
     rows: list[list[Any]] = []
     inputs: list[bytes | None] = []
     place = PAYLOAD.index(INPUT) - len(PAYLOAD)
@@ -30,6 +30,6 @@ def columns(answers: Sequence[Sequence[Any]]) -> tuple[Sequence[list[Any] | None
             inputs.append(blob[begin : begin + length] if length else None if length is None else b"")
             begin += length or 0
         rows += found
-    rarities, *told = zip(*rows, strict=True)
+    rarities, *told = list[Any](zip(*rows, strict=True))
     told[place] = inputs
     return rarities, told

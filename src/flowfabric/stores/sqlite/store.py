@@ -22,7 +22,7 @@ from flowfabric.handles import BackendTag
 from flowfabric.model.event import FeedEvent, Topic
 from flowfabric.model.execution import LineKey
 from flowfabric.rules.change import Change
-from flowfabric.stores.base import Due, FeedPage, Held, Loaded, Scan, Schema, Take, Taken, Tally, Want, Where
+from flowfabric.stores.base import Due, FeedPage, Handed, Held, Loaded, Scan, Schema, Take, Taken, Tally, Want, Where
 from flowfabric.stores.sqlite import reading, schema, writing
 from flowfabric.stores.sqlite.desk import Desk, WritingDesk
 from flowfabric.stores.sqlite.faults import unavailable
@@ -102,6 +102,9 @@ class SQLiteStore:
         if hint and any(at is not None for at in done):
             self.notify(hint)
         return done
+
+    async def hand_over(self, changes: Sequence[Change], hint: frozenset[str], take: Take) -> Handed:
+        return Handed(await self.commit(changes, hint), [])
 
     async def take(self, take: Take) -> Taken:
         return await self._writer.do(lambda db: writing.take(db, self._lines_of_writer, take, self._clock()))

@@ -1,0 +1,218 @@
+"""What ends set free goes to the claims of the same process: nobody is passed over, and nothing gets lost on the way.
+
+Stores that keep the order hand nothing over; what anybody sees is the same there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+
+import pytest
+
+from flowfabric.clock import ManualClock
+from flowfabric.engine.engine import Engine
+from flowfabric.engine.pulling import Pull
+from flowfabric.model.answers import Claimed, Completed
+from flowfabric.model.execution import Execution
+from flowfabric.rules.change import Change
+from flowfabric.stores.base import Handed, Store, Take, Unstorable
+from tests.engine.losing import LosingStore, Loss
+from tests.engine.test_behind_own_work import LANE, chain, ids_of, working
+from tests.stores.samples import one
+
+OTHER = "other"
+
+
+@pytest.fixture
+async def engine(store: Store) -> Engine:
+    return working(store, seed=7)
+
+
+def pulling(engine: Engine, *lanes: str) -> Pull:
+    return engine.pulling(lanes or [LANE], worker_id="w", worker_instance_id="w-1")
+
+
+async def gone_on(engine: Engine, pull: Pull, held: Sequence[Claimed], room: int = 1) -> list[Claimed]:
+    """End what is held, and claim at the same time, as a worker does whose slots are full."""
+    telling = asyncio.create_task(engine.complete_many([(one.handle, b"{}") for one in held]))
+    claimed = await asyncio.wait_for(pull.claim(room, max_wait_ms=60_000), 20)
+    assert all(isinstance(answer, Completed) for answer in await telling)
+    return claimed
+
+
+def at_rest(engine: Engine) -> bool:
+    return not engine.commits.announced and not engine.commits._wishes
+
+
+async def test_a_chain_goes_on_to_its_end(engine: Engine) -> None:
+    names = await chain(engine, 5)
+    pull = pulling(engine)
+    held = await pull.claim(1)
+    for name in names[1:]:
+        held = await gone_on(engine, pull, held)
+        assert (ids_of(held), held[0].lease_epoch, held[0].attempt_index) == ({name}, 1, 0)
+
+    assert isinstance(await engine.complete(held[0].handle), Completed)
+    assert at_rest(engine)
+    pull.close()
+
+
+async def test_whoever_has_a_better_rank_goes_first(engine: Engine, store: Store) -> None:
+    names = await chain(engine, 3)
+    pull = pulling(engine)
+    held = await pull.claim(1)
+    held = await gone_on(engine, pull, held)
+    other = working(store, seed=8)  # a process of which this one has heard nothing
+    urgent = other.new_execution_id()
+    await other.create_execution(execution_id=urgent, lane_id=LANE, priority=1000)
+
+    held = await gone_on(engine, pull, held)
+    assert ids_of(held) == {urgent}
+    held = await gone_on(engine, pull, held)
+    assert ids_of(held) == {names[2]}
+    pull.close()
+
+
+async def test_the_other_lanes_of_a_worker_have_their_turn(engine: Engine) -> None:
+    names = await chain(engine, 8)
+    pull = pulling(engine, LANE, OTHER)
+    held = await pull.claim(1)
+    for _ in range(2):
+        await engine.create_execution(execution_id=engine.new_execution_id(), lane_id=OTHER)
+
+    order: list[str] = []
+    for _ in range(4):
+        held = await gone_on(engine, pull, held)
+        order += ["chain" if one.execution_id in names else "other" for one in held]
+
+    assert "other" in order[:3]
+    assert "chain" in order
+    pull.close()
+
+
+async def test_what_was_lost_in_the_lane_is_taken_over_though_a_chain_goes_on(
+    engine: Engine, store: Store, clock: ManualClock
+) -> None:
+    lost = engine.new_execution_id()
+    await engine.create_execution(execution_id=lost, lane_id=LANE, priority=10)
+    dead = working(store, seed=8)
+    assert await dead.claim(LANE, worker_id="dead", worker_instance_id="dead-1", lease_ttl_ms=1000) is not None
+    await chain(engine, 8)
+    pull = pulling(engine)
+    held = await pull.claim(1)
+    held = await gone_on(engine, pull, held)
+
+    clock.now += 2000
+    seen: set[str] = set()
+    for _ in range(3):
+        held = await gone_on(engine, pull, held)
+        seen |= ids_of(held)
+
+    assert lost in seen
+    pull.close()
+
+
+@pytest.mark.parametrize("loss", [Loss.REQUEST, Loss.DOUBT, Loss.ANSWER])
+@pytest.mark.parametrize("room", [1, 4], ids=["full slots", "free slots"])
+async def test_whatever_gets_lost_each_step_is_held_once(store: Store, loss: Loss, room: int) -> None:
+    losing = LosingStore(store)
+    engine = working(losing, seed=7)
+    names = await chain(engine, 4)
+    pull = pulling(engine)
+    held = await pull.claim(room)
+    for place, name in enumerate(names[1:]):
+        if place == 1:
+            losing.next_loss = loss
+        held = await gone_on(engine, pull, held, room)
+        assert (ids_of(held), held[0].lease_epoch, held[0].attempt_index) == ({name}, 1, 0)
+
+    assert losing.losses == 1
+    assert isinstance(await engine.complete(held[0].handle), Completed)
+    assert at_rest(engine)
+    pull.close()
+
+
+async def test_what_arrives_when_nobody_expects_it_any_more_is_left_to_its_lease(
+    store: Store, clock: ManualClock
+) -> None:
+    losing = LosingStore(store)
+    engine = working(losing, seed=7)
+    engine.poll_s = 0.05  # a lease that lapses sends no hint
+    first, second = await chain(engine, 2)
+    pull = pulling(engine)
+    held = await pull.claim(1)
+    losing.next_loss = Loss.LATE
+    telling = asyncio.create_task(engine.complete_many([(held[0].handle, b"{}")]))
+    claiming = asyncio.create_task(pull.claim(1, max_wait_ms=60_000))
+
+    assert all(isinstance(answer, Completed) for answer in await telling)
+    await asyncio.wait((claiming,), timeout=1)
+    if not claiming.done():
+        assert (await one(store, Execution, second)).lease_id is not None  # and nobody knows of it
+        clock.now += 60_000
+    [claimed] = await asyncio.wait_for(claiming, 20)
+
+    assert (held[0].execution_id, claimed.execution_id) == (first, second)
+    assert (claimed.lease_epoch, claimed.attempt_index) in ((1, 0), (2, 1))
+    assert isinstance(await engine.complete(claimed.handle), Completed)
+    assert at_rest(engine)
+    pull.close()
+
+
+class Choosy(LosingStore):
+    """A store that cannot keep what it is to hand over."""
+
+    async def hand_over(self, changes: Sequence[Change], hint: frozenset[str], take: Take) -> Handed:
+        raise Unstorable("a broken page")
+
+
+async def test_what_cannot_be_handed_over_is_claimed_as_ever(store: Store) -> None:
+    engine = working(Choosy(store), seed=7)
+    chains = [await chain(engine, 3) for _ in range(2)]
+    pull = pulling(engine)
+    held = await pull.claim(2)
+    for place in (1, 2):
+        held = await gone_on(engine, pull, held, 2)
+        assert ids_of(held) == {names[place] for names in chains}
+    assert at_rest(engine)
+    pull.close()
+
+
+async def test_a_claim_that_is_cancelled_wishes_for_nothing_more(engine: Engine) -> None:
+    names = await chain(engine, 3)
+    pull = pulling(engine)
+    held = await pull.claim(2)
+    waiting = asyncio.create_task(pull.claim(1, max_wait_ms=60_000))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    waiting.cancel()
+    with suppress(asyncio.CancelledError):
+        await waiting
+    assert at_rest(engine)
+
+    await engine.complete(held[0].handle)
+    [claimed] = await asyncio.wait_for(pull.claim(1, max_wait_ms=60_000), 20)
+    assert claimed.execution_id == names[1]
+    pull.close()
+
+
+async def test_a_worker_that_is_told_to_stop_keeps_what_it_was_given(engine: Engine) -> None:
+    names = await chain(engine, 2)
+    pull = pulling(engine)
+    held = await pull.claim(2)
+    goes_on = True
+    waiting = asyncio.create_task(pull.claim(1, max_wait_ms=60_000, go_on=lambda: goes_on))
+    telling = asyncio.create_task(engine.complete_many([(held[0].handle, b"{}")]))
+    for _ in range(4):
+        await asyncio.sleep(0)
+    goes_on = False
+    engine.nudge([LANE])
+
+    claimed = await asyncio.wait_for(waiting, 20)
+    await telling
+    left = await pull.claim(1)
+    assert ids_of(claimed) | ids_of(left) == {names[1]}
+    assert at_rest(engine)
+    pull.close()
