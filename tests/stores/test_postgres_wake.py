@@ -81,6 +81,32 @@ async def test_hints_of_one_moment_travel_together(ears: tuple[Ear, Ear]) -> Non
     assert len(other.heard) <= 3
 
 
+BUSY = [frozenset(f"end:{batch}-{number:03}" for number in range(wake.MUCH)) for batch in range(3)]
+
+
+async def test_who_has_much_to_tell_waits_for_more(ears: tuple[Ear, Ear], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wake, "LATER_S", 3600)
+    one, other = ears
+
+    for topics in BUSY:
+        one.store.notify(topics)
+        for _ in range(2 * wake.TURNS):  # a hint of its own would have left by now
+            await asyncio.sleep(0)
+    one.store.notify(MAIL)
+    await other.until(lambda: MAIL <= other.topics)
+
+    assert other.heard == [MAIL.union(*BUSY)]
+
+
+async def test_who_has_much_to_tell_does_not_wait_for_long(ears: tuple[Ear, Ear]) -> None:
+    one, other = ears
+
+    for topics in BUSY:
+        one.store.notify(topics)
+
+    await other.until(lambda: other.topics == frozenset().union(*BUSY))
+
+
 async def test_many_topics_become_several_messages_and_an_endless_one_is_left_out(ears: tuple[Ear, Ear]) -> None:
     one, other = ears
     many = frozenset(f"{number:0100}" for number in range(300))

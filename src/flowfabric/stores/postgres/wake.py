@@ -3,7 +3,8 @@
 A hint that goes out with a commit is heard at the instant of that commit. But a transaction that notifies queues behind
 all others that do, through their fsync. So only a process at rest lets its commit carry the hint: one that has carried
 none for a while, longer where commits take longer, and hears few. All other hints are sent after their commits, on a
-connection beside the others: those of one moment together, in transactions that do not wait for the disk.
+connection beside the others: those of one moment together, in transactions that do not wait for the disk. A commit with
+much to tell shows that this process is busy: its hints wait a little for those of the next ones.
 
 Losing a hint costs the others a poll interval, so every failure here is met by trying again later, or not at all. Where
 LISTEN is not possible (a pooler), nothing is ever heard and everything else works.
@@ -34,6 +35,8 @@ SENDER = "from:"  # begins what a message says first: who sent it
 REST_S = 0.005  # of a process between two commits that carry a hint, at least ...
 RESTS = 4  # ... and so many times as long as its commits take
 TURNS = 3  # of the loop, after which whoever goes on in this process because of a commit has asked for what it needs
+MUCH = 64  # topics of one commit
+LATER_S = 0.02  # that these wait at most
 FEW = 4  # when so many hints, of whomever, were heard in that time, no commit carries one
 _SEND = f"select set_config('synchronous_commit', 'off', true), pg_notify('{CHANNEL}', $1)"
 
@@ -51,15 +54,20 @@ class Wake:
         self._carried_at = -inf
         self._heard_at = deque([-inf] * FEW, maxlen=FEW)
         self._unsent: set[str] = set()
+        self._later: asyncio.TimerHandle | None = None
         self._work = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._closed = False
 
     def send(self, topics: frozenset[str]) -> None:
         """Tell other processes, soon."""
-        if topics:
-            self._unsent |= topics
+        if not topics:
+            return
+        self._unsent |= topics
+        if len(topics) < MUCH:
             self._stir()
+        elif self._later is None:
+            self._later = asyncio.get_running_loop().call_later(LATER_S, self._stir)
 
     @contextmanager
     def along(self, topics: frozenset[str]) -> Iterator[str | None]:
@@ -86,12 +94,19 @@ class Wake:
     async def close(self) -> None:
         """Stop; what was not sent yet is lost."""
         self._closed = True
+        self._not_later()
         if self._task is not None:
             self._task.cancel()
             with suppress(asyncio.CancelledError):
                 await self._task
 
+    def _not_later(self) -> None:
+        if self._later is not None:
+            self._later.cancel()
+            self._later = None
+
     def _stir(self) -> None:
+        self._not_later()
         self._work.set()
         if self._task is None and not self._closed:
             self._task = asyncio.get_running_loop().create_task(self._run(), name="flowfabric-wake")
