@@ -129,16 +129,13 @@ def _look_at(writes: Iterable[Write], lines: set[LineKey], topics: set[str]) -> 
 
 def topics_of(changes: Collection[Change]) -> set[str]:
     """What there is to look at once these changes are written."""
-    topics: set[str] = set()
+    ended = [change.guards[0].key[0] for change in changes if change.form is not None]
+    events = [event for change in changes for event in change.events]
+    ended += [event.execution_id for event in events if event.outcome is not None]
+    topics = set(map(end_topic, ended))
+    if ended or events:
+        topics.add(FEED)
     lines: set[LineKey] = set()
-    _look_at((write for change in changes for write in change.writes), lines, topics)
-    for change in changes:
-        if change.form is not None:
-            topics.add(FEED)
-            topics.add(end_topic(change.guards[0].key[0]))
-        for event in change.events:
-            topics.add(FEED)
-            if event.outcome is not None:
-                topics.add(end_topic(event.execution_id))
-    topics.update(lane_topic(line.lane_id) for line in lines)
+    _look_at([write for change in changes for write in change.writes], lines, topics)
+    topics.update([lane_topic(line.lane_id) for line in lines])
     return topics
