@@ -151,7 +151,7 @@ def _written_roots(change: Change) -> set[tuple[Row, tuple[Any, ...]]]:
 
 def _copied(changes: Sequence[Change], habits: Habits) -> tuple[Sequence[Change], list[tuple[Writes, Values]]]:
     """The copies of changes that write nothing else, and the changes without them; other copies are told singly."""
-    if not any([type(write) is Copies for change in changes for write in change.writes]):
+    if not any(type(write) is Copies for change in changes for write in change.writes):
         return changes, []
     left: list[Change] = []
     found: list[tuple[Writes, Values]] = []
