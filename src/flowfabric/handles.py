@@ -86,7 +86,7 @@ class Handle:
         self.backend = backend
         self.kind = kind
         self._opaque: bytes | None = opaque
-        self._embedded: BackendTag | None = None
+        self._embedded = backend  # until it is read
         self._fields: HandleFields | None = None
 
     @classmethod
@@ -111,13 +111,12 @@ class Handle:
     @property
     def fields(self) -> HandleFields:
         """What the handle says, whichever store it is from; `Corruption` when its bytes cannot be read."""
-        return self._open()[1]
+        return self._fields or self._read()
 
-    def _open(self) -> tuple[BackendTag, HandleFields]:
-        if self._fields is None or self._embedded is None:
-            assert self._opaque is not None
-            self._embedded, self._fields = decode(self._opaque)
-        return self._embedded, self._fields
+    def _read(self) -> HandleFields:
+        assert self._opaque is not None
+        self._embedded, self._fields = decode(self._opaque)
+        return self._fields
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Handle):
@@ -143,9 +142,9 @@ def open_handle(handle: Handle, expected: BackendTag) -> HandleFields:
     """
     if handle.backend is not expected:
         raise _foreign(expected, handle.backend)
-    embedded, fields = handle._open()
-    if embedded is not expected:
-        raise _foreign(expected, embedded)
+    fields = handle._fields or handle._read()
+    if handle._embedded is not expected:
+        raise _foreign(expected, handle._embedded)
     return fields
 
 

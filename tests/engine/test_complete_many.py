@@ -8,6 +8,7 @@ import pytest
 
 from flowfabric import Engine, errors
 from flowfabric.clock import ManualClock
+from flowfabric.engine.wakes import FEED, end_topic
 from flowfabric.handles import BackendTag, Handle
 from flowfabric.model.answers import Claimed, Completed
 from flowfabric.model.states import PublicState
@@ -46,6 +47,25 @@ async def test_the_same_as_one_by_one(store: Store, clock: ManualClock) -> None:
     one, other = await dump(store), await dump(alone)
     assert {name: len(rows) for name, rows in one.items()} == {name: len(rows) for name, rows in other.items()}
     assert [row.encoding for row in one["ff_result"]] == ["json"]
+
+
+async def test_who_waits_for_one_of_the_ends_is_woken(store: Store) -> None:
+    engine = Engine(store)
+    claimed = await held(engine, 3)
+    first, second, third = (engine.wakes.expect(end_topic(one.execution_id)) for one in claimed)
+    feed = engine.wakes.expect(FEED)
+    await engine.complete_many([(one.handle, None) for one in claimed[:2]])
+    assert [hint.done() for hint in (first, second, third, feed)] == [True, True, False, True]
+
+
+async def test_ends_are_counted_though_nobody_waits_for_them(store: Store) -> None:
+    engine = Engine(store)
+    claimed = await held(engine, 2)
+    before = engine.wakes.ends
+    feed = engine.wakes.expect(FEED)
+    await engine.complete_many([(one.handle, None) for one in claimed])
+    assert engine.wakes.ends - before == 2
+    assert feed.done()
 
 
 async def test_nothing_is_nothing(store: Store) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from flowfabric import Engine
 from flowfabric.engine import noting
-from flowfabric.engine.wakes import Wakes, waited
+from flowfabric.engine.wakes import Wakes, end_topic, waited
 from flowfabric.stores.memory import MemoryStore
 
 
@@ -36,6 +36,21 @@ async def test_a_wait_that_is_cancelled_while_its_hint_comes_is_cancelled() -> N
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
+
+
+async def test_who_waits_for_an_end_is_woken_though_others_have_stopped_waiting() -> None:
+    wakes = Wakes()
+    hint, other, unheard = wakes.expect(end_topic("one")), wakes.expect(end_topic("two")), wakes.expect("end")
+    other.cancel()
+    wakes.fire_ends(["two"])
+    await asyncio.sleep(0)  # callbacks have their turn
+    wakes.fire_ends(["one", "three"])
+    assert hint.done()
+    await asyncio.sleep(0)
+    again = wakes.expect(end_topic("one"))
+    wakes.fire_ends(["one"])
+    assert again.done()
+    assert not unheard.done()
 
 
 class Others(MemoryStore):

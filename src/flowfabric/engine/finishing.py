@@ -87,7 +87,7 @@ class Finishing(Executions):
         sent: dict[str, tuple[int, Change, Decision[answers.Completed], Execution]] = {}
         alone: dict[int, tuple[Doubt, ...]] = {}
         trusted: dict[int, Rows] = {}  # of those: sheets to decide on without a look
-        now = self.estimate.now()
+        now, seen = self.estimate.now(), self._seen
         for place, (handle, result) in enumerate(pairs):
             try:
                 fields = self.opened(handle)
@@ -96,7 +96,7 @@ class Finishing(Executions):
                 found[place] = refused
                 continue
             execution_id = fields.execution_id
-            row = self._seen.get(execution_id)
+            row = seen.get(execution_id)
             if row is None or execution_id in sent:
                 alone[place] = ()
                 continue
@@ -117,7 +117,7 @@ class Finishing(Executions):
         alike: list[tuple[Change, Execution]] = []
         others: list[tuple[Change, Rows]] = []
         for (place, change, decision, row), verdict in zip(sent.values(), verdicts, strict=True):
-            if isinstance(verdict, int):
+            if type(verdict) is int:
                 now = verdict
                 if change.form is None or row.successors is not None:
                     others.append((change, [[row]]))

@@ -9,6 +9,7 @@ again within a poll interval.
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
@@ -98,11 +99,8 @@ class Noting:
 
     def _wake_here(self, changes: Sequence[Change]) -> None:
         """Wake whoever waits in this process for what was written; the others were told with the commit, or are now."""
+        self._tell_untold(changes)
         commits = self.commits
-        for change in changes if commits.untold else ():
-            if change.id in commits.untold:
-                commits.untold.discard(change.id)
-                self.tell(topics_of((change,)))
         if not self.wakes and not commits.announced:
             return
         topics = topics_of(changes)
@@ -111,6 +109,14 @@ class Noting:
                 commits.announced.discard(change.id)
                 topics.difference_update([lane_topic(line.lane_id) for line in lines_of(change)])
         self.wakes.fire(topics)
+
+    def _tell_untold(self, changes: Iterable[Change]) -> None:
+        """Tell others of changes that are only now known to be written: the answers to their commits got lost."""
+        untold = self.commits.untold
+        for change in changes if untold else ():
+            if change.id in untold:
+                untold.discard(change.id)
+                self.tell(topics_of((change,)))
 
     def _following(self, change: Change) -> Iterable[Follow]:
         """What is to be done about a change, once each."""
@@ -130,14 +136,15 @@ class Noting:
             return
         self.estimate.hear(committed_at)
         self._note_forms(ends, committed_at)
-        self._wake_here([change for change, _ in ends])
+        self._tell_untold(change for change, _ in ends)
+        self.wakes.fire_ends([row.execution_id for _, row in ends])
 
     def _note_forms(self, ends: Sequence[tuple[Change, Execution]], committed_at: int) -> None:
-        seen, alike = self._seen, dict[Form, list[Execution]]()
+        seen, alike = self._seen, defaultdict[Form, list[Execution]](list)
         for change, row in ends:
             assert change.form is not None
             seen.pop(row.execution_id, None)
-            alike.setdefault(change.form, []).append(row)
+            alike[change.form].append(row)
         for form, rows in alike.items():
             self.outcomes.formed(rows, form.event["outcome"], committed_at)
         for column, planned_at in self.planned.get(Execution, NOTHING).items():

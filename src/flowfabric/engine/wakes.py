@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from flowfabric.model.execution import Execution, LineKey
 from flowfabric.model.stream import Stream
-from flowfabric.rules.change import Change, Patch
+from flowfabric.rules.change import Change, Patch, Write
 
 
 class Wakes:
@@ -17,6 +17,7 @@ class Wakes:
     def __init__(self) -> None:
         self._waiters: dict[str, set[asyncio.Future[None]]] = {}
         self.ends = 0  # how often it was told that an execution ended, whichever
+        self._for_ends = 0  # how many wait for the end of one
 
     def __bool__(self) -> bool:
         """Whether anyone waits for anything."""
@@ -31,6 +32,14 @@ class Wakes:
                 if not waiter.done():
                     waiter.set_result(None)
 
+    def fire_ends(self, execution_ids: Collection[str]) -> None:
+        """Wake everyone who waits for the end of one of these, or for the feed, which tells of it."""
+        if self._for_ends:
+            self.fire(map(end_topic, execution_ids))
+        else:  # so it is where the work is done; then nobody needs their names
+            self.ends += len(execution_ids)
+        self.fire((FEED,))
+
     def fire_all(self, prefix: str) -> None:
         """Wake everyone who waits for a topic that begins like this."""
         self.fire([topic for topic in self._waiters if topic.startswith(prefix)])
@@ -44,11 +53,13 @@ class Wakes:
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         for topic in topics:
             self._waiters.setdefault(topic, set()).add(waiter)
+            self._for_ends += topic.startswith(END)
         waiter.add_done_callback(lambda done: self._forget(topics, done))
         return waiter
 
     def _forget(self, topics: tuple[str, ...], waiter: asyncio.Future[None]) -> None:
         for topic in topics:
+            self._for_ends -= topic.startswith(END)
             waiters = self._waiters.get(topic)
             if waiters is not None:
                 waiters.discard(waiter)
@@ -94,13 +105,13 @@ END = "end:"
 def lines_of(change: Change) -> set[LineKey]:
     """The lines that a change puts executions into."""
     found: set[LineKey] = set()
-    _look_at(change, found, set())
+    _look_at(change.writes, found, set())
     return found
 
 
-def _look_at(change: Change, lines: set[LineKey], topics: set[str]) -> None:
-    """Add the lines that a change puts executions into, and the topics of the streams that it writes."""
-    for write in change.writes:  # compared by type: this runs for every write, of which a graph has thousands
+def _look_at(writes: Iterable[Write], lines: set[LineKey], topics: set[str]) -> None:
+    """Add the lines that writes put executions into, and the topics of the streams that they are about."""
+    for write in writes:  # compared by type: this runs for every write, of which a graph has thousands
         row: Any = write.row
         kind = type(row)
         if kind is Execution:
@@ -129,18 +140,15 @@ def executions_put_in_line(change: Change) -> set[str]:
     return found
 
 
-def topics_of(changes: Iterable[Change]) -> set[str]:
+def topics_of(changes: Collection[Change]) -> set[str]:
     """What there is to look at once these changes are written."""
-    topics: set[str] = set()
+    ended = [change.guards[0].key[0] for change in changes if change.form is not None]
+    events = [event for change in changes for event in change.events]
+    ended += [event.execution_id for event in events if event.outcome is not None]
+    topics = set(map(end_topic, ended))
+    if ended or events:
+        topics.add(FEED)
     lines: set[LineKey] = set()
-    for change in changes:
-        _look_at(change, lines, topics)
-        if change.form is not None:
-            topics.add(FEED)
-            topics.add(end_topic(change.guards[0].key[0]))
-        for event in change.events:
-            topics.add(FEED)
-            if event.outcome is not None:
-                topics.add(end_topic(event.execution_id))
-    topics.update(lane_topic(line.lane_id) for line in lines)
+    _look_at([write for change in changes for write in change.writes], lines, topics)
+    topics.update([lane_topic(line.lane_id) for line in lines])
     return topics

@@ -129,9 +129,12 @@ def success_form(row: Execution) -> Form | None:
 
     Those who wait for the end of a row are no part of it: what it leaves for them is written beside the form.
     """
-    if _ordinary(row) != _ORDINARY_VALUES or decode_terms(row.terms).quota_policy_ids:
+    if _ordinary(row) != _ORDINARY_VALUES:
         return None
-    return _success_form(retention_ms(row), row.attempt_timeout_at is not None, row.flow_id is not None)
+    terms = decode_terms(row.terms)
+    if terms.quota_policy_ids:
+        return None
+    return _success_form(_kept_ms(terms), row.attempt_timeout_at is not None, row.flow_id is not None)
 
 
 def concerns_others(row: Execution) -> bool:
@@ -223,5 +226,8 @@ def remaining_ms(row: Execution, now: int) -> int | None:
 
 def retention_ms(row: Execution) -> int:
     """How long a finished execution is kept."""
-    own = decode_terms(row.terms).retention_ttl_ms
-    return DEFAULT_RETENTION_MS if own is None else own
+    return _kept_ms(decode_terms(row.terms))
+
+
+def _kept_ms(terms: Terms) -> int:
+    return DEFAULT_RETENTION_MS if terms.retention_ttl_ms is None else terms.retention_ttl_ms

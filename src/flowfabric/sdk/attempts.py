@@ -108,7 +108,7 @@ class Attempts:
                 plain_input(claimed.payload) or await read_input(self._engine, claimed.payload)
             )
             try:
-                value = await self._called(task, own, arguments)
+                value = await self._call(task, own, arguments)
             finally:
                 if own.context is not None:
                     own.context.end()
@@ -133,12 +133,13 @@ class Attempts:
             return _went_on(claimed, task) if own.is_parked else await _failed(claimed, task, own, failure)
         return _went_on(claimed, task) if own.is_parked else returned(task, value)
 
-    async def _called(self, task: Task[..., Any], own: Pending, arguments: dict[str, Any]) -> Any:
+    def _call(self, task: Task[..., Any], own: Pending, arguments: dict[str, Any]) -> Awaitable[Any]:
+        """What to await for the value of the handler."""
         if not task.is_async:
-            return await self._in_thread(task, own.get(), arguments)
+            return self._in_thread(task, own.get(), arguments)
         entered(own)
-        call = task.handler(**task.with_context(arguments, own.get))
-        return await (call if task.timeout_s is None else _in_time(call, task.name, task.timeout_s))
+        call: Awaitable[Any] = task.handler(**task.with_context(arguments, own.get))
+        return call if task.timeout_s is None else _in_time(call, task.name, task.timeout_s)
 
     def _context(self, own: Pending) -> Context:
         claimed = own.claimed

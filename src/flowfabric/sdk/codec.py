@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
-from msgspec import UNSET
 
 from flowfabric.errors import InvalidInput
 
@@ -195,13 +194,9 @@ class Signature:
         """The keyword arguments that were dumped; parameters added since then take their defaults."""
         if self._decode is not None:
             try:
-                arguments = msgspec.structs.asdict(self._decode(payload or b"{}"))
+                return self._decode(payload or b"{}")
             except msgspec.DecodeError:
                 pass  # looked at piece by piece, it is told what is wrong
-            else:
-                if len(self._needed) == len(self.shapes):
-                    return arguments
-                return {name: value for name, value in arguments.items() if value is not UNSET}
         return self._load_each(payload)
 
     def _load_each(self, payload: bytes) -> dict[str, Any]:
@@ -241,19 +236,18 @@ def _decoder(annotation: Any) -> Callable[[bytes], Any] | None:
 
 def _arguments_decoder(
     parameters: list[inspect.Parameter], shapes: Mapping[str, Shape]
-) -> Callable[[bytes], Any] | None:
+) -> Callable[[bytes], dict[str, Any]] | None:
     """Reads all parameters in one go; None when some of them need more than that."""
     if any(shape.needs_pydantic for shape in shapes.values()):
         return None
     if any(parameter.kind is parameter.POSITIONAL_ONLY for parameter in parameters):
         return None
-    fields: list[Any] = []
+    fields: dict[str, Any] = {}
     try:
         for parameter in parameters:
             kind = shapes[parameter.name].annotation
-            needed = parameter.default is parameter.empty
-            fields.append((parameter.name, kind) if needed else (parameter.name, kind | msgspec.UnsetType, UNSET))
-        return _decoder(msgspec.defstruct("Arguments", fields, kw_only=True))
+            fields[parameter.name] = kind if parameter.default is parameter.empty else typing.NotRequired[kind]
+        return _decoder(typing.TypedDict("Arguments", fields))  # type: ignore[operator]
     except (TypeError, ValueError):
         return None
 

@@ -12,6 +12,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
+import msgspec
+
 from flowfabric.handles import Handle
 from flowfabric.sdk.codec import from_json, json_bytes
 from flowfabric.sdk.durable import Durable, in_step
@@ -223,16 +225,13 @@ class Context(Waiting, Saying, Spending):
         return from_json(memo.result)
 
 
-class Pending:
+class Pending(msgspec.Struct, eq=False):
     """An attempt at what was claimed. Its context is made when somebody asks for it: many handlers never do."""
 
-    __slots__ = ("_make", "claimed", "context", "root")
-
-    def __init__(self, claimed: Claimed, make: Callable[[Pending], Context]) -> None:
-        self.claimed = claimed
-        self._make = make
-        self.context: Context | None = None
-        self.root: asyncio.Task[Any] | None = None  # the task that runs the handler, once it has begun
+    claimed: Claimed
+    _make: Callable[[Pending], Context]
+    context: Context | None = None
+    root: asyncio.Task[Any] | None = None  # the task that runs the handler, once it has begun
 
     def get(self) -> Context:
         """The context; a thread of the handler's may be the first to ask."""

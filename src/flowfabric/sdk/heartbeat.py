@@ -37,7 +37,7 @@ class Leases:
         """`time_of` tells how many seconds a handler has; None for one that has all the time, or is over."""
         self._time_of = time_of
         self._held: dict[str, Claimed] = {}
-        self._until: dict[str, int] = {}
+        self._until: dict[str, int] = {}  # of those that were renewed
         self._seen_at: dict[str, float] = {}  # when a renewal first came by
         self._lock = threading.Lock()
         self.any_held = asyncio.Event()  # set on the worker's loop only
@@ -45,9 +45,7 @@ class Leases:
     def hold(self, claimed: Sequence[Claimed]) -> None:
         """Renew these leases from now on."""
         with self._lock:
-            for one in claimed:
-                self._held[one.lease_id] = one
-                self._until[one.lease_id] = one.lease_expires_at
+            self._held.update({one.lease_id: one for one in claimed})
         if self._held:
             self.any_held.set()
 
@@ -56,7 +54,8 @@ class Leases:
         with self._lock:
             for one in claimed:
                 self._held.pop(one.lease_id, None)
-                self._until.pop(one.lease_id, None)
+                if self._until:
+                    self._until.pop(one.lease_id, None)
             if not self._held:
                 self.any_held.clear()
 
@@ -67,7 +66,9 @@ class Leases:
 
     def until(self, lease_id: str) -> int:
         """When the lease ends as far as we know, by the store's clock; 0 for one that is not held."""
-        return self._until.get(lease_id, 0)
+        if (renewed := self._until.get(lease_id)) is not None:
+            return renewed
+        return 0 if (claimed := self._held.get(lease_id)) is None else claimed.lease_expires_at
 
     async def renew(self, engine: Engine, ttl_ms: int) -> list[tuple[str, FabricError]]:
         """Renew everything; the leases that turned out to be lost, which are let go of."""

@@ -51,7 +51,19 @@ class Turns(Generic[T]):
         self._starting -= 1
         try:
             while self._waiting:
-                if await self._turn(self._call(self._waiting.popleft(), task)):
+                call = self._call(self._waiting.popleft(), task)
+                inside = contextvars.copy_context().run
+                try:
+                    awaited = inside(call.send, None)
+                except StopIteration:
+                    self._last_waited = False
+                except BaseException:
+                    self._start(1)
+                    raise
+                else:
+                    self._last_waited = True
+                    self._start(2)  # there are soon as many tasks as those in line will need
+                    await _go_on(call, awaited, inside)
                     return
                 if task.cancelling():  # by one that is over, and perhaps has not even noticed
                     self._start(1)
@@ -59,29 +71,19 @@ class Turns(Generic[T]):
         finally:
             self._tasks.discard(task)
 
-    @types.coroutine
-    def _turn(self, call: Coroutine[Any, Any, None]) -> Generator[Any, Any, bool]:
-        """Run one to its end; whether it has waited for something."""
-        inside = contextvars.copy_context().run
+
+@types.coroutine
+def _go_on(call: Coroutine[Any, Any, None], awaited: Any, inside: Callable[..., Any]) -> Generator[Any, Any, None]:
+    """Run one to its end that waits for something, as it began: with context variables of its own."""
+    step: Callable[[Any], Any]
+    while True:
         try:
-            awaited = inside(call.send, None)
+            given = yield awaited
+        except BaseException as thrown:
+            step, given = call.throw, thrown
+        else:
+            step = call.send
+        try:
+            awaited = inside(step, given)
         except StopIteration:
-            self._last_waited = False
-            return False
-        except BaseException:
-            self._start(1)
-            raise
-        self._last_waited = True
-        self._start(2)  # there are soon as many tasks as those in line will need
-        step: Callable[[Any], Any]
-        while True:
-            try:
-                given = yield awaited
-            except BaseException as thrown:
-                step, given = call.throw, thrown
-            else:
-                step = call.send
-            try:
-                awaited = inside(step, given)
-            except StopIteration:
-                return True
+            return

@@ -208,8 +208,7 @@ class Worker:
 
     def _begin(self, claimed: list[Claimed]) -> None:
         self._leases.hold(claimed)
-        for own in self._attempts.begin(claimed):
-            self._running[own.claimed.lease_id] = own
+        self._running.update({own.claimed.lease_id: own for own in self._attempts.begin(claimed)})
 
     def _ended(self, claimed: Claimed, outcome: Outcome | None) -> None:
         """A handler is over: its slot is free, and its end is to be told."""

@@ -15,6 +15,7 @@ Most batches are written by one statement. Two kinds are not:
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from operator import itemgetter
@@ -85,7 +86,7 @@ def _needs_new_snapshot(piece: Writes) -> bool:
 
 
 def _judged(changes: Sequence[Change], habits: Habits) -> list[tuple[Guards, Values]]:
-    kinds: dict[tuple[Row, Lock, Like | None], list[tuple[Any, int, Guard]]] = {}
+    kinds: defaultdict[tuple[Row, Lock, Like | None], list[tuple[Any, int, Guard]]] = defaultdict(list)
     bounds: list[tuple[int, int | None, int | None]] = []
     for no, change in enumerate(changes, start=1):
         guards = change.guards
@@ -93,14 +94,14 @@ def _judged(changes: Sequence[Change], habits: Habits) -> list[tuple[Guards, Val
             bounds.append((no, change.not_before, change.not_after))
         if change.form is not None and len(guards) == 1 and (guard := guards[0]).revision is not None:
             # An ordinary end, of which there are most: what it guards is the root that it writes.
-            kinds.setdefault((guard.row, "update", guard.like), []).append((guard.key, no, guard))
+            kinds[guard.row, "update", guard.like].append((guard.key, no, guard))
             continue
         written = _written_roots(change)
         for guard in guards:
             lock: Lock = "update" if (guard.row, guard.key) in written else "share"
             if guard.revision is None and guard.like is None:
                 lock = "none"
-            kinds.setdefault((guard.row, lock, guard.like), []).append((guard.key, no, guard))
+            kinds[guard.row, lock, guard.like].append((guard.key, no, guard))
     found: list[tuple[Guards, Values]] = []
     # Tables in one order, and what will be written before what is only looked at: two batches meet in the same order.
     for row, lock, like in sorted(kinds, key=_in_order):
@@ -116,7 +117,7 @@ def _judged(changes: Sequence[Change], habits: Habits) -> list[tuple[Guards, Val
             leases = [guard.lease for guard in guarded]
             leased = any(leases)
             if leased:
-                columns += zip(*map(_asked, leases), strict=True)
+                columns += _asked(leases)
                 types += tuple(LEASE_TYPES.values())
         counted, habit, values = habits.learn((row, lock, like, leased), types, numbers, columns)
         found.append((Judged(row, lock, like, leased, counted, habit), values))
@@ -132,8 +133,13 @@ def _in_order(kind: tuple[Row, Lock, Like | None]) -> tuple[Any, ...]:
     return TABLE[row].name, lock != "update", lock, [] if like is None else sorted(like.fields)
 
 
-def _asked(lease: LeaseCheck | None) -> tuple[int | None, str | None, int | None]:
-    return (None, None, None) if lease is None else (int(lease.want), lease.lease_id, lease.lease_epoch)
+def _asked(leases: Sequence[LeaseCheck | None]) -> list[tuple[Any, ...]]:
+    """What is asked of leases, a column each."""
+    return [
+        tuple([lease and int(lease.want) for lease in leases]),
+        tuple([lease and lease.lease_id for lease in leases]),
+        tuple([lease and lease.lease_epoch for lease in leases]),
+    ]
 
 
 def _written_roots(change: Change) -> set[tuple[Row, tuple[Any, ...]]]:
@@ -147,7 +153,7 @@ def _written_roots(change: Change) -> set[tuple[Row, tuple[Any, ...]]]:
 
 def _copied(changes: Sequence[Change], habits: Habits) -> tuple[Sequence[Change], list[tuple[Writes, Values]]]:
     """The copies of changes that write nothing else, and the changes without them; other copies are told singly."""
-    if not any(Copies in map(type, change.writes) for change in changes):
+    if not any(type(write) is Copies for change in changes for write in change.writes):
         return changes, []
     left: list[Change] = []
     found: list[tuple[Writes, Values]] = []
@@ -206,19 +212,19 @@ def _meet(one: tuple[Row, tuple[Any, ...]], other: tuple[Row, tuple[Any, ...]]) 
 
 
 def _written(writes: list[tuple[int, int, Write]], habits: Habits) -> list[tuple[Writes, Values]]:
-    patches: dict[tuple[Row, tuple[str, ...], str | None], list[tuple[Any, ...]]] = {}
-    rows: dict[tuple[Row, bool], list[tuple[int, int, msgspec.Struct]]] = {}
-    deletes: dict[tuple[Row, int], list[tuple[Any, ...]]] = {}
+    patches: defaultdict[tuple[Row, tuple[str, ...], str | None], list[tuple[Any, ...]]] = defaultdict(list)
+    rows: defaultdict[tuple[Row, bool], list[tuple[int, int, msgspec.Struct]]] = defaultdict(list)
+    deletes: defaultdict[tuple[Row, int], list[tuple[Any, ...]]] = defaultdict(list)
     for no, change_id, write in writes:
         if type(write) is Patch:
             fields = write.fields
             shape = (write.row, tuple(fields), write.unless)
-            patches.setdefault(shape, []).append((no, write.key, tuple(fields.values()), change_id))
+            patches[shape].append((no, write.key, tuple(fields.values()), change_id))
         elif type(write) is Delete:
-            deletes.setdefault((write.row, len(write.key)), []).append((no, *write.key))
+            deletes[write.row, len(write.key)].append((no, *write.key))
         else:
             new: Any = write.row
-            rows.setdefault((type(new), type(write) is Put), []).append((no, change_id, new))
+            rows[type(new), type(write) is Put].append((no, change_id, new))
     found: list[tuple[Writes, Values]] = []
     for (row, width), starts in _in_turn(deletes):
         numbers, *columns = zip(*starts, strict=True)
@@ -276,10 +282,10 @@ def _inserted(row: Row, put: bool, new: list[tuple[int, int, Any]], habits: Habi
 
 
 def _formed(changes: Sequence[Change], habits: Habits) -> list[tuple[Writes, Values]]:
-    forms: dict[Form, list[tuple[int, int, tuple[Any, ...]]]] = {}
+    forms: defaultdict[Form, list[tuple[int, int, tuple[Any, ...]]]] = defaultdict(list)
     for no, change in enumerate(changes, start=1):
         if change.form is not None:
-            forms.setdefault(change.form, []).append((no, change.id, change.guards[0].key))
+            forms[change.form].append((no, change.id, change.guards[0].key))
     found: list[tuple[Writes, Values]] = []
     for form, roots in forms.items():
         numbers, ids, keys = zip(*roots, strict=True)
