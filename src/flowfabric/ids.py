@@ -94,6 +94,11 @@ def parse_execution_id(text: str) -> ExecutionId:
     return ExecutionId(text)
 
 
+def is_canonical(text: str) -> bool:
+    """Whether this is an execution id as we write them ourselves."""
+    return _CANONICAL_EXECUTION(text) is not None
+
+
 def partition_of(execution_id: ExecutionId) -> int:
     """The partition an execution lives on, read from its id (which has been parsed before)."""
     return int(execution_id[4 : execution_id.index("}")])
@@ -303,6 +308,7 @@ class RandomMinter:
 
     _uuids: list[str]
     _numbers: list[int]
+    _begins: tuple[int, str] = (0, "")  # the last millisecond, and how its identifiers begin
 
     def __init__(self) -> None:
         self.forget()
@@ -318,8 +324,13 @@ class RandomMinter:
 
     def ordered_uuid(self) -> str:
         """A version 7 UUID: the time in milliseconds, then the randomness of a version 4."""
-        time_digits = f"{time.time_ns() // 1_000_000:012x}"
-        return f"{time_digits[:8]}-{time_digits[8:]}-7{self.uuid()[15:]}"
+        now = time.time_ns() // 1_000_000
+        at, begins = self._begins
+        if now != at:  # many are minted within one
+            digits = f"{now:012x}"
+            begins = f"{digits[:8]}-{digits[8:]}-7"
+            self._begins = (now, begins)
+        return begins + self.uuid()[15:]
 
     def change_id(self) -> int:
         """A positive 63-bit number that no other change carries."""

@@ -76,9 +76,10 @@ async def test_a_drain_is_compared_with_the_peers(tmp_path: Path, other_queue: N
 
 @pytest.mark.slow
 async def test_tasks_are_measured_on_a_server(database: str) -> None:
-    report = await sdk(database, jobs=200, samples=20, functions=16, rounds=1, with_peer=False)
+    report = await sdk(database, jobs=200, slots=30, samples=20, functions=16, rounds=1, with_peer=False)
 
     assert_sensible(report)
+    assert report.slots == 30
     assert (report.peer, report.drain_ratio, report.peer_missing) == (None, None, "not asked for")
 
 
@@ -104,6 +105,7 @@ def test_people_get_a_table(missing: str | None, monkeypatch: pytest.MonkeyPatch
 
     assert answer.exit_code == 0, answer.stderr
     assert re.search(r"functions of 10 steps, 16 in flight +300.5/s", answer.stdout)
+    assert "10 jobs of 1000 bytes, 100 slots, 1 rounds, 2 cores" in answer.stdout
     assert "its load was 3.5 before" in answer.stdout
     assert ("huey 3" in answer.stdout) == (missing is None)
     assert answer.stderr == ("" if missing is None else f"ff: no peer: {missing}\n")

@@ -68,7 +68,7 @@ async def test_a_batch_is_decided_while_the_one_before_is_on_its_way(clock: Manu
 
     assert [answer.execution_id for answer in answers] == [ask.execution_id for ask in wanted]
     assert store.batches == 1 + 6
-    assert store.most == 2
+    assert store.most == store.commit_lanes + 1
 
 
 async def test_the_first_of_a_lane_is_created_by_itself_and_the_rest_follows(clock: ManualClock) -> None:

@@ -13,15 +13,14 @@ import msgspec
 
 from flowfabric.errors import InvalidInput
 
-BATCH = 100  # rows that the control claims and finishes at a time
-INSERT_BATCH = 500  # rows that it inserts at a time
+BATCH = 100  # rows that the control inserts, claims and finishes at a time
 
 
 class Control(Protocol):
     """A bare table through the same driver: no fence, no history, no events; what the server can do at best."""
 
     async def insert(self, payloads: Sequence[bytes]) -> None:
-        """Insert these, `INSERT_BATCH` at a time, each batch durable before the next."""
+        """Insert these, `BATCH` at a time, each batch durable before the next."""
         ...
 
     async def drain(self) -> int:

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 import asyncpg
 
-from flowfabric.bench.ground import BATCH, INSERT_BATCH, Ground
+from flowfabric.bench.ground import BATCH, Ground
 from flowfabric.errors import InvalidInput, StoreUnavailable
 
 # A queue as one would write it by hand: found by queue and priority, watched for leases that end.
@@ -46,8 +46,8 @@ class PostgresControl:
 
     async def insert(self, payloads: Sequence[bytes]) -> None:
         statement = await self._connection.prepare(_INSERT)
-        for begin in range(0, len(payloads), INSERT_BATCH):
-            await statement.fetch(payloads[begin : begin + INSERT_BATCH])
+        for begin in range(0, len(payloads), BATCH):
+            await statement.fetch(payloads[begin : begin + BATCH])
 
     async def drain(self) -> int:
         claim, finish = await self._connection.prepare(_CLAIM), await self._connection.prepare(_FINISH)

@@ -29,6 +29,8 @@ from flowfabric.bench.throughput import PER_SECOND, Progress, Steps
 from flowfabric.errors import InvalidInput
 
 SLOTS = 100
+# pgqueuer fetches 100 jobs at a time and starts them without a limit; the least limit that it accepts then is twice that.
+SLOTS_ON_POSTGRES = 200
 JOBS = 10_000
 JOBS_ON_POSTGRES = 20_000  # with which pgqueuer is measured elsewhere, too; of more jobs it makes fewer a second
 IN_FLIGHT = 16
@@ -73,6 +75,7 @@ async def sdk(
     url: str,
     *,
     jobs: int | None = None,
+    slots: int | None = None,
     samples: int = 200,
     functions: int = 600,
     rounds: int = 3,
@@ -80,7 +83,9 @@ async def sdk(
     progress: Progress | None = None,
 ) -> SdkReport:
     """Measure on scratch stores beside the named one."""
-    jobs = jobs or (JOBS_ON_POSTGRES if url.startswith("postgres") else JOBS)
+    on_postgres = url.startswith("postgres")
+    jobs = jobs or (JOBS_ON_POSTGRES if on_postgres else JOBS)
+    slots = slots or (SLOTS_ON_POSTGRES if on_postgres else SLOTS)
     tell, load = Steps(progress, 3 * rounds + 2), os.getloadavg()[0]
     tell("preparing")
     peer, missing = _peer(url) if with_peer else (None, "not asked for")
@@ -94,7 +99,7 @@ async def sdk(
             gc.collect()
             tell(f"round {number + 1}: drain")
             async with _app_on_its_own(url) as place:
-                ours.append(await _drain(place, folder / f"starts-{number}", jobs))
+                ours.append(await _drain(place, folder / f"starts-{number}", jobs, slots))
             tell(f"round {number + 1}: {peer.name if peer else 'no peer'}")
             if peer is not None:
                 async with ground(url) as beside:
@@ -119,7 +124,7 @@ async def sdk(
         rounds=rounds,
         jobs=jobs,
         payload_bytes=len(msgspec.json.encode(body())),
-        slots=SLOTS,
+        slots=slots,
         drain_per_s=round(drained),
         submit_to_done_p50_ms=round(percentiles[49], 2),
         submit_to_done_p99_ms=round(percentiles[98], 2),
@@ -148,13 +153,13 @@ async def _app_on_its_own(url: str) -> AsyncIterator[Ground]:
             yield place
 
 
-async def _drain(place: Ground, starts: Path, jobs: int) -> float:
+async def _drain(place: Ground, starts: Path, jobs: int, slots: int) -> float:
     """Jobs that all stand in line when the worker starts; how many it started a second."""
     runs = await sdk_app.noop.submit_many([body()] * jobs)
-    with _worker(place.url, starts):
+    with _worker(place.url, starts, "--slots", str(slots), "--lanes", "noop"):
         await _started(starts, jobs)
         async with asyncio.timeout(SILENCE_S):
-            for run in runs[-SLOTS:]:
+            for run in runs[-slots:]:
                 if await run.result() != {"ok": True}:
                     raise AssertionError(f"{run} has another result")
     engine = await sdk_app.app.engine()
@@ -210,8 +215,7 @@ async def _latencies(place: Ground, starts: Path, samples: int) -> list[float]:
 @contextmanager
 def _worker(url: str, starts: Path, *arguments: str) -> Iterator[None]:
     command = [sys.executable, "-m", "flowfabric.cli", "worker", "flowfabric.bench.sdk_app:app", "--store", url]
-    options = arguments or ("--slots", str(SLOTS), "--lanes", "noop")
-    with _process([*command, "--lease-ttl", "60s", *options], starts, {}):
+    with _process([*command, "--lease-ttl", "60s", *arguments], starts, {}):
         yield
 
 

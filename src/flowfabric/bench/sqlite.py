@@ -7,7 +7,7 @@ from pathlib import Path
 
 import apsw
 
-from flowfabric.bench.ground import BATCH, INSERT_BATCH
+from flowfabric.bench.ground import BATCH
 
 # A queue as one would write it by hand: found by queue and priority, watched for leases that end.
 _TABLE = """
@@ -41,9 +41,9 @@ class SQLiteControl:
             pass
 
     async def insert(self, payloads: Sequence[bytes]) -> None:
-        for begin in range(0, len(payloads), INSERT_BATCH):
+        for begin in range(0, len(payloads), BATCH):
             self._db.execute("begin immediate")
-            self._db.executemany(_INSERT, [(payload,) for payload in payloads[begin : begin + INSERT_BATCH]])
+            self._db.executemany(_INSERT, [(payload,) for payload in payloads[begin : begin + BATCH]])
             self._db.execute("commit")
 
     async def drain(self) -> int:

@@ -164,6 +164,9 @@ def sdk(
     jobs: Annotated[
         int | None, typer.Option(min=200, help="Tasks per round: 20,000 on Postgres, else 10,000, unless said.")
     ] = None,
+    slots: Annotated[
+        int | None, typer.Option(min=1, help="Of the worker that drains: 200 on Postgres, else 100, unless said.")
+    ] = None,
     functions: Annotated[int, typer.Option(min=16, help="Durable functions of ten steps per round.")] = 600,
     samples: Annotated[int, typer.Option(min=20, help="Tasks whose way from submit to result is timed.")] = 200,
     rounds: Annotated[int, typer.Option(min=1, help="FlowFabric and peer take turns this often; medians count.")] = 3,
@@ -181,6 +184,7 @@ def sdk(
             measured(
                 url,
                 jobs=jobs,
+                slots=slots,
                 samples=samples,
                 functions=functions,
                 rounds=rounds,
@@ -241,7 +245,8 @@ def _print_sdk(report: SdkReport) -> None:
     ]
     table("", ("", "flowfabric", f"{peer.name} {peer.version}" if peer else "", "ratio"), rows)
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
-    typer.echo(f"{report.jobs:,} jobs of {report.payload_bytes} bytes, {report.rounds} rounds, {report.cores} cores")
+    jobs = f"{report.jobs:,} jobs of {report.payload_bytes} bytes, {report.slots} slots"
+    typer.echo(f"{jobs}, {report.rounds} rounds, {report.cores} cores")
     typer.echo(f"versions: {versions}")
     typer.echo(f"durability: {report.durability}")
     if report.load > 0.5:

@@ -146,7 +146,8 @@ class BulkCreate:
         return self._answers
 
     async def _send(self, batch: Sequence[Creation | Copying]) -> None:
-        while len(self._sent) >= self._core.store.commit_lanes:
+        """Send it behind those that the store is at work on, so that it has always one to go on with."""
+        while len(self._sent) > self._core.store.commit_lanes:
             await self._arrived()
         self._sent.append((batch, self._core.commits.send([one.change for one in batch])))
         await asyncio.sleep(0)  # it leaves before the next batch is decided

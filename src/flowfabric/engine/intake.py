@@ -52,6 +52,8 @@ def parsed(value: T | errors.FabricError) -> T:
 
 def execution(execution_id: object) -> ids.ExecutionId:
     """An execution id."""
+    if type(execution_id) is str and ids.is_canonical(execution_id):
+        return ids.ExecutionId(execution_id)
     return ids.parse_execution_id(limits.text("execution_id", execution_id))
 
 

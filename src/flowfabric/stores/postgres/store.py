@@ -69,7 +69,7 @@ class PostgresStore:
 
     tag = BackendTag.POSTGRES
     commit_lanes = 2
-    batch_limit = 500
+    batch_limit = 1000
     in_order = False
 
     def __init__(
