@@ -29,7 +29,7 @@ from flowfabric.bench.throughput import PER_SECOND, Progress, Steps
 from flowfabric.errors import InvalidInput
 
 SLOTS = 100
-# pgqueuer fetches 100 jobs at a time and starts them without a limit; the least limit that it accepts then is twice that.
+# pgqueuer fetches 100 jobs at a time and starts them without a limit; the least limit that it accepts then is 200.
 SLOTS_ON_POSTGRES = 200
 JOBS = 10_000
 JOBS_ON_POSTGRES = 20_000  # with which pgqueuer is measured elsewhere, too; of more jobs it makes fewer a second

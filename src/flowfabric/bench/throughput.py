@@ -25,7 +25,7 @@ CLAIMS = 50  # that are timed, in each of two stores
 
 
 class Report(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What was measured; rates are medians over the rounds."""
+    """What was measured; rates are medians over the rounds, and so are ratios to the control of the same round."""
 
     store: str
     durability: str
@@ -202,14 +202,19 @@ def _report(
         latency_p50_ms=round(percentiles[49], 2),
         latency_p99_ms=round(percentiles[98], 2),
         control_drain_per_s=None if control_drain is None else round(control_drain),
-        drain_ratio=None if control_drain is None else round(drained / control_drain, 3),
+        drain_ratio=_ratio([(one.drain, one.control_drain) for one in rates]),
         control_insert_per_s=None if insert is None else round(insert),
-        submit_ratio=None if insert is None else round(bulk / insert, 3),
+        submit_ratio=_ratio([(one.bulk, one.insert) for one in rates]),
         depth=depth or None,
         claim_ms=None if costs is None else round(costs[0], 2),
         claim_at_depth_ms=None if costs is None else round(costs[1], 2),
         claim_cost_ratio=None if costs is None else round(costs[1] / costs[0], 2),
     )
+
+
+def _ratio(pairs: Sequence[tuple[float, float | None]]) -> float | None:
+    found = _median([None if control is None else engine / control for engine, control in pairs])
+    return None if found is None else round(found, 3)
 
 
 def _median(values: Sequence[float | None]) -> float | None:

@@ -41,7 +41,7 @@ def _bench() -> None:
 def throughput(
     jobs: Annotated[int, typer.Option(min=100, help="Executions per round.")] = 20_000,
     payload: Annotated[int, typer.Option(min=0, help="Bytes of input of each.")] = 1024,
-    rounds: Annotated[int, typer.Option(min=1, help="Engine and control take turns this often; medians count.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="Engine and control take turns this often; medians count.")] = 5,
     depth: Annotated[
         int,
         typer.Option(
