@@ -95,6 +95,28 @@ async def test_full_slots_are_filled_anew_with_one_take_at_most(engine: Engine, 
     pull.close()
 
 
+async def test_nobody_looks_for_more_in_a_lane_that_was_seen_to_be_empty(engine: Engine, counting: Counting) -> None:
+    """Slots are full all the time, so that none of these claims finds less than it asked for."""
+    names = await chain(engine, 3)
+    pull = engine.pulling([LANE], worker_id="w", worker_instance_id="w-1")
+    held = await pull.claim(1)
+    for _ in names[1:]:
+        telling = asyncio.create_task(engine.complete_many([(one.handle, b"{}") for one in held]))
+        held = await asyncio.wait_for(pull.claim(1, max_wait_ms=60_000), 20)
+        await telling
+    before = counting.takes
+    waiting = asyncio.create_task(pull.claim(1, max_wait_ms=60_000))
+    await engine.complete(held[0].handle)
+    new = engine.new_execution_id()
+    await engine.create_execution(execution_id=new, lane_id=LANE)
+
+    [claimed] = await asyncio.wait_for(waiting, 20)
+    assert claimed.execution_id == new
+    if not counting.in_order:
+        assert counting.takes == before + 1
+    pull.close()
+
+
 async def test_free_slots_are_filled_with_one_take_at_most_when_ends_are_told_together(
     engine: Engine, counting: Counting
 ) -> None:

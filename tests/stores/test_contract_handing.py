@@ -131,6 +131,20 @@ async def test_of_more_than_are_wanted_the_best_are_claimed(store: Store) -> Non
     assert await claimed(store, handed, take) == list("edcba")
 
 
+@pytest.mark.parametrize("wanted", [1, 2, 3])
+@pytest.mark.parametrize(
+    "stands", [[], [waiting("better", -1)], [waiting("worse", 9)]], ids=["alone", "better", "worse"]
+)
+async def test_a_line_is_said_to_be_empty_only_when_it_is(store: Store, wanted: int, stands: list[Execution]) -> None:
+    revisions = await blocked(store, "a", "b")
+    await line_up(store, *stands)
+
+    handed = await store.hand_over([freed(*item) for item in revisions.items()], NO_HINT, take := a_take(wanted))
+
+    if handed.emptied:
+        assert await claimed(store, handed, take) == names(handed.rows)
+
+
 async def test_a_change_that_is_refused_hands_nothing_over(store: Store, clock: ManualClock) -> None:
     revisions = await blocked(store, "a", "b", "c")
     before = await one(store, Execution, "b")
@@ -195,7 +209,7 @@ async def test_a_line_that_nobody_ever_wrote_to_has_nothing_to_hand_over(store: 
 
     handed = await store.hand_over([freed("a", revisions["a"])], NO_HINT, a_take(1, LineKey("never written")))
 
-    assert handed == Handed([clock.now], [])
+    assert (handed.verdicts, handed.rows) == ([clock.now], [])
     assert (await one(store, Execution, "a")).line == MAIL
 
 

@@ -25,6 +25,7 @@ async def test_it_hands_over_what_it_can_in_one_trip(pg: PostgresStore, clock: M
 
     assert handed.verdicts == [clock.now, clock.now]
     assert names(handed.rows) == ["a", "b"]
+    assert handed.emptied
 
 
 async def test_one_change_alone_is_handed_over_too(pg: PostgresStore) -> None:

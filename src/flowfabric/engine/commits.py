@@ -43,6 +43,7 @@ class Wish:
         """`takes` makes one, by the topic of each lane; the first batch that suits gets one of them."""
         self._takes = takes
         self.granted: Take | None = None  # the one that is on its way
+        self.emptied = False  # whether it saw the end of its lane
         self.rows: asyncio.Future[list[tuple[Execution, Payload]]] = asyncio.get_running_loop().create_future()
 
     def grant(self, lanes: Collection[str]) -> Take | None:
@@ -58,6 +59,7 @@ class Wish:
         except BaseException as error:
             self._end([], error if isinstance(error, errors.StoreUnavailable) else None)
             raise
+        self.emptied = handed.emptied
         self._end(handed.rows)
         return handed
 

@@ -92,6 +92,7 @@ class Pull:
             orders = self._worth_a_look(clock())
             sets_free = self._engine.store.in_order or self._engine.may_set_free()
             wish = self._wish(orders, limit) if sets_free else None
+            end = None if wish is None or not orders else self._next_end(orders[0].lane_id)
             try:
                 if orders:
                     await self._behind_own_work(orders, sets_free=sets_free)
@@ -102,6 +103,8 @@ class Pull:
             finally:
                 if wish is not None:
                     self._engine.forgo(wish)
+                if wish is not None and end is not None:
+                    self._keep(orders[0].lane_id, end, is_end=wish.emptied)
             if not orders:
                 if not go_on():
                     return []
@@ -174,17 +177,24 @@ class Pull:
         engine, lane = self._engine, order.lane_id
         if (before := self._ends.pop(lane, None)) is not None:
             before.hint.cancel()
-        end = End(engine.wakes.expect(lane_topic(lane)), asyncio.get_running_loop().time() + engine.poll_s)
-        is_end = False
+        end, is_end = self._next_end(lane), False
         try:
             claimed = await engine.claim_now(order, limit)
             is_end = not claimed or (len(claimed) < limit and engine.sees_whole(lane))
         finally:
-            if is_end:
-                self._ends[lane] = end
-            else:
-                end.hint.cancel()
+            self._keep(lane, end, is_end=is_end)
         return claimed
+
+    def _next_end(self, lane: str) -> End:
+        """What the end of a lane is, if the look that comes next sees it."""
+        engine = self._engine
+        return End(engine.wakes.expect(lane_topic(lane)), asyncio.get_running_loop().time() + engine.poll_s)
+
+    def _keep(self, lane: str, end: End, *, is_end: bool) -> None:
+        if is_end:
+            self._ends[lane] = end
+        else:
+            end.hint.cancel()
 
 
 class End(msgspec.Struct, frozen=True):

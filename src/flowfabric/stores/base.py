@@ -126,10 +126,14 @@ class Taken(msgspec.Struct, frozen=True, gc=False):
 
 
 class Handed(msgspec.Struct, frozen=True, gc=False):
-    """What a commit that hands over came to: its verdicts, and the rows that were claimed, as a take has them."""
+    """What a commit that hands over came to: its verdicts, and the rows that were claimed, as a take has them.
+
+    `emptied` says that a take right after it would find nothing more.
+    """
 
     verdicts: list[int | None]
     rows: list[tuple[Execution, Payload]]
+    emptied: bool = False
 
 
 class Held(msgspec.Struct, frozen=True, gc=False):

@@ -215,7 +215,10 @@ class MemoryStore:
             return [now if accepted else None for accepted in verdicts]
 
     async def hand_over(self, changes: Sequence[Change], hint: frozenset[str], take: Take) -> Handed:
-        return Handed(await self.commit(changes, hint), (await self.take(take)).rows)
+        verdicts, taken = await self.commit(changes, hint), await self.take(take)
+        with self._lock:
+            left = any(True for line in take.lines for _ in self._free(line, taken.now))
+        return Handed(verdicts, taken.rows, emptied=not left)
 
     async def take(self, take: Take) -> Taken:
         with self._lock:

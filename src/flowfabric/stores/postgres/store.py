@@ -120,7 +120,7 @@ class PostgresStore:
         if batch.handing is None:
             return Handed(verdicts, [])
         rows = await self._decoded(lambda line_at: rows_told(answer, 3, take, take.stamps, line_at))
-        return Handed(verdicts, sorted(rows, key=_by_rank))
+        return Handed(verdicts, sorted(rows, key=_by_rank), emptied=bool(rows))  # nobody else stood there
 
     async def _batch(self, changes: Sequence[Change]) -> Batch:
         await self._lines.add({line for change in changes for line in change.lines})
