@@ -75,9 +75,10 @@ async def test_whoever_has_a_better_rank_goes_first(engine: Engine, store: Store
     pull.close()
 
 
-async def test_the_other_lanes_of_a_worker_have_their_turn(engine: Engine) -> None:
+@pytest.mark.parametrize("lanes", [(LANE, OTHER), (OTHER, LANE)])
+async def test_the_other_lanes_of_a_worker_have_their_turn(engine: Engine, lanes: tuple[str, str]) -> None:
     names = await chain(engine, 8)
-    pull = pulling(engine, LANE, OTHER)
+    pull = pulling(engine, *lanes)
     held = await pull.claim(1)
     for _ in range(2):
         await engine.create_execution(execution_id=engine.new_execution_id(), lane_id=OTHER)
