@@ -12,8 +12,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-import msgspec
-
 from flowfabric.handles import Handle
 from flowfabric.sdk.codec import from_json, json_bytes
 from flowfabric.sdk.durable import Durable, in_step
@@ -225,13 +223,16 @@ class Context(Waiting, Saying, Spending):
         return from_json(memo.result)
 
 
-class Pending(msgspec.Struct, eq=False):
+class Pending:
     """An attempt at what was claimed. Its context is made when somebody asks for it: many handlers never do."""
 
-    claimed: Claimed
-    _make: Callable[[Pending], Context]
-    context: Context | None = None
-    root: asyncio.Task[Any] | None = None  # the task that runs the handler, once it has begun
+    __slots__ = ("_make", "claimed", "context", "root")
+
+    def __init__(self, claimed: Claimed, make: Callable[[Pending], Context]) -> None:
+        self.claimed = claimed
+        self._make = make
+        self.context: Context | None = None
+        self.root: asyncio.Task[Any] | None = None  # the task that runs the handler, once it has begun
 
     def get(self) -> Context:
         """The context; a thread of the handler's may be the first to ask."""
