@@ -107,6 +107,16 @@ async def test_who_has_much_to_tell_does_not_wait_for_long(ears: tuple[Ear, Ear]
     await other.until(lambda: other.topics == frozenset().union(*BUSY))
 
 
+async def test_who_ends_tells_the_rest_before(ears: tuple[Ear, Ear], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wake, "LATER_S", 3600)
+    one, other = ears
+
+    one.store.notify(BUSY[0])
+    await one.store.close()
+
+    await other.until(lambda: other.topics == BUSY[0])
+
+
 async def test_many_topics_become_several_messages_and_an_endless_one_is_left_out(ears: tuple[Ear, Ear]) -> None:
     one, other = ears
     many = frozenset(f"{number:0100}" for number in range(300))

@@ -37,6 +37,7 @@ RESTS = 4  # ... and so many times as long as its commits take
 TURNS = 3  # of the loop, after which whoever goes on in this process because of a commit has asked for what it needs
 MUCH = 64  # topics of one commit
 LATER_S = 0.02  # that these wait at most
+LAST_WORDS_S = 0.2  # that a process which ends has to send what it has not sent yet
 FEW = 4  # when so many hints, of whomever, were heard in that time, no commit carries one
 _SEND = f"select set_config('synchronous_commit', 'off', true), pg_notify('{CHANNEL}', $1)"
 
@@ -56,6 +57,8 @@ class Wake:
         self._unsent: set[str] = set()
         self._later: asyncio.TimerHandle | None = None
         self._work = asyncio.Event()
+        self._all_sent = asyncio.Event()
+        self._all_sent.set()
         self._task: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -64,6 +67,7 @@ class Wake:
         if not topics:
             return
         self._unsent |= topics
+        self._all_sent.clear()
         if len(topics) < MUCH:
             self._stir()
         elif self._later is None:
@@ -92,7 +96,11 @@ class Wake:
         self._stir()
 
     async def close(self) -> None:
-        """Stop; what was not sent yet is lost."""
+        """Stop; what cannot be sent soon is lost."""
+        if not self._all_sent.is_set() and not self._closed:
+            self._stir()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._all_sent.wait(), LAST_WORDS_S)
         self._closed = True
         self._not_later()
         if self._task is not None:
@@ -137,6 +145,8 @@ class Wake:
                     await _notify(connection, payload)
                 else:
                     await in_transaction(connection, partial(_notify, payload=payload))
+            if not self._unsent:
+                self._all_sent.set()
             await self._work.wait()
             for _ in range(TURNS):
                 await asyncio.sleep(0)
