@@ -93,6 +93,27 @@ async def test_the_other_lanes_of_a_worker_have_their_turn(engine: Engine, lanes
     pull.close()
 
 
+async def test_a_worker_of_other_namespaces_is_handed_nothing(engine: Engine) -> None:
+    names = await chain(engine, 2)
+    pull = pulling(engine)
+    held = await pull.claim(1)
+    stranger = engine.pulling([LANE], worker_id="s", worker_instance_id="s-1", namespaces=["elsewhere"])
+    assert await stranger.claim(1) == []
+    waiting = asyncio.create_task(stranger.claim(1, max_wait_ms=60_000))
+    await asyncio.sleep(0)  # it has seen the end of its lane, so now it waits
+
+    await engine.complete(held[0].handle)
+
+    [claimed] = await asyncio.wait_for(pull.claim(1, max_wait_ms=60_000), 20)
+    assert claimed.execution_id == names[1]
+    assert not waiting.done()
+    waiting.cancel()
+    with suppress(asyncio.CancelledError):
+        await waiting
+    pull.close()
+    stranger.close()
+
+
 async def test_what_was_lost_in_the_lane_is_taken_over_though_a_chain_goes_on(
     engine: Engine, store: Store, clock: ManualClock
 ) -> None:
