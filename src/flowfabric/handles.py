@@ -92,11 +92,8 @@ class Handle:
     @classmethod
     def mint(cls, backend: BackendTag, kind: HandleKind, fields: HandleFields) -> Handle:
         """A handle made here and now."""
-        handle = cls.__new__(cls)
-        handle.backend = backend  # type: ignore[misc]
-        handle.kind = kind  # type: ignore[misc]
+        handle = cls(backend, kind, b"")
         handle._opaque = None
-        handle._embedded = backend
         handle._fields = fields
         return handle
 

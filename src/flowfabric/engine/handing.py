@@ -15,7 +15,6 @@ from flowfabric.engine.commits import Wish
 from flowfabric.engine.explain import Explaining
 from flowfabric.engine.intake import ClaimOrder
 from flowfabric.engine.lines import MOST_LINES
-from flowfabric.engine.taking import take_turns
 from flowfabric.engine.wakes import lane_topic
 from flowfabric.model import answers
 from flowfabric.model.execution import LineKey
@@ -39,13 +38,13 @@ class Handing(Explaining):
     def _plain_lines(self, order: ClaimOrder) -> tuple[LineKey, ...]:
         """The lines that a claim of this order would take from, if it did no more than that."""
         lane = order.lane_id
-        if order.namespaces is not None or lane in self._takeovers or lane in self._decided_lanes:
+        if order.namespaces is not None or lane in self._takeovers:
             return ()
         if not self.has_looked(lane):  # or nobody would notice what was lost in this lane
             return ()
         known = sorted(self._lines.get(lane, ()))
         lines = [line for line in known if capabilities.covers(line.required, order.capabilities)]
-        if take_turns(lines) or len(lines) > MOST_LINES:
+        if not self._is_uniform(lane, lines) or len(lines) > MOST_LINES:
             return ()
         return tuple(line for line in lines if not line.decided)
 

@@ -118,7 +118,7 @@ class Taking(Lines):
         if looked:
             await self.look_around(order.lane_id)
         lines = await self.covered(order.lane_id, order.capabilities)
-        if looked or order.lane_id in self._decided_lanes or take_turns(lines):
+        if looked or not self._is_uniform(order.lane_id, lines):
             claimed = await self._claim_by_plan(order, lines, limit)
         else:
             claimed = await self._take([line for line in lines if not line.decided], order, limit)
@@ -127,6 +127,10 @@ class Taking(Lines):
             lines = await self.covered(order.lane_id, order.capabilities)
             claimed = await self._claim_by_plan(order, lines, limit)
         return claimed
+
+    def _is_uniform(self, lane_id: str, lines: Sequence[LineKey]) -> bool:
+        """Whether nothing but uniform work of one key is expected in these lines of a lane."""
+        return lane_id not in self._decided_lanes and not _take_turns(lines)
 
     # -- by plan --------------------------------------------------------------------------------------------------
 
@@ -148,7 +152,7 @@ class Taking(Lines):
             waiting = await self.heads([line for line in lines if line.decided], wanted, without=tried)
             if not waiting:
                 await self.forget_decided(order.lane_id)
-                if not take_turns(uniform):
+                if not _take_turns(uniform):
                     return claimed + await self._take(uniform, order, wanted)
             uniform = await self._in_turn(uniform, order.lane_id)
             waiting += await self.heads(uniform, wanted)
@@ -391,6 +395,6 @@ def _is_decided(row: Execution) -> bool:
     return row.line is not None and row.line.decided
 
 
-def take_turns(lines: Sequence[LineKey]) -> bool:
+def _take_turns(lines: Sequence[LineKey]) -> bool:
     """Whether work of several keys may stand in these lines."""
     return len({line.fairness_key for line in lines if not line.decided}) > 1
