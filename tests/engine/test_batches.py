@@ -1,25 +1,29 @@
-"""What is written together: changes that write one row are never in one batch, whether or not they looked at it."""
+"""What is written together: no two changes that write one row, and not more rows than two commits do side by side."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
+from uuid import uuid4
 
 import msgspec
 import pytest
 
 from flowfabric.clock import ManualClock
 from flowfabric.engine.engine import Engine
-from flowfabric.ids import SeededMinter
+from flowfabric.ids import FlowId, SeededMinter, mint_for_flow
 from flowfabric.model.execution import Execution
 from flowfabric.model.flow import Dependency, DependencyKind, Dispatch, EdgeGroup, Flow, FlowMember
 from flowfabric.model.states import TerminalOutcome
 from flowfabric.rules import flows, joins, replay, successors
 from flowfabric.rules.change import NOW, Change, Guard, Patch
+from flowfabric.rules.create import CreateExecution
 from flowfabric.rules.flows import StageEdge
 from flowfabric.rules.joins import Settlement, Surroundings
 from flowfabric.settings import Settings
 from flowfabric.stores.base import Store
+from flowfabric.stores.memory import MemoryStore
 from flowfabric.testing.flow_invariants import check_flow_invariants
 from tests.scenarios.flowing import Flowing
 
@@ -100,3 +104,50 @@ async def test_a_replay_takes_the_rest_of_its_end_back_while_some_of_it_is_told(
     assert await flow.one(Dispatch, flow.names["a"]) is None
     assert (await flow.one(EdgeGroup, *flow.child("c"))).group_state == "pending"
     assert (await flow.one(Dependency, flow.names["c"], flow.edges["a", "c"])).outcome is None
+
+
+class Watched(MemoryStore):
+    """Has two commits under way at a time, and remembers how many changes each of them held."""
+
+    commit_lanes = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: list[int] = []
+        self.under_way = self.most = 0
+
+    async def commit(self, changes: Sequence[Change], hint: frozenset[str] = frozenset()) -> list[int | None]:
+        self.held.append(len(changes))
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        self.under_way -= 1
+        return await super().commit(changes, hint)
+
+
+async def graph_of(engine: Engine, size: int) -> str:
+    """A new flow of so many members without edges; its id."""
+    flow_id = FlowId(str(uuid4()))
+    names = [mint_for_flow(flow_id, engine.partitions, engine.minter) for _ in range(size)]
+    nodes = [
+        CreateExecution(execution_id=name, partition=0, namespace="n", lane_id="default", execution_kind="task")
+        for name in names
+    ]
+    await engine.create_flow_graph(flow_id, nodes)
+    return flow_id
+
+
+async def test_many_rows_are_written_by_two_commits_side_by_side() -> None:
+    store = Watched()
+    async with Engine(store) as engine:
+        made = await asyncio.gather(*(graph_of(engine, 75) for _ in range(4)))  # each of them 226 rows
+        assert (store.held, store.most) == ([2, 2], 2)
+        assert [(await engine.describe_flow(flow_id)).node_count for flow_id in made] == [75] * 4
+
+
+async def test_few_rows_are_written_by_one_commit() -> None:
+    store = Watched()
+    async with Engine(store) as engine:
+        await asyncio.gather(*(graph_of(engine, 30) for _ in range(4)))
+        assert store.held == [4]

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
 from flowfabric import Engine, errors
 from flowfabric.clock import ManualClock
+from flowfabric.engine.flows import GraphEdge
 from flowfabric.engine.wakes import FEED, end_topic
 from flowfabric.handles import BackendTag, Handle
+from flowfabric.ids import FlowId, mint_for_flow
 from flowfabric.model.answers import Claimed, Completed
 from flowfabric.model.states import PublicState
+from flowfabric.rules.create import CreateExecution
 from flowfabric.rules.limits import MAX_PAYLOAD_BYTES
 from flowfabric.stores.base import Store
 from flowfabric.stores.memory import MemoryStore
@@ -127,3 +131,26 @@ async def test_a_label_that_is_too_long_is_refused_before_anything_is_written(st
     with pytest.raises(errors.InvalidInput, match="result_encoding"):
         await engine.complete_many([(claimed.handle, b"R")], encoding="x" * 5000)
     assert await engine.read_execution_state(claimed.execution_id) is PublicState.ACTIVE
+
+
+async def test_something_is_made_of_the_answer_after_whoever_goes_on_with_what_was_set_free(store: Store) -> None:
+    engine = Engine(store)
+    flow_id = FlowId("11111111-1111-4111-8111-111111111111")
+    first, second = (mint_for_flow(flow_id, engine.partitions, engine.minter) for _ in range(2))
+    nodes = [
+        CreateExecution(execution_id=name, partition=0, namespace="n", lane_id="default", execution_kind="task")
+        for name in (first, second)
+    ]
+    await engine.create_flow_graph(flow_id, nodes, [GraphEdge(first, second)])
+    (claimed,) = await engine.claim_many("default", 1, **WORKER)
+    end = engine.wakes.expect(end_topic(first))
+    seen: list[bool] = []
+
+    def answered() -> None:
+        seen.append(end.done())
+        asyncio.get_running_loop().call_soon(lambda: seen.append(end.done()))
+
+    assert await engine.complete_many([(claimed.handle, b"R")], answered=answered) == [Completed(first)]
+    assert seen == [False, False]
+    assert end.done(), "and before the call returns"
+    assert [one.execution_id for one in await engine.claim_many("default", 2, **WORKER)] == [second]

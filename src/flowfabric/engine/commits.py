@@ -33,6 +33,7 @@ def _key_of(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
 
 
 ROOTS = {row: _key_of(table.key) for row, table in TABLE.items() if table.is_root}
+MANY_ROWS = 450  # of a batch: the rest goes with the other lane, side by side with these
 MOST_UNTOLD = 1000  # changes in doubt that are remembered; most are never heard of again
 
 
@@ -151,9 +152,10 @@ class Commits:
         batch: list[tuple[Change, asyncio.Future[int | None]]] = []
         later: list[tuple[Change, asyncio.Future[int | None]]] = []
         roots: set[object] = set()
-        waiting, limit = self._waiting, self._store.batch_limit
-        while waiting and len(batch) < limit:
+        waiting, limit, rows = self._waiting, self._store.batch_limit, 0
+        while waiting and len(batch) < limit and rows < MANY_ROWS:
             entry = waiting.popleft()
+            rows += len(entry[0].writes)
             touched = _roots_of(entry[0])
             if roots.isdisjoint(touched):
                 roots.update(touched)

@@ -8,7 +8,7 @@ answer that got lost) is settled on its own.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -25,6 +25,8 @@ from flowfabric.rules import finish, limits
 from flowfabric.rules.change import Change, Decision
 from flowfabric.rules.lease import Fence
 from flowfabric.stores.base import Want
+
+TURNS = 5  # of the loop, within which a worker has handed over what it did with work that was handed to it
 
 
 class Finishing(Executions):
@@ -78,16 +80,24 @@ class Finishing(Executions):
         )
 
     async def complete_many(
-        self, results: Sequence[tuple[Handle, bytes | None]], *, encoding: str | None = None
+        self,
+        results: Sequence[tuple[Handle, bytes | None]],
+        *,
+        encoding: str | None = None,
+        answered: Callable[[], None] | None = None,
     ) -> list[answers.Completed | errors.FabricError]:
-        """Complete each of these with its result; one answer for each, in their order, refusals included."""
+        """Complete each of these with its result; one answer for each, in their order, refusals included.
+
+        `answered` is called once the store has answered. Whoever goes on with what that set free goes first then, and
+        the answer is made something of while the store is at work again.
+        """
         label = limits.optional_text("result_encoding", encoding, limit=limits.MAX_NAME_BYTES)
         pairs = intake.pairs("results", results)
         found: list[Any] = [None] * len(pairs)
         sent: dict[str, tuple[int, Change, Decision[answers.Completed], Execution]] = {}
         alone: dict[int, tuple[Doubt, ...]] = {}
         trusted: dict[int, Rows] = {}  # of those: sheets to decide on without a look
-        now, seen = self.estimate.now(), self._seen
+        now, seen, sets_free = self.estimate.now(), self._seen, False
         for place, (handle, result) in enumerate(pairs):
             try:
                 fields = self.opened(handle)
@@ -111,9 +121,13 @@ class Finishing(Executions):
                 if carrying is None:
                     alone[place], trusted[place] = (), [[row]]
                     continue
-                change = carrying
+                change, sets_free = carrying, True
             sent[execution_id] = (place, change, decision, row)
         verdicts = await self.commits.add_all([change for _, change, _, _ in sent.values()])
+        if answered is not None:
+            answered()
+            for _ in range(TURNS if sets_free else 0):
+                await asyncio.sleep(0)
         alike: list[tuple[Change, Execution]] = []
         others: list[tuple[Change, Rows]] = []
         for (place, change, decision, row), verdict in zip(sent.values(), verdicts, strict=True):

@@ -166,18 +166,25 @@ class Working(Asking):
         return completed
 
     async def complete_many(
-        self, results: Sequence[tuple[Handle, bytes | None]], *, encoding: str | None = None
+        self,
+        results: Sequence[tuple[Handle, bytes | None]],
+        *,
+        encoding: str | None = None,
+        answered: Callable[[], None] | None = None,
     ) -> list[answers.Completed | errors.FabricError]:
         """Complete each of these with its result; one answer for each, in their order, refusals included.
 
-        Each travels on its own, all of them at once: the server writes together what comes together.
+        Each travels on its own, all of them at once: the server writes together what comes together. `answered` is
+        called when all of them have been answered.
         """
-        answered = await asyncio.gather(
+        found = await asyncio.gather(
             *(self.complete(handle, result=result, encoding=encoding) for handle, result in results),
             return_exceptions=True,
         )
+        if answered is not None:
+            answered()
         told: list[answers.Completed | errors.FabricError] = []
-        for answer in answered:
+        for answer in found:
             if isinstance(answer, BaseException) and not isinstance(answer, errors.FabricError):
                 raise answer
             told.append(answer)

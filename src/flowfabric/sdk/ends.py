@@ -93,10 +93,18 @@ class Ends:
 
     async def _tell_together(self, successes: list[tuple[Claimed, Done]]) -> None:
         claimed = [one for one, _ in successes]
-        self._on_their_way += len(claimed)
+        on_their_way = len(claimed)
+        self._on_their_way += on_their_way
+
+        def answered() -> None:
+            """Make room for the next ones, which need not wait until something is made of the answer."""
+            nonlocal on_their_way
+            self._on_their_way -= on_their_way
+            on_their_way = 0
+
         try:
             answers = await self._engine.complete_many(
-                [(one.handle, done.result) for one, done in successes], encoding="json"
+                [(one.handle, done.result) for one, done in successes], encoding="json", answered=answered
             )
             for one, answer in zip(claimed, answers, strict=True):
                 if not isinstance(answer, FabricError):
@@ -108,7 +116,7 @@ class Ends:
         except Exception:
             logger.exception("the ends of %d attempts could not be told", len(claimed))
         finally:
-            self._on_their_way -= len(claimed)
+            answered()
             self._forget(claimed)
 
     async def _tell(self, claimed: Claimed, outcome: Outcome) -> None:
