@@ -14,13 +14,14 @@ def wall_ms() -> int:
 
 
 class Estimate:
-    """The store's time as last heard, plus what has passed here since.
+    """The store's time: by its own clock where that can be read here, else as last heard, plus what has passed since.
 
     A wrong estimate costs a second look, nothing else: a change carries the instants it relies on, and a refusal is
     final only when it was decided with a time that the store gave.
     """
 
-    def __init__(self, *, passing: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Clock | None = None, *, passing: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._passing = passing
         self._heard = 0
         self._at = 0.0
@@ -32,6 +33,8 @@ class Estimate:
 
     def now(self) -> int:
         """The store's time, about."""
+        if self._clock is not None:
+            return self._clock()
         if not self._heard:
             return wall_ms()
         return self._heard + int((self._passing() - self._at) * 1000)

@@ -111,8 +111,10 @@ class Handle:
         return self._fields or self._read()
 
     def _read(self) -> HandleFields:
-        assert self._opaque is not None
-        self._embedded, self._fields = decode(self._opaque)
+        given: object = self._opaque
+        if not isinstance(given, bytes | bytearray):
+            raise InvalidInput("handle: not bytes")
+        self._embedded, self._fields = decode(bytes(given))
         return self._fields
 
     def __eq__(self, other: object) -> bool:
@@ -138,7 +140,8 @@ def open_handle(handle: Handle, expected: BackendTag) -> HandleFields:
     Else `HandleFromOtherBackend`; the outer tag is looked at first, so that foreign bytes are not even read.
     """
     if handle.backend is not expected:
-        raise _foreign(expected, handle.backend)
+        given: object = handle.backend
+        raise _foreign(expected, given) if isinstance(given, BackendTag) else InvalidInput("handle: no backend tag")
     fields = handle._fields or handle._read()
     if handle._embedded is not expected:
         raise _foreign(expected, handle._embedded)

@@ -104,6 +104,8 @@ def handles(held: Claimed, here: BackendTag) -> list[Any]:
         Handle(here, HandleKind.FRESH, b"\x07" + whole[1:]),
         Handle(here, HandleKind.FRESH, b"\xff" * len(whole)),
         Handle(there, HandleKind.FRESH, encode(no_time, there)),
+        *(Handle(here, HandleKind.FRESH, wrong) for wrong in (None, 5, "text", [1, 2], [*whole])),  # type: ignore[arg-type]
+        *(Handle(wrong, HandleKind.FRESH, whole) for wrong in (None, 9, "Memory", b"\x04")),  # type: ignore[arg-type]
     ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flowfabric.clock import ManualClock
+from flowfabric.clock import Estimate, ManualClock
 from flowfabric.engine.engine import Engine
 from flowfabric.model.answers import Completed
 from flowfabric.model.states import PublicState
@@ -22,6 +22,7 @@ async def test_an_estimate_that_runs_ahead_costs_a_look_and_leaves_no_trace(
     assert claimed is not None
     lines = await store.lines()
 
+    engine.estimate = Estimate()  # as on a server, whose clock nobody else can read
     engine.estimate.hear(clock.now + 3_600_000)
     match road:
         case "complete":
@@ -38,3 +39,12 @@ async def test_an_estimate_that_runs_ahead_costs_a_look_and_leaves_no_trace(
     assert described is not None
     assert described.public_state is ended.get(road, PublicState.COMPLETED)
     assert await store.lines() == lines
+
+
+async def test_a_clock_that_can_be_read_here_is_not_estimated(store: Store, clock: ManualClock) -> None:
+    engine = Engine(store)
+    await engine.create_execution(execution_id=engine.new_execution_id())
+
+    clock.pass_ms(3_600_000)
+
+    assert engine.estimate.now() == clock.now

@@ -212,6 +212,12 @@ def test_ex_006_a_forged_outer_tag_does_not_help() -> None:
     assert caught.value.detail == "expected=SQLite actual=Postgres"
 
 
+def test_a_handle_of_neither_bytes_nor_a_tag_is_refused_when_it_is_opened() -> None:
+    for backend, opaque in ((BackendTag.POSTGRES, "text"), (BackendTag.POSTGRES, None), (9, GOLDEN), ("x", GOLDEN)):
+        with pytest.raises(InvalidInput):
+            open_handle(Handle(backend, HandleKind.FRESH, opaque), BackendTag.POSTGRES)  # type: ignore[arg-type]
+
+
 def test_a_handle_made_here_is_never_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     handle = Handle.mint(BackendTag.MEMORY, HandleKind.RESUMED, FIELDS)
     monkeypatch.setattr(handles, "decode", None)

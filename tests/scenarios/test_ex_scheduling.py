@@ -137,6 +137,56 @@ async def test_takeovers_and_waiting_work_are_served_in_one_order(play: Play) ->
     assert [one.attempt_type for one in taken if one] == ["initial", "reclaim", "initial", "reclaim", "initial"]
 
 
+ROADS_OF_WORKERS = ["claim", "claim_admitted", "claim_for_worker"]
+
+
+@pytest.mark.parametrize("ttl", [1, 100, LEASE_MS])
+@pytest.mark.parametrize("road", ROADS_OF_WORKERS)
+async def test_a_lease_that_lapses_right_after_a_look_is_taken_over_in_its_place(
+    play: Play, road: str, ttl: int
+) -> None:
+    await play.create(priority=9)
+    held = await play.engine.claim("default", worker_id="wa", worker_instance_id="wa-1", lease_ttl_ms=ttl)
+    assert held is not None
+    await play.create()
+    play.clock.pass_ms(ttl)
+
+    answer = await getattr(play.engine, road)("default", worker_id="wb", worker_instance_id="wb-1")
+
+    taken = answer[0] if isinstance(answer, list) else answer
+    assert taken.execution_id == held.execution_id
+
+
+async def test_a_lease_of_another_process_that_lapses_right_after_a_look_is_taken_over_in_its_place(play: Play) -> None:
+    other = Engine(play.engine.store, minter=SeededMinter(9))
+    await play.create(priority=9)
+    held = await other.claim("default", worker_id="wa", worker_instance_id="wa-1", lease_ttl_ms=100)
+    assert held is not None
+    for _ in range(2):
+        await play.create()
+    assert await play.pull("wb") is not None  # a look, while the lease holds
+    play.clock.pass_ms(100)
+
+    taken = await play.pull("wb")
+
+    assert taken is not None
+    assert taken.execution_id == held.execution_id
+
+
+async def test_a_lease_that_a_renewal_made_shorter_is_taken_over_in_its_place(play: Play) -> None:
+    await play.create(priority=9)
+    held = await play.pull("wa")
+    assert held is not None
+    await play.create()
+    await play.engine.renew(held.handle, lease_ttl_ms=50)
+    play.clock.pass_ms(50)
+
+    taken = await play.pull("wb")
+
+    assert taken is not None
+    assert taken.execution_id == held.execution_id
+
+
 async def test_many_are_claimed_in_one_order_in_one_call(play: Play) -> None:
     low = (await play.claimed(priority=2)).execution_id
     high = (await play.claimed(priority=8)).execution_id

@@ -207,6 +207,18 @@ async def test_ex_027_a_registration_unblocks_in_the_same_step(play: Play) -> No
     assert [(await play.next_for("wg", can={"gpu"})).execution_id for _ in range(2)] == [high, low]
 
 
+async def test_ex_027_any_registration_unblocks_what_requires_nothing(play: Play) -> None:
+    e = await play.create()
+    await play.engine.block_route(e)
+
+    await register(play, "elsewhere", namespace="n2")
+    await register(play, "other-lane", lanes=["mail"])
+    assert await play.vector(e) == ROUTE_BLOCKED
+    await register(play, "wg-1", "wg")
+
+    assert await play.vector(e) == WAITING
+
+
 async def test_ex_027_a_worker_that_pulls_with_admission_says_what_nobody_can_run(play: Play) -> None:
     a = await play.create(policy=requires("gpu"))
 

@@ -183,6 +183,7 @@ class Claims(Within, Keys):
         execution = intake.execution(execution_id)
         holder = intake.holder(OPERATOR, OPERATOR, lane_id, None, None, lease_duration_ms, self.minter)
         answer = await self.settle_execution(execution, lambda row, now: claim.issue_grant_and_claim(row, holder, now))
+        self.note_lease(holder.lane_id, answer.lease_expires_at)
         return answers.OperatorClaim(answer.lease_id, answer.lease_epoch, answer.attempt_index)
 
     async def reclaim_execution(

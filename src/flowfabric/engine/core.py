@@ -70,6 +70,7 @@ class Core(Noting):
         self.loads = Loads(store)
         self.chance: Callable[[], float] = random.random
         self._looked_at: dict[str, int] = {}  # when this process last looked around in a lane
+        self._lapses_at: dict[str, int] = {}  # by lane: the first end of a lease that it knows of, unless renewed
         self.carrier: Carrier | None = None
 
     async def patiently(self, ask: Callable[[], Awaitable[A]]) -> A:
@@ -97,6 +98,11 @@ class Core(Noting):
         """Learn the lines of a lane that other processes began."""
         for line in await self.patiently(lambda: self.store.lines(lane_id)):
             self.note_line(line)
+
+    def note_lease(self, lane_id: str, until: int) -> None:
+        """Know until when a lease of this lane holds."""
+        if until < self._lapses_at.get(lane_id, until + 1):
+            self._lapses_at[lane_id] = until
 
     async def scan(self, scan: Scan) -> list[Any]:
         """Rows of a list."""

@@ -118,6 +118,7 @@ class Executions(Purging, Creating):
             elif (end := ends.get(asked)) is not None:
                 if (seen := self._seen.get(asked.execution_id)) is not None:
                     self._seen[asked.execution_id] = msgspec.structs.replace(seen, lease_expires_at=end)
+                    self.note_lease(seen.lane_id, end)  # it may have become shorter
                 results.append(answers.Renewed(end, asked.lease_epoch))
             else:
                 results.append(await self._why_not_renewed(asked))

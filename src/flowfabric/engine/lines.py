@@ -2,7 +2,7 @@
 
 A process knows the lines of a lane that it wrote to or heard of. Leases that lapsed enter their line when somebody
 notices. Every claim looks for those of its lane, and for lines that other processes began: always when it found
-nothing, and about once a second when it is busy.
+nothing, or when a lease ends that it knows of, and twice a second when it is busy.
 
 A row that cannot be read is left where it is, and stands in nobody's way.
 """
@@ -45,8 +45,11 @@ class Lines(Executions):
         self._looked_at[lane_id] = self.estimate.now()
 
     def has_looked(self, lane_id: str) -> bool:
-        """Whether the last look around in this lane is recent."""
-        return abs(self.estimate.now() - self._looked_at.get(lane_id, 0)) < HOUSEKEEPING_MS
+        """Whether the last look around in this lane is recent, and no lease that is known of has lapsed since."""
+        now = self.estimate.now()
+        if self._lapses_at.get(lane_id, now + 1) <= now:
+            return False
+        return abs(now - self._looked_at.get(lane_id, 0)) < HOUSEKEEPING_MS
 
     async def mark_lapsed_leases(self, lane_id: str) -> None:
         """Mark all leases of the lane that have lapsed: any of their work may be the first in line.
@@ -55,10 +58,13 @@ class Lines(Executions):
         """
         where = (Where("lane_id", "=", lane_id), Where("lease_expired_at", "unset"))
         while True:
+            self._lapses_at.pop(lane_id, None)  # those that are noted from here on may be missing in what is read
             due = await self.patiently(
                 lambda: self.store.due(Execution, "lease_expires_at", limit=LAPSED_BATCH, where=where)
             )
             self.estimate.hear(due.now)
+            if due.next_at is not None:
+                self.note_lease(lane_id, due.next_at)
             marks = await asyncio.gather(*(self._marks_lapsed(row.execution_id) for row in due.rows))
             if len(due.rows) < LAPSED_BATCH or not any(marks):
                 return

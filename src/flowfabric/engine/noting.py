@@ -44,7 +44,7 @@ class Noting:
 
     def __init__(self, store: Store) -> None:
         self.store = store
-        self.estimate = Estimate()
+        self.estimate = Estimate(store.clock)
         self.wakes = Wakes()
         self.commits = Commits(store, self._announce if store.in_order else None)
         self.meters = Meters()

@@ -231,6 +231,7 @@ class Taking(Lines):
         return self._acquired(answer, kind, payload[0] if payload else None)
 
     def _acquired(self, acquired: Acquired, kind: HandleKind, payload: Payload | None = None) -> answers.Claimed:
+        self.note_lease(acquired.lane_id, acquired.lease_expires_at)
         if (count := acquired.reclaim_count) and count % reclaim.WARNED_EVERY == 0:
             logger.warning("%s has been reclaimed %d times: its workers keep losing it", acquired.execution_id, count)
         fields = HandleFields(
@@ -317,6 +318,7 @@ class Taking(Lines):
         if rows:
             self.tell((FEED,), at_once=False)  # what is claimed may soon be over, which is told, too
             self.note_taken([row for row, _ in rows])
+            self.note_lease(rows[0][0].lane_id, rows[0][0].lease_expires_at or 0)
         return [self._claimed(row, payload, take.lease_ttl_ms) for row, payload in rows]
 
     def _stamps(self, count: int) -> tuple[Stamp, ...]:

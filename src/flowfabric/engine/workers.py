@@ -138,19 +138,21 @@ class Workers(Waiting):
             await self.let_go(row.execution_id, BlockingReason.WAITING_FOR_CAPABLE_WORKER)
 
     async def _open_route(self, namespace: str, lane_id: str, offered: frozenset[str]) -> None:
-        """Set everything free that waits for a worker like this one."""
+        """Set everything free that waits for a worker like this one; what requires nothing waits for any."""
         covered = {
             line.required
             for line in await self.store.lines(lane_id)
             if line.required and capability_rules.covers(line.required, offered)
         }
-        if not covered:
-            return
-        where = (
+        waits = (
             Where("blocked_on", "=", place.blocked_on(BlockingReason.WAITING_FOR_CAPABLE_WORKER, lane_id)),
             Where("namespace", "=", namespace),
-            Where("required_capabilities", "in", tuple(sorted(covered))),
         )
+        await self._let_all_go((*waits, Where("required_capabilities", "unset")))
+        if covered:
+            await self._let_all_go((*waits, Where("required_capabilities", "in", tuple(sorted(covered)))))
+
+    async def _let_all_go(self, where: tuple[Where, ...]) -> None:
         after: tuple[int, str] | None = None
         while True:
             rows: list[Execution] = await self.store.scan(Scan(Execution, where, ("rank", "execution_id"), after, PAGE))

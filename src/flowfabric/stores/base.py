@@ -20,6 +20,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import msgspec
 
+from flowfabric.clock import Clock
 from flowfabric.handles import BackendTag
 from flowfabric.model.event import Event, FeedEvent, Topic
 from flowfabric.model.execution import Execution, LineKey, Payload
@@ -265,6 +266,7 @@ class Store(Protocol):
     tag: BackendTag
     commit_lanes: int  # how many commits are worth having under way at once
     batch_limit: int  # how many changes are worth putting into one commit
+    clock: Clock | None  # the store's own, where it can be read without asking the store
     in_order: bool  # whether a take that is called after a commit sees what that writes, before it has answered
 
     async def open(self, *, migrate: bool) -> Schema:

@@ -159,6 +159,7 @@ class MemoryStore:
 
     def __init__(self, clock: Callable[[], int] | None = None) -> None:
         self._clock = clock or (lambda: time.time_ns() // 1_000_000)
+        self.clock: Callable[[], int] | None = self._clock
         self._lock = threading.Lock()
         self._lines: dict[LineKey, int] = {}
         self._shelves = {table.row: Shelf(CODEC[table.row], self._line_id) for table in TABLES}

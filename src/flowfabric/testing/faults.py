@@ -81,6 +81,7 @@ class FlakyStore:
         """With a `chance`, each writing call suffers some loss with this rate, the same for the same seed."""
         self.inner = store
         self.tag = store.tag
+        self.clock = store.clock
         self.commit_lanes = store.commit_lanes
         self.in_order = False  # not when answers are held up
         self.batch_limit = store.batch_limit

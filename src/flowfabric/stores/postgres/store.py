@@ -76,7 +76,7 @@ class PostgresStore:
         self, dsn: str, clock: Callable[[], int] | None = None, *, pool_size: int = 8, statement_cache: bool = True
     ) -> None:
         """`statement_cache=False` is for poolers in transaction mode that do not know prepared statements."""
-        self._clock = clock
+        self.clock = self._clock = clock
         self._links = Links(dsn, size=pool_size, statement_cache=statement_cache)
         self._lines = Lines(self._links)
         self._habits = Habits(self._lines.number)

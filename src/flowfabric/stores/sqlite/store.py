@@ -58,6 +58,7 @@ class SQLiteStore:
             raise InvalidInput(f"synchronous: {synchronous!r} is none of NORMAL, FULL, EXTRA")
         self._path = Path(path).absolute()
         self._clock = clock or wall_ms
+        self.clock: Callable[[], int] | None = self._clock
         self._synchronous = synchronous
         self._lines = Lines()
         self._lines_of_writer = LinesOfWriter(self._lines)
