@@ -371,7 +371,10 @@ async def test_a_job_longer_than_its_lease_renews_and_then_writes(store: Store, 
         clock.pass_ms(LEASE_MS - 1)
         assert await heartbeat.renew(held.handle) == Renewed(clock.now + LEASE_MS, 1)
 
+    await scene.engine.append_frame(held.handle, b"late, and in time")
     assert await scene.engine.progress(held.handle, pct=90) == ProgressNoted(held.execution_id)
+    page = await heartbeat.read_stream(held.execution_id, 0)
+    assert [frame.fields["payload"] for frame in page.frames] == ["late, and in time"]
     clock.pass_ms(LEASE_MS - 1)
     assert await scene.engine.renew(held.handle) == Renewed(clock.now + LEASE_MS, 1)
     clock.pass_ms(LEASE_MS - 1)
