@@ -371,7 +371,10 @@ async def test_a_job_longer_than_its_lease_renews_and_then_writes(store: Store, 
         clock.pass_ms(LEASE_MS - 1)
         assert await heartbeat.renew(held.handle) == Renewed(clock.now + LEASE_MS, 1)
 
+    await scene.engine.append_frame(held.handle, b"late, and in time")
     assert await scene.engine.progress(held.handle, pct=90) == ProgressNoted(held.execution_id)
+    page = await heartbeat.read_stream(held.execution_id, 0)
+    assert [frame.fields["payload"] for frame in page.frames] == ["late, and in time"]
     clock.pass_ms(LEASE_MS - 1)
     assert await scene.engine.renew(held.handle) == Renewed(clock.now + LEASE_MS, 1)
     clock.pass_ms(LEASE_MS - 1)
@@ -427,6 +430,78 @@ async def test_an_end_that_was_overtaken_before_anybody_looked_is_still_known(
     told = [one.event.lease for one in (await dump(store))["events"]]
     assert told == ["acquired", "released"]
     assert await scene.engine.get_execution_tag(e, "a.b") == "overtaken"
+
+
+@pytest.mark.parametrize(
+    "case", [reclaim_grant, scheduler_grant, scheduler_reclaim_grant], ids=lambda case: case.__name__
+)
+async def test_the_key_of_a_grant_that_was_written_late_is_the_one_that_is_handed_out(
+    store: Store, clock: ManualClock, case: Case
+) -> None:
+    async def a_moment_passes() -> None:
+        clock.pass_ms(7)
+
+    losing = LosingStore(store)
+    scene = await scene_on(losing, clock)
+    act = await case(scene)
+    losing.next_loss = Loss.LATE
+    losing.after_loss = a_moment_passes
+
+    granted = await act()
+
+    row = (await store.load((Want(Execution, (granted.execution_id,)),))).rows[0][0]
+    assert granted.expires_at_ms == row.granted_until
+    assert await scene.engine.verify_grant(granted.execution_id, granted.grant_key) is None
+
+
+Twice = Callable[[Scene, str], Awaitable[Any]]
+
+
+async def cancel_in_two_lives(scene: Scene, e: str) -> Any:
+    return await scene.engine.cancel_execution(e, reason="stop")
+
+
+async def expire_in_two_lives(scene: Scene, e: str) -> Any:
+    return await scene.engine.expire_execution(e)
+
+
+async def raise_priority(scene: Scene, e: str) -> Any:
+    return await scene.engine.change_priority(e, 50)
+
+
+AND_BACK: dict[Twice, Twice] = {
+    cancel_in_two_lives: lambda scene, e: scene.engine.replay_execution(e),
+    expire_in_two_lives: lambda scene, e: scene.engine.replay_execution(e),
+    raise_priority: lambda scene, e: scene.engine.change_priority(e, 1),
+}
+
+
+@pytest.mark.parametrize("overtaken", [False, True], ids=["alone", "overtaken"])
+@pytest.mark.parametrize("loss", Loss, ids=lambda loss: loss.name.lower())
+@pytest.mark.parametrize("act", AND_BACK, ids=lambda act: act.__name__)
+async def test_what_is_done_again_is_not_taken_for_what_was_done_before(
+    store: Store, clock: ManualClock, act: Twice, loss: Loss, overtaken: bool
+) -> None:
+    losing = LosingStore(store)
+    scene = await scene_on(losing, clock)
+    elsewhere = Engine(store, minter=SeededMinter(2))
+    e = await scene.waiting(priority=1)
+    expected = await act(scene, e)
+    first = await scene.engine.read_execution_info(e)
+    clock.pass_ms(1)
+    await AND_BACK[act](scene, e)
+    losing.next_loss = loss
+    if overtaken:
+        losing.after_loss = lambda: elsewhere.set_execution_tag(e, "a.b", "overtaken")
+
+    assert await act(scene, e) == expected
+
+    again = await scene.engine.read_execution_info(e)
+    assert first is not None
+    assert again is not None
+    assert (again.public_state, again.priority) == (first.public_state, first.priority)
+    told = [one.event for one in (await dump(store))["events"]]
+    assert len(told) == 3, [one.outcome or one.operator for one in told]
 
 
 @pytest.mark.parametrize("poison", ["nul\0", "half \ud800 pair"])

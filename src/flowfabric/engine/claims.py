@@ -12,7 +12,7 @@ from flowfabric.engine.within import Within
 from flowfabric.handles import Handle, HandleKind
 from flowfabric.model import answers
 from flowfabric.model.execution import Execution
-from flowfabric.model.states import BlockingReason, LifecyclePhase
+from flowfabric.model.states import AttemptState, BlockingReason, LifecyclePhase
 from flowfabric.rules import claim, limits, reclaim, tokens
 from flowfabric.rules.change import Decision, refuse
 from flowfabric.rules.claim import Acquired, GrantOrder
@@ -83,21 +83,16 @@ class Claims(Within, Keys):
         )
         key = await self.signer("issue_reclaim_grant")
         await self.mark_lease_expired_if_due(execution)
-        signer = Signer(key, reclaim=True)
 
         def decide(
             row: Execution | None, now: int
-        ) -> Decision[answers.Granted | answers.NotReclaimable | answers.ReclaimCapExceeded]:
+        ) -> Decision[answers.ReclaimGrant | answers.NotReclaimable | answers.ReclaimCapExceeded]:
             if not isinstance(key, errors.FabricError):
-                return reclaim.issue_reclaim_grant(row, order, now, signer)
-            unsigned = reclaim.issue_reclaim_grant(row, order, now)
+                return signed_reclaim(row, order, key, now)
+            unsigned: Decision[Any] = reclaim.issue_reclaim_grant(row, order, now)
             return refuse(key) if isinstance(unsigned.answer, answers.Granted) else unsigned
 
-        answer = await self.settle_execution(execution, decide)
-        if not isinstance(answer, answers.Granted):
-            return answer
-        granted_until = signer.expires_at
-        return answers.ReclaimGrant(execution, partition_key(execution), signer.grant_key, granted_until, order.lane_id)
+        return await self.settle_execution(execution, decide)
 
     async def verify_grant(self, execution_id: str, grant_key: str) -> tokens.GrantFault | None:
         """What is wrong with a key for the grant in this execution's slot; None when it is good."""
@@ -229,6 +224,30 @@ class Claims(Within, Keys):
         return self._acquired(await self.settle_execution(execution_id, decide), kind)
 
 
+def signed_claim(row: Execution | None, order: GrantOrder, key: Any, now: int) -> Decision[answers.ClaimGrant]:
+    """Offer work that waits, with a key for the one who gets it.
+
+    The answer holds the key of this very decision: one that is made again signs anew, and either may be written.
+    """
+    signer = Signer(key, reclaim=False)
+    decision: Decision[Any] = claim.issue_claim_grant(row, order, now, signer, unblocking=True)
+    if row is None or not isinstance(decision.answer, answers.Granted):
+        return decision
+    resumes = row.attempt_state is AttemptState.ATTEMPT_INTERRUPTED
+    return Decision(answers.ClaimGrant(*signer.granted(row, order), resumes), decision.change)
+
+
+def signed_reclaim(
+    row: Execution | None, order: GrantOrder, key: Any, now: int
+) -> Decision[answers.ReclaimGrant | answers.NotReclaimable | answers.ReclaimCapExceeded]:
+    """The same for work whose lease is gone."""
+    signer = Signer(key, reclaim=True)
+    decision: Decision[Any] = reclaim.issue_reclaim_grant(row, order, now, signer)
+    if row is None or not isinstance(decision.answer, answers.Granted):
+        return decision
+    return Decision(answers.ReclaimGrant(*signer.granted(row, order)), decision.change)
+
+
 class Signer:
     """Signs the grant that a rule decides on, and keeps the key for its receiver."""
 
@@ -249,6 +268,11 @@ class Signer:
             reclaim=self._reclaim,
         )
         return tokens.grant_id(self.grant_key)
+
+    def granted(self, row: Execution, order: GrantOrder) -> tuple[str, str, str, int, str]:
+        """What a grant that was signed here tells its receiver."""
+        execution = ids.ExecutionId(row.execution_id)
+        return execution, partition_key(execution), self.grant_key, self.expires_at, order.lane_id
 
 
 def partition_key(execution_id: ids.ExecutionId) -> str:

@@ -16,7 +16,7 @@ import msgspec
 
 from flowfabric import errors
 from flowfabric.engine.loads import Loads
-from flowfabric.engine.noting import Noting, Rows
+from flowfabric.engine.noting import Noting, Rows, sheet_of
 from flowfabric.handles import Handle, HandleFields, open_handle
 from flowfabric.ids import Minter
 from flowfabric.model.event import TOPIC_FIELDS, Event, FeedEvent
@@ -25,7 +25,7 @@ from flowfabric.model.flow import Edge
 from flowfabric.model.states import TerminalOutcome
 from flowfabric.model.stream import Frame
 from flowfabric.model.suspension import Waitpoint
-from flowfabric.rules.change import Change, Decision, Delete, FromNow, Insert, outcome_of, spelled_out
+from flowfabric.rules.change import Change, Decision, Delete, FromNow, Insert, Patch, Put, outcome_of, spelled_out
 from flowfabric.settings import Settings
 from flowfabric.stores.base import Loaded, Scan, Store, Want
 from flowfabric.stores.rows import TABLE
@@ -130,7 +130,7 @@ class Core(Noting):
             if rows is None:
                 loaded = await self.load(wants)
                 rows, now, fresh = loaded.rows, loaded.now, True
-                if doubtful and (found := _recognised(doubtful, rows) or await self._overtaken(doubtful)):
+                if doubtful and (found := _recognised(doubtful, rows) or await self._overtaken(doubtful, rows)):
                     doubt, committed_at = found
                     self.note(doubt.change, doubt.rows, committed_at or now)
                     answer: A = doubt.decision.unwrap(committed_at or now)
@@ -173,15 +173,21 @@ class Core(Noting):
             trusting=None if seen is None else [[seen]],
         )
 
-    async def _overtaken(self, doubtful: dict[int, Doubt]) -> tuple[Doubt, int | None] | None:
-        """The doubtful change that others have written over since: what it told, or a row of its own, is there."""
+    async def _overtaken(self, doubtful: dict[int, Doubt], rows: Rows) -> tuple[Doubt, int | None] | None:
+        """The doubtful change that others have written over since: what it told, or a row of its own, is there.
+
+        What an earlier life told may read the same. So a root that nobody has written since tells that nothing was
+        written, and what was told before the decision does not count.
+        """
         for doubt in doubtful.values():
             change = doubt.change if doubt.change.form is None else spelled_out(doubt.change, doubt.rows[0][0])
-            if change.events and (told := await self._told(change.events[0])) is not None:
+            if _is_unwritten(change, rows):
+                continue
+            if change.events and (told := await self._told(change.events[0], doubt.rows)) is not None:
                 return doubt, told.at
-            rows = (write.row for write in change.writes if isinstance(write, Insert))
-            inserts = [row for row in rows if isinstance(row, MINTED)][-LOOKED_FOR:]
-            wants = [Want(type(row), tuple(getattr(row, name) for name in TABLE[type(row)].key)) for row in inserts]
+            inserted = (write.row for write in change.writes if isinstance(write, Insert))
+            inserts = [row for row in inserted if isinstance(row, MINTED)][-LOOKED_FOR:]
+            wants = [Want(type(row), _key_of(row)) for row in inserts]
             if not wants:
                 continue
             for row, kept in zip(inserts, (await self.load(wants)).rows, strict=True):
@@ -200,11 +206,13 @@ class Core(Noting):
                 return doubt, None
         return None
 
-    async def _told(self, event: Event) -> FeedEvent | None:
-        """An event as it stands in its execution's history, if it does."""
+    async def _told(self, event: Event, decided_on: Rows) -> FeedEvent | None:
+        """An event as it stands in its execution's history, if it was told since that was decided."""
         topic = next(topic for topic, field in TOPIC_FIELDS.items() if getattr(event, field) is not None)
         told = await self.patiently(lambda: self.store.history(event.execution_id, topic, HISTORY))
-        return next((one for one in told if one.event == event), None)
+        sheet = sheet_of(event.execution_id, decided_on)
+        since = 0 if sheet is None else sheet.last_mutation_at
+        return next((one for one in reversed(told) if one.event == event and one.at >= since), None)
 
     def opened(self, handle: Handle) -> HandleFields:
         """What a handle says, if this store gave it out."""
@@ -228,6 +236,27 @@ def _recognised(doubtful: dict[int, Doubt], rows: Rows) -> tuple[Doubt, int | No
             if doubt := doubtful.get(getattr(row, "revision", 0)):
                 return doubt, getattr(row, "last_mutation_at", None)
     return None
+
+
+def _is_unwritten(change: Change, rows: Rows) -> bool:
+    """Whether a root that the change was to write is still as it was decided on."""
+    decided_on = {(guard.row, guard.key): guard.revision for guard in change.guards}
+    written = {
+        (write.row, write.key)
+        for write in change.writes
+        if isinstance(write, Delete) or (isinstance(write, Patch) and write.unless is None)
+    }
+    written |= {(type(write.row), _key_of(write.row)) for write in change.writes if isinstance(write, Put)}
+    return any(
+        (root := (type(row), _key_of(row))) in written and decided_on.get(root) == getattr(row, "revision", None)
+        for found in rows
+        for row in found
+        if TABLE[type(row)].is_root
+    )
+
+
+def _key_of(row: msgspec.Struct) -> tuple[Any, ...]:
+    return tuple(getattr(row, name) for name in TABLE[type(row)].key)
 
 
 def is_as_meant(found: msgspec.Struct, meant: msgspec.Struct) -> bool:

@@ -95,7 +95,7 @@ class Noting:
                 self._note_sheet(write.key[0], write.fields, change.id, rows, committed_at)
         for event in change.events:
             if event.outcome is not None or event.lease == "released":
-                self.outcomes.note(event, change, _sheet_of(event.execution_id, rows), committed_at)
+                self.outcomes.note(event, change, sheet_of(event.execution_id, rows), committed_at)
 
     def _wake_here(self, changes: Sequence[Change]) -> None:
         """Wake whoever waits in this process for what was written; the others were told with the commit, or are now."""
@@ -239,7 +239,7 @@ class Noting:
             return
         if owned is None and execution_id not in self._seen:
             return  # it was not held before, and is not now
-        if (row := _sheet_of(execution_id, rows)) is not None:
+        if (row := sheet_of(execution_id, rows)) is not None:
             self.remember(applied(row, fields, revision, committed_at))
 
     def remember(self, row: Execution) -> None:
@@ -261,7 +261,7 @@ def first(rows: Sequence[Any]) -> Any:
     return rows[0] if rows else None
 
 
-def _sheet_of(execution_id: str, rows: Rows) -> Execution | None:
+def sheet_of(execution_id: str, rows: Rows) -> Execution | None:
     """The execution of this name among some rows."""
     for found in rows:
         for row in found:

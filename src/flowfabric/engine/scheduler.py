@@ -16,7 +16,7 @@ from typing import Any
 from flowfabric import errors, ids
 from flowfabric.engine import intake
 from flowfabric.engine.admitting import Admitted, Admitting, Seen
-from flowfabric.engine.claims import Claims, Signer, partition_key
+from flowfabric.engine.claims import Claims, signed_claim, signed_reclaim
 from flowfabric.engine.intake import ClaimOrder
 from flowfabric.engine.lines import CANDIDATES, HOUSEKEEPING_MS
 from flowfabric.engine.taking import MOST_KEYS, claimed_of
@@ -24,8 +24,8 @@ from flowfabric.engine.waiting import PAGE
 from flowfabric.engine.workers import LiveWorkers, Workers
 from flowfabric.model import answers
 from flowfabric.model.execution import Execution, LineKey
-from flowfabric.model.states import AttemptState, EligibilityState
-from flowfabric.rules import capabilities, claim, fairness, operate, reclaim
+from flowfabric.model.states import EligibilityState
+from flowfabric.rules import capabilities, fairness, operate, reclaim
 from flowfabric.rules.claim import GrantOrder
 from flowfabric.stores.base import Where
 
@@ -192,7 +192,7 @@ class Scheduler(Claims, Admitting, Workers):
         if not admitted:
             return None
         try:
-            return await self._grant(row, order, key)
+            return await self.settle_execution(row.execution_id, lambda row, now: signed_claim(row, order, key, now))
         except errors.StoreUnavailable:
             raise
         except errors.CapabilityMismatch:
@@ -202,35 +202,17 @@ class Scheduler(Claims, Admitting, Workers):
         await self.give_back(admitted[0])
         return None
 
-    async def _grant(self, row: Execution, order: GrantOrder, key: Any) -> answers.ClaimGrant:
-        execution = ids.ExecutionId(row.execution_id)
-        signer = Signer(key, reclaim=False)
-        await self.settle_execution(
-            execution, lambda row, now: claim.issue_claim_grant(row, order, now, signer, unblocking=True)
-        )
-        resumes = row.attempt_state is AttemptState.ATTEMPT_INTERRUPTED
-        return answers.ClaimGrant(
-            execution, partition_key(execution), signer.grant_key, signer.expires_at, order.lane_id, resumes
-        )
-
     async def _reclaim_grant(self, row: Execution, order: GrantOrder, key: Any) -> answers.ReclaimGrant | None:
         execution = ids.ExecutionId(row.execution_id)
-        signer = Signer(key, reclaim=True)
         try:
-            answer = await self.settle_execution(
-                execution, lambda row, now: reclaim.issue_reclaim_grant(row, order, now, signer)
-            )
+            answer = await self.settle_execution(execution, lambda row, now: signed_reclaim(row, order, key, now))
             if isinstance(answer, answers.ReclaimCapExceeded):
                 await self.settle_execution(execution, lambda row, _: reclaim.end_at_cap(row))
         except errors.StoreUnavailable:
             raise
         except errors.FabricError:
             return None  # granted to somebody else
-        if not isinstance(answer, answers.Granted):
-            return None
-        return answers.ReclaimGrant(
-            execution, partition_key(execution), signer.grant_key, signer.expires_at, order.lane_id
-        )
+        return answer if isinstance(answer, answers.ReclaimGrant) else None
 
 
 def _of_namespaces(names: frozenset[str] | None) -> tuple[Where, ...]:
