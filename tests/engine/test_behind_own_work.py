@@ -64,14 +64,15 @@ def working(store: Any, *, seed: int) -> Engine:
     return engine
 
 
-async def chain(engine: Engine, steps: int) -> list[str]:
+async def chain(engine: Engine, steps: int, *, ref: str | None = None) -> list[str]:
     flow_id = FlowId(str(UUID(engine.minter.uuid())))
     names = [mint_for_flow(flow_id, engine.partitions, engine.minter) for _ in range(steps)]
     nodes = [
         CreateExecution(execution_id=name, partition=0, namespace="n", lane_id=LANE, execution_kind="k")
         for name in names
     ]
-    await engine.create_flow_graph(flow_id, nodes, [GraphEdge(*pair) for pair in pairwise(names)], namespace="n")
+    edges = [GraphEdge(*pair, data_passing_ref=ref) for pair in pairwise(names)]
+    await engine.create_flow_graph(flow_id, nodes, edges, namespace="n")
     return list(names)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import pairwise
 
 import pytest
 
@@ -56,6 +57,22 @@ async def test_a_chain_goes_on_to_its_end(engine: Engine) -> None:
 
     assert isinstance(await engine.complete(held[0].handle), Completed)
     assert at_rest(engine)
+    pull.close()
+
+
+async def test_a_step_begins_with_the_result_that_it_waited_for(engine: Engine) -> None:
+    names = await chain(engine, 3, ref="result")
+    pull = pulling(engine)
+    held = await pull.claim(2)  # with room for more, so that it has seen the end of its lane
+    for before, name in pairwise(names):
+        waiting = asyncio.create_task(pull.claim(2, max_wait_ms=60_000))
+        await asyncio.sleep(0)  # and now waits for what this one sets free
+        await engine.complete(held[0].handle, result=before.encode(), encoding="text")
+
+        held = await asyncio.wait_for(waiting, 20)
+        assert ids_of(held) == {name}
+        assert held[0].payload is not None
+        assert (held[0].payload.input_payload, held[0].payload.payload_encoding) == (before.encode(), "text")
     pull.close()
 
 
