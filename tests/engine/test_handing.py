@@ -6,6 +6,7 @@ Stores that keep the order hand nothing over; what anybody sees is the same ther
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import pairwise
@@ -20,7 +21,7 @@ from flowfabric.model.execution import Execution
 from flowfabric.rules.change import Change
 from flowfabric.stores.base import Handed, Store, Take, Unstorable
 from tests.engine.losing import LosingStore, Loss
-from tests.engine.test_behind_own_work import LANE, chain, ids_of, working
+from tests.engine.test_behind_own_work import LANE, Counting, chain, ids_of, working
 from tests.stores.samples import one
 
 OTHER = "other"
@@ -129,6 +130,54 @@ async def test_a_worker_of_other_namespaces_is_handed_nothing(engine: Engine) ->
         await waiting
     pull.close()
     stranger.close()
+
+
+async def test_tenants_take_turns_though_the_chain_of_one_goes_on(store: Store) -> None:
+    counting = Counting(store)
+    engine = working(counting, seed=7)
+    chained = await chain(engine, 6, policy='{"fairness_key": "a"}')
+    pull = pulling(engine)
+    held = await pull.claim(1)
+    for _ in range(3):
+        await engine.create_execution(
+            execution_id=engine.new_execution_id(), lane_id=LANE, policy={"fairness_key": "b"}
+        )
+
+    order = ""
+    for _ in range(8):
+        held = await gone_on(engine, pull, held)
+        order += "a" if held[0].execution_id in chained else "b"
+
+    assert sorted(order) == sorted("aaaaabbb")
+    assert "aa" not in order.rstrip("a"), order  # the other way round, its next step may not have been there yet
+    assert counting.wishes == 0
+    pull.close()
+
+
+@pytest.mark.parametrize("limited", ["the chain", "others"])
+async def test_where_limits_have_a_say_they_are_asked_though_a_chain_goes_on(store: Store, limited: str) -> None:
+    counting = Counting(store)
+    engine = working(counting, seed=7)
+    quota = engine.minter.uuid()
+    await engine.create_quota_policy(quota, window_seconds=60, max_requests_per_window=2, max_concurrent=0)
+    policy = {"quota_policy_ids": [quota]}
+    names = await chain(engine, 4, policy=json.dumps(policy) if limited == "the chain" else None)
+    others = [engine.new_execution_id() for _ in range(3)] if limited == "others" else []
+    for name in others:
+        await engine.create_execution(execution_id=name, lane_id=LANE, policy=policy, priority=10)
+    pull = pulling(engine)
+
+    order, held = list[str](), await pull.claim(1)
+    while held:
+        order += ids_of(held)
+        telling = asyncio.create_task(engine.complete_many([(one.handle, b"{}") for one in held]))
+        held = await asyncio.wait_for(pull.claim(1, max_wait_ms=1000), 20)
+        await telling
+
+    assert order == (names[:2] if limited == "the chain" else [*sorted(others)[:2], *names])
+    if limited == "the chain":
+        assert counting.wishes == 0
+    pull.close()
 
 
 async def test_what_was_lost_in_the_lane_is_taken_over_though_a_chain_goes_on(
