@@ -111,6 +111,31 @@ async def test_the_other_lanes_of_a_worker_have_their_turn(engine: Engine, lanes
     pull.close()
 
 
+class Narrow(Counting):
+    """A store that takes one change at a time."""
+
+    batch_limit = 1
+
+
+async def test_what_ends_set_free_beyond_one_batch_is_told_to_whoever_waits(store: Store) -> None:
+    engine = working(Narrow(store), seed=7)
+    chains = [await chain(engine, 2) for _ in range(2)]
+    pull = pulling(engine)
+    held = await pull.claim(3)
+    waiting = [
+        asyncio.create_task(pull.claim(1, max_wait_ms=60_000)),
+        asyncio.create_task(engine.claim_many(LANE, 1, worker_id="v", worker_instance_id="v-1", max_wait_ms=60_000)),
+    ]
+    await asyncio.sleep(0.2)  # both have looked in vain
+
+    await engine.complete_many([(one.handle, b"{}") for one in held])
+
+    got = [one for claimed in await asyncio.wait_for(asyncio.gather(*waiting), 20) for one in claimed]
+    assert ids_of(got) == {second for _, second in chains}
+    assert at_rest(engine)
+    pull.close()
+
+
 async def test_a_worker_of_other_namespaces_is_handed_nothing(engine: Engine) -> None:
     names = await chain(engine, 2)
     pull = pulling(engine)
