@@ -238,7 +238,7 @@ _NOTHING = Tally(0, 0, 0, GroupState.PENDING, (), ())
 
 
 def _settlement(dependency: Dependency | None, one: Settled) -> Settlement | None:
-    if dependency is None:
+    if dependency is None or dependency.flow_id != one.child.flow_id:
         return None
     outcome = one.outcome
     if outcome is None and dependency.unfolded_at is not None:

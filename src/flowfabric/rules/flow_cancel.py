@@ -139,10 +139,11 @@ def drop_backlog(backlog: CancelBacklog | None) -> Decision[bool]:
 
 
 class Flagged(msgspec.Struct, frozen=True):
-    """The upstreams that a fired group wants cancelled, and why."""
+    """The upstreams that a fired group wants cancelled, and why; `revision` is that of the entry which says so."""
 
     siblings: list[str]
     reason: str
+    revision: int | None
 
 
 def siblings(group: EdgeGroup) -> list[str]:
@@ -150,11 +151,12 @@ def siblings(group: EdgeGroup) -> list[str]:
     return _listed(group.cancel_siblings_pending_members)
 
 
-def flagged(group: EdgeGroup) -> Flagged | None:
-    """What a group says of those; None when it wants nobody cancelled."""
-    if not group.cancel_siblings_pending_flag:
-        return None
-    return Flagged(siblings(group), group.cancel_siblings_reason or "")
+def flagged(entry: PendingCancelGroup | None, group: EdgeGroup | None) -> Flagged:
+    """What a group says of those; it may want nobody cancelled."""
+    revision = None if entry is None else entry.revision
+    if group is None or not group.cancel_siblings_pending_flag:
+        return Flagged([], "", revision)
+    return Flagged(siblings(group), group.cancel_siblings_reason or "", revision)
 
 
 def flagged_by(change: Change, key: tuple[str, str]) -> Flagged | None:
@@ -164,7 +166,7 @@ def flagged_by(change: Change, key: tuple[str, str]) -> Flagged | None:
             fields = write.fields
             if fields.get("cancel_siblings_pending_flag"):
                 listed, reason = fields["cancel_siblings_pending_members"], fields["cancel_siblings_reason"]
-                return Flagged(_listed(listed), reason or "")
+                return Flagged(_listed(listed), reason or "", change.id)
     return None
 
 
@@ -172,9 +174,15 @@ def _listed(members: str | None) -> list[str]:
     return members.split("|") if members else []
 
 
-def drain(entry: PendingCancelGroup | None, group: EdgeGroup | None) -> Decision[SiblingDrain]:
-    """Every sibling has been dealt with: clear flag and list, keep the reason."""
-    if entry is None:
+def drain(
+    entry: PendingCancelGroup | None, group: EdgeGroup | None, revision: int | None = None
+) -> Decision[SiblingDrain]:
+    """Every sibling has been dealt with: clear flag and list, keep the reason.
+
+    `revision` is that of the entry they were seen by: of another one, whose group was reset and has fired anew since,
+    the siblings are still to be dealt with.
+    """
+    if entry is None or revision not in (None, entry.revision):
         return Decision(SiblingDrain.ALREADY_DRAINED)
     answer = SiblingDrain.DRAINED_SANS_GROUP if group is None else SiblingDrain.DRAINED
     return Decision(answer, _drained(entry, group))
