@@ -154,7 +154,8 @@ class Folding:
             await pause.or_raise()
             if not lost.in_doubt:
                 return None
-        loaded = await self._core.load((Want(EdgeGroup, change.guards[0].key),))
+        one = next(guard for guard in change.guards if guard.row is EdgeGroup)
+        loaded = await self._core.load((Want(EdgeGroup, one.key),))
         group = first(loaded.rows[0])
         return loaded.now if group is not None and group.revision == change.id else None
 
