@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from flowfabric import errors
+from flowfabric.model.answers import Replayed
 from flowfabric.model.event import Event
 from flowfabric.model.execution import Execution
 from flowfabric.model.flow import (
@@ -27,7 +28,7 @@ from flowfabric.model.flow import (
 from flowfabric.model.flow_answers import HeaderAlreadyTerminal, HeaderCancelled, SiblingDrain, SiblingReconcile
 from flowfabric.model.states import LifecyclePhase
 from flowfabric.rules import limits
-from flowfabric.rules.change import NOW, Change, Decision, Delete, Guard, Insert, Patch, Write, at, refuse
+from flowfabric.rules.change import NOW, Change, Decision, Delete, Guard, Insert, Patch, Write, at, joined, refuse
 from flowfabric.rules.flows import TERMINAL, seen_flow, seen_group
 
 GRACE_MS = 30_000
@@ -127,6 +128,16 @@ def ack(backlog: CancelBacklog | None, pending: Iterable[PendingCancel]) -> Deci
     writes = (done, *(Delete(PendingCancel, (one.flow_id, one.execution_id)) for one in found))
     guard = Guard(CancelBacklog, key, backlog.revision)
     return Decision(len(found), Change(guards=(guard,), writes=writes))
+
+
+def spared(
+    replay: Decision[Replayed], backlog: CancelBacklog | None, pending: Iterable[PendingCancel]
+) -> Decision[Replayed]:
+    """The replay of a member, struck off the backlog if it stands there: what the cancel was for has ended."""
+    struck = ack(backlog, pending).change
+    if replay.change is None or struck is None:
+        return replay
+    return Decision(replay.answer, joined(replay.change, struck))
 
 
 def drop_backlog(backlog: CancelBacklog | None) -> Decision[bool]:
