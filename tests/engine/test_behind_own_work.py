@@ -29,6 +29,7 @@ class Counting:
     def __init__(self, store: Store) -> None:
         self.store = store
         self.takes = 0
+        self.wishes = 0  # that went along with a commit
         self.asked: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -44,6 +45,7 @@ class Counting:
         return await self.store.commit(changes, hint)
 
     async def hand_over(self, changes: Sequence[Change], hint: frozenset[str], take: Take) -> Handed:
+        self.wishes += 1
         self.asked.append("commit")
         return await self.store.hand_over(changes, hint, take)
 
@@ -64,14 +66,15 @@ def working(store: Any, *, seed: int) -> Engine:
     return engine
 
 
-async def chain(engine: Engine, steps: int) -> list[str]:
+async def chain(engine: Engine, steps: int, *, ref: str | None = None, **given: Any) -> list[str]:
     flow_id = FlowId(str(UUID(engine.minter.uuid())))
     names = [mint_for_flow(flow_id, engine.partitions, engine.minter) for _ in range(steps)]
     nodes = [
-        CreateExecution(execution_id=name, partition=0, namespace="n", lane_id=LANE, execution_kind="k")
+        CreateExecution(execution_id=name, partition=0, namespace="n", lane_id=LANE, execution_kind="k", **given)
         for name in names
     ]
-    await engine.create_flow_graph(flow_id, nodes, [GraphEdge(*pair) for pair in pairwise(names)], namespace="n")
+    edges = [GraphEdge(*pair, data_passing_ref=ref) for pair in pairwise(names)]
+    await engine.create_flow_graph(flow_id, nodes, edges, namespace="n")
     return list(names)
 
 

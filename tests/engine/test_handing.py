@@ -6,8 +6,10 @@ Stores that keep the order hand nothing over; what anybody sees is the same ther
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import pairwise
 
 import pytest
 
@@ -19,7 +21,7 @@ from flowfabric.model.execution import Execution
 from flowfabric.rules.change import Change
 from flowfabric.stores.base import Handed, Store, Take, Unstorable
 from tests.engine.losing import LosingStore, Loss
-from tests.engine.test_behind_own_work import LANE, chain, ids_of, working
+from tests.engine.test_behind_own_work import LANE, Counting, chain, ids_of, working
 from tests.stores.samples import one
 
 OTHER = "other"
@@ -59,6 +61,22 @@ async def test_a_chain_goes_on_to_its_end(engine: Engine) -> None:
     pull.close()
 
 
+async def test_a_step_begins_with_the_result_that_it_waited_for(engine: Engine) -> None:
+    names = await chain(engine, 3, ref="result")
+    pull = pulling(engine)
+    held = await pull.claim(2)  # with room for more, so that it has seen the end of its lane
+    for before, name in pairwise(names):
+        waiting = asyncio.create_task(pull.claim(2, max_wait_ms=60_000))
+        await asyncio.sleep(0)  # and now waits for what this one sets free
+        await engine.complete(held[0].handle, result=before.encode(), encoding="text")
+
+        held = await asyncio.wait_for(waiting, 20)
+        assert ids_of(held) == {name}
+        assert held[0].payload is not None
+        assert (held[0].payload.input_payload, held[0].payload.payload_encoding) == (before.encode(), "text")
+    pull.close()
+
+
 async def test_whoever_has_a_better_rank_goes_first(engine: Engine, store: Store) -> None:
     names = await chain(engine, 3)
     pull = pulling(engine)
@@ -93,6 +111,31 @@ async def test_the_other_lanes_of_a_worker_have_their_turn(engine: Engine, lanes
     pull.close()
 
 
+class Narrow(Counting):
+    """A store that takes one change at a time."""
+
+    batch_limit = 1
+
+
+async def test_what_ends_set_free_beyond_one_batch_is_told_to_whoever_waits(store: Store) -> None:
+    engine = working(Narrow(store), seed=7)
+    chains = [await chain(engine, 2) for _ in range(2)]
+    pull = pulling(engine)
+    held = await pull.claim(3)
+    waiting = [
+        asyncio.create_task(pull.claim(1, max_wait_ms=60_000)),
+        asyncio.create_task(engine.claim_many(LANE, 1, worker_id="v", worker_instance_id="v-1", max_wait_ms=60_000)),
+    ]
+    await asyncio.sleep(0.2)  # both have looked in vain
+
+    await engine.complete_many([(one.handle, b"{}") for one in held])
+
+    got = [one for claimed in await asyncio.wait_for(asyncio.gather(*waiting), 20) for one in claimed]
+    assert ids_of(got) == {second for _, second in chains}
+    assert at_rest(engine)
+    pull.close()
+
+
 async def test_a_worker_of_other_namespaces_is_handed_nothing(engine: Engine) -> None:
     names = await chain(engine, 2)
     pull = pulling(engine)
@@ -112,6 +155,54 @@ async def test_a_worker_of_other_namespaces_is_handed_nothing(engine: Engine) ->
         await waiting
     pull.close()
     stranger.close()
+
+
+async def test_tenants_take_turns_though_the_chain_of_one_goes_on(store: Store) -> None:
+    counting = Counting(store)
+    engine = working(counting, seed=7)
+    chained = await chain(engine, 6, policy='{"fairness_key": "a"}')
+    pull = pulling(engine)
+    held = await pull.claim(1)
+    for _ in range(3):
+        await engine.create_execution(
+            execution_id=engine.new_execution_id(), lane_id=LANE, policy={"fairness_key": "b"}
+        )
+
+    order = ""
+    for _ in range(8):
+        held = await gone_on(engine, pull, held)
+        order += "a" if held[0].execution_id in chained else "b"
+
+    assert sorted(order) == sorted("aaaaabbb")
+    assert "aa" not in order.rstrip("a"), order  # the other way round, its next step may not have been there yet
+    assert counting.wishes == 0
+    pull.close()
+
+
+@pytest.mark.parametrize("limited", ["the chain", "others"])
+async def test_where_limits_have_a_say_they_are_asked_though_a_chain_goes_on(store: Store, limited: str) -> None:
+    counting = Counting(store)
+    engine = working(counting, seed=7)
+    quota = engine.minter.uuid()
+    await engine.create_quota_policy(quota, window_seconds=60, max_requests_per_window=2, max_concurrent=0)
+    policy = {"quota_policy_ids": [quota]}
+    names = await chain(engine, 4, policy=json.dumps(policy) if limited == "the chain" else None)
+    others = [engine.new_execution_id() for _ in range(3)] if limited == "others" else []
+    for name in others:
+        await engine.create_execution(execution_id=name, lane_id=LANE, policy=policy, priority=10)
+    pull = pulling(engine)
+
+    order, held = list[str](), await pull.claim(1)
+    while held:
+        order += ids_of(held)
+        telling = asyncio.create_task(engine.complete_many([(one.handle, b"{}") for one in held]))
+        held = await asyncio.wait_for(pull.claim(1, max_wait_ms=1000), 20)
+        await telling
+
+    assert order == (names[:2] if limited == "the chain" else [*sorted(others)[:2], *names])
+    if limited == "the chain":
+        assert counting.wishes == 0
+    pull.close()
 
 
 async def test_what_was_lost_in_the_lane_is_taken_over_though_a_chain_goes_on(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from itertools import pairwise
 from uuid import UUID
 
 import pytest
@@ -13,8 +14,9 @@ from flowfabric.engine.flow_cancels import WaitIndefinite
 from flowfabric.engine.flows import GraphEdge
 from flowfabric.ids import FlowId, SeededMinter, mint_for_flow
 from flowfabric.model.flow import CancellationPolicy, EdgeGroup
-from flowfabric.model.flow_answers import GraphCreated, HeaderCancelled, Resolution, Staged
+from flowfabric.model.flow_answers import CascadeOutcome, GraphCreated, HeaderCancelled, Resolution, Staged
 from flowfabric.rules.create import CreateExecution
+from flowfabric.settings import Settings
 from flowfabric.stores.base import Scan, Store
 from flowfabric.stores.memory import MemoryStore
 from tests.engine.losing import LosingStore, Loss
@@ -157,6 +159,26 @@ async def test_an_edge_that_is_resolved_with_losses_is_counted_once(
     store: Store, clock: ManualClock, loss: Loss
 ) -> None:
     await happens_once(store, clock, resolve_an_edge, loss)
+
+
+@pytest.mark.parametrize("loss", [Loss.REQUEST, Loss.DOUBT, Loss.ANSWER], ids=lambda loss: loss.name.lower())
+async def test_a_cascade_with_losses_skips_the_whole_tail_and_counts_it(store: Store, loss: Loss) -> None:
+    losing = LosingStore(store)
+    engine = Engine(losing, minter=SeededMinter(1), settings=Settings(dispatch=False))
+    minted = [mint_for_flow(F, engine.partitions, engine.minter) for _ in range(6)]
+    names = sorted(minted, reverse=True)  # the first that is skipped is not the first of the flow
+    nodes = [
+        CreateExecution(execution_id=name, partition=0, namespace="n", lane_id="l", execution_kind="k")
+        for name in names
+    ]
+    await engine.create_flow_graph(F, nodes, [GraphEdge(*pair) for pair in pairwise(names)], namespace="n")
+    await engine.cancel_execution(names[0])
+    losing.next_loss = loss
+
+    assert await engine.cascade_completion(names[0]) == CascadeOutcome(5, 5)
+
+    assert losing.losses == 1
+    assert {await engine.read_execution_state(name) for name in names[1:]} == {"skipped"}
 
 
 async def test_an_edge_whose_resolution_is_written_late_is_counted_once_and_told_as_resolved(

@@ -256,7 +256,12 @@ async def test_a_sweep_takes_as_many_items_as_its_own_batch_says(clock: ManualCl
 
 
 async def passes_of(
-    run: Callable[[int], Awaitable[Pass]], seconds: float, *, interval_ms: int, seed: int = 1
+    run: Callable[[int], Awaitable[Pass]],
+    seconds: float,
+    *,
+    interval_ms: int,
+    seed: int = 1,
+    goes_round: bool = False,
 ) -> list[float]:
     """When a sweep that runs for so long makes its passes."""
     at: list[float] = []
@@ -270,7 +275,7 @@ async def passes_of(
 
     try:
         engine = Engine(MemoryStore(ManualClock()), minter=SeededMinter(seed))
-        sweeper = Sweeper(engine, only("unblock", interval_ms), [Sweep("unblock", whole=noted)])
+        sweeper = Sweeper(engine, only("unblock", interval_ms), [Sweep("unblock", whole=noted, goes_round=goes_round)])
         sweeper.start()
         await asyncio.sleep(seconds)
         assert await sweeper.stop() == 0
@@ -316,6 +321,15 @@ async def test_a_full_batch_is_followed_by_the_next_one_at_once() -> None:
 
     assert len(at) == 4
     assert at[3] < 0.1
+
+
+async def test_a_sweep_that_goes_round_rests_however_much_it_found() -> None:
+    async def busy(number: int) -> Pass:
+        return Pass(200, 0)
+
+    at = await passes_of(busy, 5, interval_ms=10_000, goes_round=True)
+
+    assert len(at) == 1
 
 
 async def test_a_crash_is_followed_by_a_rest_of_five_seconds() -> None:

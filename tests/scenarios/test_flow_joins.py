@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 import pytest
 
 from flowfabric import errors
+from flowfabric.ids import FlowId, flow_partition
 from flowfabric.model.flow_answers import Resolution
-from tests.scenarios.flowing import WAITING, WAITS, Flowing, any_of, quorum
+from tests.scenarios.flowing import ALL_OF, WAITING, WAITS, Flowing, any_of, quorum
 
 SATISFIED, IMPOSSIBLE = Resolution.SATISFIED, Resolution.IMPOSSIBLE
 PENDING, ALREADY = Resolution.PENDING, Resolution.ALREADY_RESOLVED
@@ -152,6 +155,19 @@ async def test_an_edge_that_was_never_applied_cannot_be_resolved(flow: Flowing) 
         await flow.resolve("a", "b", "success")
     with pytest.raises(errors.InvalidInput):
         await flow.resolve("a", "b", "none")
+
+
+async def test_an_edge_cannot_be_resolved_in_a_flow_that_is_not_its_own(flow: Flowing) -> None:
+    await flow.begin("ab")
+    edge = await flow.edge("a", "b")
+    elsewhere = (FlowId(flow.engine.minter.uuid()) for _ in count())
+    other = next(one for one in elsewhere if flow_partition(one, flow.engine.partitions) == flow.partition)
+    await flow.engine.create_flow(other)
+    await flow.engine.set_edge_group_policy(other, flow.names["b"], ALL_OF)  # who need not be a member
+
+    with pytest.raises(errors.InvalidDependency):
+        await flow.engine.resolve_dependency(other, edge, flow.names["b"], "success")
+    assert (await flow.state("b"), await flow.counts("b")) == ("waiting_children", "0/0/0 of 1 pending")
 
 
 @pytest.mark.parametrize(

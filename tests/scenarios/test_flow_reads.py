@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import pytest
 
 from flowfabric import errors
-from flowfabric.ids import FlowId, flow_partition
+from flowfabric.ids import FlowId, flow_partition, mint_for_flow
 from flowfabric.model.execution import Execution
-from flowfabric.model.flow import Flow
+from flowfabric.model.flow import Flow, FlowSummary
 from flowfabric.rules.change import Patch
+from flowfabric.rules.create import CreateExecution
 from flowfabric.stores.base import Loaded, Want
 from tests.scenarios.flowing import Flowing, any_of, quorum
 
@@ -33,6 +34,20 @@ async def test_s_036_finished_flow_accepts_new_members_and_re_enters_projection(
     summary = await flow.engine.get_flow_summary(flow.id)
     assert summary is not None
     assert (summary.members_active, summary.public_flow_state) == (1, "running")
+
+
+async def test_one_pass_of_the_projector_comes_to_every_flow_that_goes_on(flow: Flowing) -> None:
+    engine = flow.engine
+    flows = [FlowId(engine.minter.uuid()) for _ in range(120)]
+    for one in flows:
+        name = mint_for_flow(one, engine.partitions, engine.minter)
+        node = CreateExecution(execution_id=name, partition=0, namespace="n", lane_id="default", execution_kind="k")
+        await engine.create_flow_graph(one, [node])
+
+    assert await flow.sweep("flow_projector", 2) == [120, 120]
+
+    found = (await engine.load([Want(FlowSummary, (one,)) for one in flows])).rows
+    assert [len(each) for each in found] == [1] * 120
 
 
 async def test_the_derived_state_follows_the_members(flow: Flowing) -> None:

@@ -12,6 +12,7 @@ from flowfabric import errors
 from flowfabric.model.answers import Replayed
 from flowfabric.model.event import Topic
 from flowfabric.model.states import PublicState
+from flowfabric.testing.flow_invariants import check_flow_invariants
 from tests.scenarios.flowing import WAITING, WAITS, Flowing, quorum
 
 REPLAYED = WAITING.replace("pending_first_attempt", "pending_replay_attempt")
@@ -297,3 +298,21 @@ async def test_a_member_of_a_cancelled_flow_may_be_replayed(flow: Flowing) -> No
     assert await replay(flow, "a") == ["waiting"]
     await flow.succeed("a")
     assert await flow.state("a") == "completed"
+
+
+@pytest.mark.parametrize("others", [0, 1])
+async def test_a_replayed_member_is_not_cancelled_by_what_a_dead_dispatcher_left(flow: Flowing, others: int) -> None:
+    await flow.begin("ab"[: 1 + others])
+    await flow.engine.cancel_flow_header(flow.id, reason="enough")
+    await flow.engine.cancel_execution(flow.names["a"], reason="enough")  # and nobody acknowledged it
+
+    assert await replay(flow, "a") == ["waiting"]
+    backlog, listed = await flow.backlog()
+    assert (backlog is not None, listed) == (bool(others), ["b"] * others)
+    flow.clock.pass_ms(30_000)
+    await flow.sweep("cancel_reconciler")
+
+    assert await flow.state("a", *"b" * others) == " ".join(["waiting", *["cancelled"] * others])
+    assert await flow.backlog() == (None, [])
+    await check_flow_invariants(flow.engine)
+    await flow.succeed("a")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from flowfabric import errors
+from flowfabric.engine.cancelling import Dispositions
 from flowfabric.model.event import Topic
 from flowfabric.model.execution import Execution
 from flowfabric.model.flow import EdgeGroup, PendingCancelGroup
@@ -191,3 +194,32 @@ async def test_an_upstream_that_still_runs_when_its_edge_is_resolved_by_hand_is_
 
     group = await flow.group("b")
     assert flow_cancel.siblings(group) == flow.ids("123")
+
+
+async def test_a_dispatcher_that_comes_late_leaves_what_was_flagged_since(flow: Flowing) -> None:
+    """Its siblings are cancelled when the member is replayed and its join fires anew; those are not its own."""
+    await flow.begin("b123")
+    await flow.join("123", "b", quorum(2, "cancel_remaining"))
+    await flow.fail("1", "2")
+    await flow.cascade("1", "2")
+    cancelling = flow.engine.cancelling
+    cancel_many = cancelling.cancel_many
+
+    async def and_then_others_act(names: Sequence[str], reason: str) -> Dispositions:
+        done = await cancel_many(names, reason)
+        for name in "123b":
+            await flow.engine.replay_execution(flow.names[name])
+        await flow.run("3")
+        await flow.succeed("1", "2")
+        await flow.cascade("1", "2")
+        return done
+
+    cancelling.cancel_many = and_then_others_act  # type: ignore[method-assign]
+    await cancelling.cancel_siblings(flow.child("b"))
+    cancelling.cancel_many = cancel_many  # type: ignore[method-assign]
+    assert (await flow.state("b", "3"), await flow.counts("b")) == ("waiting active", "2/0/0 of 3 satisfied")
+
+    await flow.sweep("edge_cancel_dispatcher")
+    assert await flow.state("b", "3") == "waiting cancelled"
+    assert (await flow.row("3")).cancellation_reason == "sibling_quorum_satisfied"
+    assert await flow.entry("b") is None

@@ -14,7 +14,7 @@ from flowfabric.clock import ManualClock
 from flowfabric.model.event import Topic
 from flowfabric.model.execution import Execution, LineKey
 from flowfabric.model.states import AttemptType
-from flowfabric.rules.change import NOW, Change, FromNow, Guard, Insert, Patch
+from flowfabric.rules.change import NOW, Change, FromNow, Guard, Insert, Patch, Put
 from flowfabric.stores.base import Handed, Store, Take
 from tests.stores.samples import MAIL, a_take, change, event, execution, line_up, one, payload, waiting, write
 
@@ -180,6 +180,19 @@ async def test_what_else_a_change_writes_to_the_row_is_kept(store: Store) -> Non
     for name in ("a", "b"):
         row = await one(store, Execution, name)
         assert (row.priority, row.tags, row.line) == (4, '{"kept":"yes"}', None)
+
+
+async def test_an_input_that_the_same_change_replaces_is_the_one_that_is_handed_over(store: Store) -> None:
+    revisions = await blocked(store, "a", "b")
+    news = msgspec.structs.replace(payload("a"), input_payload=b"news")
+    setting_free = freed("a", revisions["a"])
+    carrying = msgspec.structs.replace(setting_free, writes=(*setting_free.writes, Put(news)))
+    take = a_take(5)
+
+    handed = await store.hand_over([carrying, freed("b", revisions["b"])], NO_HINT, take)
+
+    left = await store.take(msgspec.structs.replace(take, stamps=a_take(20, prefix="later-").stamps))
+    assert [content for _, content in handed.rows + left.rows] == [news, payload("b")]
 
 
 async def test_changes_beside_it_are_written_and_told_before_it(store: Store) -> None:

@@ -113,15 +113,13 @@ class Cancelling:
         `flagged` is what the group says of them, when the caller has just written that.
         """
         if flagged is None:
-            found = (await self._core.load((Want(EdgeGroup, child),))).rows[0]
-            flagged = flow_cancel.flagged(found[0]) if found else None
-        done: Dispositions = {}
-        if flagged is not None:
-            done = await self.cancel_many(flagged.siblings, flagged.reason)
+            entry, group = (await self._core.load((Want(PendingCancelGroup, child), Want(EdgeGroup, child)))).rows
+            flagged = flow_cancel.flagged(first(entry), first(group))
+        done = await self.cancel_many(flagged.siblings, flagged.reason)
+        if flagged.reason:
             self._count(flagged.reason, done)
-            if not all(isinstance(one, Disposition) for one in done.values()):
-                return done
-        await self.drain(child)
+        if all(isinstance(one, Disposition) for one in done.values()):
+            await self.drain(child, flagged.revision)
         return done
 
     def _count(self, reason: str, done: Dispositions) -> None:
@@ -131,11 +129,11 @@ class Cancelling:
         for disposition, amount in dispositions.items():
             meters.count("ff_sibling_cancel_disposition", amount, disposition=disposition)
 
-    async def drain(self, child: Child) -> SiblingDrain:
-        """Clear what a fired group had flagged."""
+    async def drain(self, child: Child, revision: int | None = None) -> SiblingDrain:
+        """Clear what a fired group had flagged; what it flagged in an entry of this revision, if one is given."""
         return await self._core.settle(
             (Want(PendingCancelGroup, child), Want(EdgeGroup, child)),
-            lambda rows, _: flow_cancel.drain(first(rows[0]), first(rows[1])),
+            lambda rows, _: flow_cancel.drain(first(rows[0]), first(rows[1]), revision),
         )
 
 

@@ -16,12 +16,13 @@ from flowfabric.engine.purging import Purging
 from flowfabric.handles import Handle, HandleFields
 from flowfabric.model import answers
 from flowfabric.model.execution import Execution
-from flowfabric.model.flow import Dependency, EdgeGroup
+from flowfabric.model.flow import CancelBacklog, Dependency, EdgeGroup, PendingCancel
 from flowfabric.rules import (
     cancel,
     delay,
     dependents,
     expiry,
+    flow_cancel,
     lease,
     limits,
     notes,
@@ -307,20 +308,30 @@ class Executions(Purging, Creating):
             row = first(rows[0])
             if row is None or len(rows) == 1:
                 return replay.replay(row)
-            upstreams = {each[0].execution_id: each[0] for each in rows[3:] if each}
-            return dependents.replay_member(row, first(rows[1]), rows[2], upstreams)
+            if len(rows) == 3:
+                decision = replay.replay(row)
+            else:
+                upstreams = {each[0].execution_id: each[0] for each in rows[5:] if each}
+                decision = dependents.replay_member(row, first(rows[3]), rows[4], upstreams)
+            return flow_cancel.spared(decision, first(rows[1]), rows[2])
 
-        return await self.settle((Want(Execution, (execution,)),), decide, further=self._join_to_reset)
+        return await self.settle((Want(Execution, (execution,)),), decide, further=self._around_a_replay)
 
-    async def _join_to_reset(self, rows: Rows) -> Rows:
-        """Of a skipped member: its group, its dependencies, and each of its upstreams."""
+    async def _around_a_replay(self, rows: Rows) -> Rows:
+        """Of a member: whether its flow is about to cancel it; if it was skipped, its join and its upstreams, too."""
         row = first(rows[0])
-        if not dependents.is_skipped_member(row):
+        if row is None or row.flow_id is None:
             return []
-        wants = (Want(EdgeGroup, (row.flow_id, row.execution_id)), Want(Dependency, (row.execution_id,)))
-        group, inbound = (await self.load(wants)).rows
-        names = sorted({one.upstream_execution_id for one in inbound})
-        return [group, inbound, *(await self.load([Want(Execution, (name,)) for name in names])).rows]
+        wants: tuple[Want, ...] = (
+            Want(CancelBacklog, (row.flow_id,)),
+            Want(PendingCancel, (row.flow_id, row.execution_id)),
+        )
+        if not dependents.is_skipped_member(row):
+            return (await self.load(wants)).rows
+        wants += (Want(EdgeGroup, (row.flow_id, row.execution_id)), Want(Dependency, (row.execution_id,)))
+        found = (await self.load(wants)).rows
+        names = sorted({one.upstream_execution_id for one in found[3]})
+        return [*found, *(await self.load([Want(Execution, (name,)) for name in names])).rows]
 
     async def expire_execution(
         self, execution_id: str, reason: str = expiry.ATTEMPT_TIMEOUT

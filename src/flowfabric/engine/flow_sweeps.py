@@ -38,6 +38,7 @@ GROUPS = 50
 EDGES = 20  # of one group that waits, resolved in one pass
 LOOKED_AT = 500  # of its edges, to find those; the next pass looks at the next ones
 FLOWS = 100
+FLOW_PAGES = 20  # projected in one pass; beyond that the next one goes on
 BACKLOGS = 50
 MEMBERS = 500  # of one backlog, cancelled in one pass
 PERMANENT = (errors.ValidationError, errors.BugError)
@@ -62,6 +63,10 @@ class Rotation:
             rows = await engine.store.scan(Scan(self._row, due, self._order, None, limit))
         self._after = tuple(getattr(rows[-1], name) for name in self._order) if len(rows) == limit else None
         return rows
+
+    def rewind(self) -> None:
+        """Let the next page be the first one."""
+        self._after = None
 
 
 class FlowSweeps:
@@ -92,7 +97,7 @@ class FlowSweeps:
         return (
             Sweep("completion_dispatch", whole=self.dispatch_completions),
             Sweep("dependency_reconciler", whole=filtered(self.reconcile_dependencies)),
-            Sweep("flow_projector", whole=self.project_flows),
+            Sweep("flow_projector", whole=self.project_flows, goes_round=True),
             Sweep("cancel_reconciler", whole=filtered(self.reconcile_cancels)),
             Sweep("edge_cancel_dispatcher", whole=self.dispatch_sibling_cancels),
             Sweep("edge_cancel_reconciler", whole=self.reconcile_sibling_cancels),
@@ -169,10 +174,19 @@ class FlowSweeps:
     # -- summaries ------------------------------------------------------------------------------------------------
 
     async def project_flows(self, batch: int) -> Pass:
-        """Write the summaries of flows that are still going on."""
-        return await self._each(
-            await self._flows.page(self._engine, FLOWS), lambda row: self._reads.project_flow_summary(row.flow_id)
-        )
+        """Write the summaries of flows that are still going on, of each once, a page after the other."""
+        processed = faults = 0
+        seen: set[str] = set()
+        for _ in range(FLOW_PAGES):
+            page = await self._flows.page(self._engine, FLOWS)
+            rows = [row for row in page if row.flow_id not in seen]
+            if not rows:  # those it begins with are up again
+                self._flows.rewind()
+                break
+            seen.update(row.flow_id for row in rows)
+            done = await self._each(rows, lambda row: self._reads.project_flow_summary(row.flow_id))
+            processed, faults = processed + done.processed, faults + done.errors
+        return Pass(processed, faults)
 
     # -- cancels --------------------------------------------------------------------------------------------------
 

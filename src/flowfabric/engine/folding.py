@@ -154,7 +154,8 @@ class Folding:
             await pause.or_raise()
             if not lost.in_doubt:
                 return None
-        loaded = await self._core.load((Want(EdgeGroup, change.guards[0].key),))
+        one = next(guard for guard in change.guards if guard.row is EdgeGroup)
+        loaded = await self._core.load((Want(EdgeGroup, one.key),))
         group = first(loaded.rows[0])
         return loaded.now if group is not None and group.revision == change.id else None
 
@@ -238,7 +239,7 @@ _NOTHING = Tally(0, 0, 0, GroupState.PENDING, (), ())
 
 
 def _settlement(dependency: Dependency | None, one: Settled) -> Settlement | None:
-    if dependency is None:
+    if dependency is None or dependency.flow_id != one.child.flow_id:
         return None
     outcome = one.outcome
     if outcome is None and dependency.unfolded_at is not None:

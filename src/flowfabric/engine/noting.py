@@ -104,10 +104,13 @@ class Noting:
         if not self.wakes and not commits.announced:
             return
         topics = topics_of(changes)
-        for change in changes:
-            if change.id in commits.announced:  # its lanes were told of it when it was on its way
-                commits.announced.discard(change.id)
-                topics.difference_update([lane_topic(line.lane_id) for line in lines_of(change)])
+        if told := {change.id for change in changes} & commits.announced:
+            # Their lanes were told of them when they were on their way; those of the others are still to be told.
+            commits.announced -= told
+            lanes = {is_told: set[str]() for is_told in (True, False)}
+            for change in changes:
+                lanes[change.id in told].update(lane_topic(line.lane_id) for line in lines_of(change))
+            topics -= lanes[True] - lanes[False]
         self.wakes.fire(topics)
 
     def _tell_untold(self, changes: Iterable[Change]) -> None:
@@ -160,14 +163,16 @@ class Noting:
         """
         if not self.wakes:
             return
+        told: set[str] = set()
         for change in changes:
             lines = lines_of(change)
-            topics = [lane_topic(line.lane_id) for line in lines]
-            if not any(map(self.wakes.waiting, topics)):
+            topics = {lane_topic(line.lane_id) for line in lines}
+            if not topics or not (topics <= told or any(map(self.wakes.waiting, topics))):
                 continue
             if all(self._is_taken_unread(line) for line in lines):
                 self.commits.announced.add(change.id)
                 self.wakes.fire(topics)
+                told |= topics
 
     def _is_taken_unread(self, line: LineKey) -> bool:
         """Whether every claim of this process takes from the lane of this line without reading first what is there."""

@@ -69,7 +69,8 @@ class Sweep(msgspec.Struct, frozen=True):
 
     The verb gets the id of an execution, or the row itself of another kind. `whole` is for work that is not found by
     an instant: it makes a pass of its own over about so many items. `owner` names the column with the execution that a
-    row of another kind belongs to, and that a filter asks about.
+    row of another kind belongs to, and that a filter asks about. After a pass that found plenty the next one follows at
+    once, unless the sweep `goes_round`: what it has dealt with comes up again.
     """
 
     name: str
@@ -79,6 +80,7 @@ class Sweep(msgspec.Struct, frozen=True):
     whole: Callable[[int], Awaitable[Pass]] | None = None
     row: type[msgspec.Struct] = Execution
     owner: str | None = None
+    goes_round: bool = False
 
 
 class Sweeper:
@@ -144,7 +146,7 @@ class Sweeper:
                     done = await self._timed(sweep)
                     if done.next_at is not None:
                         pause_s = min(pause_s, max(0.0, (done.next_at - done.now) / 1000))
-                    if done.processed >= self._batch(sweep):
+                    if done.processed >= self._batch(sweep) and not sweep.goes_round:
                         pause_s = 0.0
                 failures = 0
             except errors.StoreUnavailable as away:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from flowfabric import errors
+from flowfabric.model.answers import Replayed
 from flowfabric.model.event import Event
 from flowfabric.model.execution import Execution
 from flowfabric.model.flow import (
@@ -27,7 +28,7 @@ from flowfabric.model.flow import (
 from flowfabric.model.flow_answers import HeaderAlreadyTerminal, HeaderCancelled, SiblingDrain, SiblingReconcile
 from flowfabric.model.states import LifecyclePhase
 from flowfabric.rules import limits
-from flowfabric.rules.change import NOW, Change, Decision, Delete, Guard, Insert, Patch, Write, at, refuse
+from flowfabric.rules.change import NOW, Change, Decision, Delete, Guard, Insert, Patch, Write, at, joined, refuse
 from flowfabric.rules.flows import TERMINAL, seen_flow, seen_group
 
 GRACE_MS = 30_000
@@ -129,6 +130,16 @@ def ack(backlog: CancelBacklog | None, pending: Iterable[PendingCancel]) -> Deci
     return Decision(len(found), Change(guards=(guard,), writes=writes))
 
 
+def spared(
+    replay: Decision[Replayed], backlog: CancelBacklog | None, pending: Iterable[PendingCancel]
+) -> Decision[Replayed]:
+    """The replay of a member, struck off the backlog if it stands there: what the cancel was for has ended."""
+    struck = ack(backlog, pending).change
+    if replay.change is None or struck is None:
+        return replay
+    return Decision(replay.answer, joined(replay.change, struck))
+
+
 def drop_backlog(backlog: CancelBacklog | None) -> Decision[bool]:
     """Forget a backlog with everything it lists: its flow is gone, or it lists nobody."""
     if backlog is None:
@@ -139,10 +150,11 @@ def drop_backlog(backlog: CancelBacklog | None) -> Decision[bool]:
 
 
 class Flagged(msgspec.Struct, frozen=True):
-    """The upstreams that a fired group wants cancelled, and why."""
+    """The upstreams that a fired group wants cancelled, and why; `revision` is that of the entry which says so."""
 
     siblings: list[str]
     reason: str
+    revision: int | None
 
 
 def siblings(group: EdgeGroup) -> list[str]:
@@ -150,11 +162,12 @@ def siblings(group: EdgeGroup) -> list[str]:
     return _listed(group.cancel_siblings_pending_members)
 
 
-def flagged(group: EdgeGroup) -> Flagged | None:
-    """What a group says of those; None when it wants nobody cancelled."""
-    if not group.cancel_siblings_pending_flag:
-        return None
-    return Flagged(siblings(group), group.cancel_siblings_reason or "")
+def flagged(entry: PendingCancelGroup | None, group: EdgeGroup | None) -> Flagged:
+    """What a group says of those; it may want nobody cancelled."""
+    revision = None if entry is None else entry.revision
+    if group is None or not group.cancel_siblings_pending_flag:
+        return Flagged([], "", revision)
+    return Flagged(siblings(group), group.cancel_siblings_reason or "", revision)
 
 
 def flagged_by(change: Change, key: tuple[str, str]) -> Flagged | None:
@@ -164,7 +177,7 @@ def flagged_by(change: Change, key: tuple[str, str]) -> Flagged | None:
             fields = write.fields
             if fields.get("cancel_siblings_pending_flag"):
                 listed, reason = fields["cancel_siblings_pending_members"], fields["cancel_siblings_reason"]
-                return Flagged(_listed(listed), reason or "")
+                return Flagged(_listed(listed), reason or "", change.id)
     return None
 
 
@@ -172,9 +185,15 @@ def _listed(members: str | None) -> list[str]:
     return members.split("|") if members else []
 
 
-def drain(entry: PendingCancelGroup | None, group: EdgeGroup | None) -> Decision[SiblingDrain]:
-    """Every sibling has been dealt with: clear flag and list, keep the reason."""
-    if entry is None:
+def drain(
+    entry: PendingCancelGroup | None, group: EdgeGroup | None, revision: int | None = None
+) -> Decision[SiblingDrain]:
+    """Every sibling has been dealt with: clear flag and list, keep the reason.
+
+    `revision` is that of the entry they were seen by: of another one, whose group was reset and has fired anew since,
+    the siblings are still to be dealt with.
+    """
+    if entry is None or revision not in (None, entry.revision):
         return Decision(SiblingDrain.ALREADY_DRAINED)
     answer = SiblingDrain.DRAINED_SANS_GROUP if group is None else SiblingDrain.DRAINED
     return Decision(answer, _drained(entry, group))

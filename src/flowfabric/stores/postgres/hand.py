@@ -3,7 +3,8 @@
 Who tells ends and wants work is spared a trip, and each of these rows its stand in line: one write instead of two. It
 is the take that would follow, done at once, and only where that is sure to be the same: when the rows that the take
 would find first are these. So nothing else may stand in its lines or be put there, there must be a stamp for each row,
-and of what a change would write to a row nothing may outlast its claim.
+and of what a change would write to a row nothing may outlast its claim. An input that becomes another one is not told
+by the statement that writes it, so it is left to a take, too.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from flowfabric.model.execution import Execution
+from flowfabric.model.execution import Execution, Payload
 from flowfabric.rules.change import Change, Copies, Insert, Patch, Put
 from flowfabric.stores.base import Take
 from flowfabric.stores.codec import LineOf
@@ -57,7 +58,9 @@ def handing(
                         return None
                     freed.append((no, write.key[0]))
                     shapes.add(tuple(write.fields))
-            elif isinstance(write, Insert | Put | Copies) and getattr(write.row, "line", None) is not None:
+            elif (isinstance(write, Insert | Put | Copies) and getattr(write.row, "line", None) is not None) or (
+                type(write) is Put and type(write.row) is Payload
+            ):
                 return None
     if not freed or len(freed) > len(take.stamps) or len(shapes) > 1:
         return None
