@@ -173,7 +173,8 @@ def hint_for(error: FabricError) -> str | None:
             return "update this installation: pip install --upgrade flowfabric"
         case errors.PartitionMismatch():
             return (
-                "set FF_FLOW_PARTITIONS, FF_BUDGET_PARTITIONS and FF_QUOTA_PARTITIONS as they are stored, or unset them"
+                "set FF_FLOW_PARTITIONS, FF_BUDGET_PARTITIONS and FF_QUOTA_PARTITIONS to the numbers that are stored; "
+                "unset is 256, 32 and 32"
             )
         case errors.Unavailable(op="open"):
             return "`ff migrate` makes or updates the store; --store or FLOWFABRIC_URL names another"
