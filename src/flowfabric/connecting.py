@@ -38,7 +38,11 @@ async def connect(
     if settings.secret_key is None and (secret := os.environ.get("FF_SECRET_KEY")):
         settings = msgspec.structs.replace(settings, secret_key=Secret(secret))
     store = open_store(url, clock=clock, pool_size=settings.postgres_pool_size)
-    schema = await store.open(migrate=migrate)
+    try:
+        schema = await store.open(migrate=migrate)
+    except BaseException:
+        await store.close()
+        raise
     return Engine(store, settings=settings, minter=minter, schema=schema)
 
 

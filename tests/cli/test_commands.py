@@ -203,6 +203,14 @@ def test_passwords_are_not_shown() -> None:
     assert shown("sqlite:///a@b.db") == "sqlite:///a@b.db"
 
 
+@pytest.mark.parametrize("page", [(), ("admin",), ("bench",)])
+def test_the_list_of_commands_cuts_no_sentence(page: tuple[str, ...]) -> None:
+    said = CliRunner().invoke(app, [*page, "--help"]).stdout
+
+    assert said.partition("Commands:")[2]
+    assert "..." not in said.partition("Commands:")[2]
+
+
 def test_help_lists_the_commands_and_loads_neither_engine_nor_tables() -> None:
     look = (
         "import sys; from flowfabric.cli import app\n"

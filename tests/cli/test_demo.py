@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 import flowfabric
 from flowfabric.demo import release
 from flowfabric.demo.orders import LANE, ORDERS, receipt
 from flowfabric.demo.scene import submit
-from flowfabric.demo.screen import Screen
+from flowfabric.demo.screen import Screen, Sight, drawn
 from flowfabric.demo.verdict import Play, judged
 
 HELD = [
@@ -42,6 +46,7 @@ def test_the_demo_kills_a_worker_and_proves_that_nothing_was_lost(tmp_path: Path
     assert "gets SIGKILL at" in done.stdout
     assert re.search(r"publish +suspended +attempt 1$", done.stdout, re.MULTILINE)
     assert re.search(r"order-2 +delayed +attempt 1", done.stdout)
+    assert "order-2 failed (the payment service did not answer) and will be tried again" in done.stdout
     assert list(tmp_path.iterdir()) == []
 
 
@@ -90,3 +95,49 @@ async def test_a_lost_order_is_noticed(capsys: pytest.CaptureFixture[str]) -> No
         assert not await judged(engine, play, Screen())
 
     assert "✗ each order completed exactly once" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_demo_that_is_interrupted_says_so_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    demo = subprocess.Popen(
+        [sys.executable, "-m", "flowfabric.demo"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    assert demo.stdout is not None
+    said = ""
+    while "worker-b starts" not in said:
+        said += (line := demo.stdout.readline())
+        assert line, said
+
+    demo.send_signal(signal.SIGINT)
+    said += demo.communicate(timeout=60)[0]
+
+    assert demo.returncode == 130
+    assert said.endswith("stopped\n")
+    assert "Traceback" not in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_narrow_terminal_shows_names_and_states_whole() -> None:
+    out = io.StringIO()
+    sights = [Sight("order-4", "active", 2, "worker-b", 25), Sight("extract", "completed", 1, "", 100)]
+
+    Console(file=out, width=40, color_system=None).print(drawn(sights))
+
+    assert max(map(len, out.getvalue().splitlines())) <= 40
+    for sight in sights:
+        assert re.search(rf"^{sight.name} +{sight.state} ", out.getvalue(), re.MULTILINE)
+
+
+def test_a_dumb_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal all the same
+    screen = Screen()
+    assert screen.console.is_terminal
+
+    with screen.showing():
+        screen.show([Sight("order-4", "active", 2, "worker-b", 25)])
+        assert re.search(r"order-4 +active +attempt 2 +by worker-b$", capsys.readouterr().out.rstrip())

@@ -7,7 +7,8 @@ from pathlib import Path
 import apsw
 import pytest
 
-from flowfabric import Engine
+from flowfabric import Engine, StoreUnavailable
+from flowfabric.cli.telling import hint_for
 from tests.cli.terminal import Terminal
 
 UNKNOWN = "{fp:1}:1a255fe9-f16a-4af0-8cb6-6085de2ea47d"
@@ -116,7 +117,7 @@ def test_a_server_that_is_away_is_told_with_a_hint(command: tuple[str, ...]) -> 
     said = Terminal("postgresql://nobody:secret@127.0.0.1:1/none").refuses(*command)
 
     assert said.startswith("ff: transport: ")
-    assert "Hint: is the address right and the server up? `ff doctor` looks closer" in said
+    assert "Hint: is the address right and the server up? --store or FLOWFABRIC_URL names it" in said
     assert "secret" not in said
 
 
@@ -126,16 +127,22 @@ def test_doctor_tells_that_a_server_is_away() -> None:
     assert answer.exit_code == 1
     assert "postgresql://nobody:…@127.0.0.1:1/none" in answer.stdout
     assert "✗ store" in answer.stdout
-    assert "start the server, or name the right address" in answer.stdout
+    assert "is the address right and the server up?" in answer.stdout
     assert "secret" not in answer.output
+
+
+def test_a_wrong_password_is_told_with_a_hint() -> None:
+    refused = StoreUnavailable("password authentication failed", backend="Postgres", source="auth")
+
+    assert "are the user and the password in the address right" in (hint_for(refused) or "")
 
 
 def test_a_file_that_is_no_store_is_told_with_a_hint(tmp_path: Path) -> None:
     (tmp_path / "junk.db").write_bytes(b"this is something else" * 10)
-    said = Terminal(f"sqlite:///{tmp_path}/junk.db").refuses("ls")
-
-    assert "file is not a database" in said
-    assert "Hint: is it the right file, and may you write to it" in said
+    ff = Terminal(f"sqlite:///{tmp_path}/junk.db")
+    for said in (ff.refuses("ls"), ff.run("doctor").stdout):
+        assert "file is not a database" in said
+        assert "is it the right file, and may you write to it" in said
 
 
 def test_an_unknown_kind_of_store_is_refused() -> None:

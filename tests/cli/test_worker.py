@@ -174,6 +174,9 @@ def test_a_worker_whose_reloader_was_killed_drains(yard: Yard) -> None:
         ("json:wrong", "json has no Fabric named 'wrong'; it has none"),
         ("json", "say which Fabric of json is meant, as in json:app; it has none"),
         (":app", "':app' is not MODULE:APP"),
+        ("./shop.py:app", "'./shop.py:app' is not MODULE:APP, as in shop.tasks:app; a module is named as an import"),
+        ("shop.py", "'shop.py' is not MODULE:APP"),
+        (".shop:app", "'.shop:app' is not MODULE:APP"),
     ],
 )
 def test_an_app_that_is_not_there_is_told(ff: Terminal, target: str, text: str) -> None:

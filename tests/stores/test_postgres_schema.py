@@ -10,7 +10,7 @@ from typing import Any
 import asyncpg
 import pytest
 
-from flowfabric import errors
+from flowfabric import connect, errors
 from flowfabric.model.event import Event
 from flowfabric.model.execution import LineKey
 from flowfabric.stores.postgres import PostgresStore
@@ -115,6 +115,18 @@ async def test_a_newer_schema_is_refused(empty: str) -> None:
 
     for migrate in (False, True):
         assert await answers(empty, migrate=migrate) == errors.SchemaTooNew(found=newest + 1, known=newest)
+
+
+async def test_a_connect_that_is_refused_leaves_no_session_behind(empty: str) -> None:
+    with pytest.raises(errors.Unavailable, match="migrate first"):
+        await connect(empty, migrate=False)
+
+    own = await asyncpg.connect(empty)
+    others = "select count(*) from pg_stat_activity where datname = current_database() and pid <> pg_backend_pid()"
+    async with asyncio.timeout(10):
+        while await own.fetchval(others):  # noqa: ASYNC110 - the server sees a moment later that a client has left
+            await asyncio.sleep(0.01)
+    await own.close()
 
 
 async def test_a_step_that_fails_changes_nothing(empty: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import apsw
 import pytest
 
+from flowfabric import connect
 from flowfabric.clock import ManualClock
 from flowfabric.errors import InvalidInput, SchemaTooNew, Unavailable
 from flowfabric.model.event import Event, Topic
@@ -24,6 +26,10 @@ async def migrated(path: Path) -> apsw.Connection:
     await store.open(migrate=True)
     await store.close()
     return apsw.Connection(str(path))
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(one.name for one in folder.iterdir())
 
 
 def described(db: apsw.Connection, table: str) -> tuple[object, ...]:
@@ -90,6 +96,19 @@ async def test_a_file_of_a_newer_release_is_refused_and_left_alone(tmp_path: Pat
         await store.open(migrate=True)
     assert (refusal.value.found, refusal.value.known) == (999, len(migrations()))
     await store.close()
+
+
+async def test_a_connect_that_is_refused_leaves_no_thread_and_no_file_behind(tmp_path: Path) -> None:
+    db = await migrated(tmp_path / "ff.db")
+    db.execute("INSERT INTO ff_schema_version (version, applied_at) VALUES (999, 0)")
+    db.close()
+    files, threads = names_in(tmp_path), threading.active_count()
+
+    with pytest.raises(SchemaTooNew):
+        await connect(f"sqlite:///{tmp_path}/ff.db")
+
+    assert names_in(tmp_path) == files
+    assert threading.active_count() == threads
 
 
 async def test_a_file_opened_again_goes_on_where_it_was(tmp_path: Path, clock: ManualClock) -> None:

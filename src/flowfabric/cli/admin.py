@@ -37,7 +37,7 @@ def rotate_secret(
     store: StoreOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Let another key sign the tokens of waitpoints; the same key and secret again change nothing."""
+    """Let another key sign the tokens. The same key and secret again change nothing."""
     import secrets
 
     secret = secrets.token_hex(32) if secret_file is None else secret_file.read().strip()
@@ -62,7 +62,11 @@ def rotate_secret(
 
 
 def partition_collisions(json: JsonOption = False) -> None:
-    """Tell which lanes of FF_LANES share a partition, of FF_FLOW_PARTITIONS; exit code 2 when a name is none."""
+    """Tell which lanes share a partition.
+
+    FF_LANES names the lanes and FF_FLOW_PARTITIONS says how many partitions there are. The exit code is 2 when a name
+    is none.
+    """
     lanes, count = _configured()
     found = _shared(lanes, count)
     colliding = sum(len(names) for names in found.values())

@@ -51,7 +51,7 @@ def throughput(
     store: StoreOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Submit, drain and latency, in a scratch store made beside the named one and removed afterwards."""
+    """Submit, drain and latency. In a scratch store that is made beside the named one and removed afterwards."""
 
     from flowfabric.bench.throughput import throughput as measured
 
@@ -71,7 +71,7 @@ def suspend(
     store: StoreOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Suspend → signal → running again, frames per second, and how soon a tail has a frame."""
+    """Suspend → signal → running again, and streams. Frames per second, and how soon a tail has a frame."""
 
     from flowfabric.bench.suspend import suspend as measured
 
@@ -91,7 +91,7 @@ def http(
     store: StoreOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Create, claim and complete through the server, beside a bare FastAPI route."""
+    """Requests to the server, beside a bare route. Create, claim and complete, and one of FastAPI that does nothing."""
 
     from flowfabric.bench.http import http as measured
     from flowfabric.bench.http import shown
@@ -128,7 +128,7 @@ def flow(
     store: StoreOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Chains, a fan-out with its join and the cancel of a quorum's rest, in a scratch store beside the named one."""
+    """Chains, a fan-out with its join, a quorum's rest. In a scratch store beside the named one."""
 
     from flowfabric.bench.flow import flow as measured
 
@@ -147,7 +147,7 @@ def capability(
     store: StoreOption = None,
     json: JsonOption = False,
 ) -> None:
-    """What ten sets of capabilities cost a drain, and how work finds capable workers, in a scratch store."""
+    """What ten sets of capabilities cost a drain. And how work finds capable workers, in a scratch store."""
 
     from flowfabric.bench.capability import capability as measured
 
@@ -174,7 +174,7 @@ def sdk(
     store: StoreOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Tasks through a real worker process, beside pgqueuer (Postgres) or huey (SQLite), in a scratch store."""
+    """Tasks through a worker, beside another queue. pgqueuer on Postgres, huey on SQLite, in a scratch store."""
 
     from flowfabric.bench.sdk import sdk as measured
 

@@ -13,7 +13,10 @@ def add_to(app: typer.Typer) -> None:
 
 
 def demo(json: JsonOption = False) -> None:
-    """Watch it work: a retry, a killed worker, a takeover, a quorum, an approval; in a folder of its own."""
+    """Watch it work, proven at the end.
+
+    A retry, a killed worker, a takeover, a quorum and an approval, in a folder of its own.
+    """
     from flowfabric.demo import play
 
     raise typer.Exit(play(json=json))

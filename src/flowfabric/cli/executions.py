@@ -83,7 +83,7 @@ def ls(
 
 
 def show(execution_id: IdArgument, store: StoreOrServerOption = None, json: JsonOption = False) -> None:
-    """Show one execution: where it stands, its attempts, and what happened to its leases."""
+    """Show one execution. Where it stands, its attempts, and what happened to its leases."""
 
     async def looked_up(engine: Engine) -> dict[str, Any]:
         from flowfabric.errors import NotFound

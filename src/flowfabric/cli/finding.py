@@ -46,6 +46,8 @@ def _module(target: str, form: str) -> tuple[ModuleType, str]:
     from flowfabric.errors import InvalidInput
 
     module_name, _, name = target.partition(":")
+    if "/" in module_name or module_name.endswith(".py") or module_name.startswith("."):
+        raise InvalidInput(f"{target!r} is not {form}; a module is named as an import would name it")
     sys.path.insert(0, "")
     try:
         return importlib.import_module(module_name), name

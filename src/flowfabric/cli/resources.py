@@ -25,7 +25,7 @@ def workers(
     store: StoreOrServerOption = None,
     json: JsonOption = False,
 ) -> None:
-    """List the live workers: which lanes they serve, what they can do, when they were last heard of."""
+    """List the live workers. Which lanes they serve, what they can do, when they were last heard of."""
 
     async def found(engine: Engine) -> list[Any]:
         page = await engine.list_workers(namespace)
@@ -58,13 +58,13 @@ def workers(
 
 
 def budgets(
-    budget_id: Annotated[str | None, typer.Argument(metavar="[ID]", help="Only this one.", show_default=False)] = None,
+    budget_id: Annotated[str | None, typer.Argument(metavar="ID", help="Only this one.", show_default=False)] = None,
     limit: Annotated[int, typer.Option(min=1, max=1000, help="How many at a time.")] = 50,
     cursor: Annotated[str | None, typer.Option(help="Go on after this id.", show_default=False)] = None,
     store: StoreOrServerOption = None,
     json: JsonOption = False,
 ) -> None:
-    """List budgets: what was used and promised of each dimension, its limits, and when it begins anew."""
+    """List budgets. What was used and promised of each dimension, its limits, and when it begins anew."""
 
     async def found(engine: Engine) -> list[BudgetStatus]:
         names = [budget_id] if budget_id else await engine.list_budgets(cursor=cursor, limit=limit)

@@ -28,7 +28,7 @@ def serve(
     ] = False,
     sweeps: Annotated[bool, typer.Option(help="Run the background sweeps in this process, too.")] = True,
 ) -> None:
-    """Serve the REST API until told to stop; what is under way is finished then."""
+    """Serve the REST API. When it is told to stop, what is under way is finished."""
 
     import msgspec
 

@@ -173,14 +173,17 @@ def hint_for(error: FabricError) -> str | None:
             return "update this installation: pip install --upgrade flowfabric"
         case errors.PartitionMismatch():
             return (
-                "set FF_FLOW_PARTITIONS, FF_BUDGET_PARTITIONS and FF_QUOTA_PARTITIONS as they are stored, or unset them"
+                "set FF_FLOW_PARTITIONS, FF_BUDGET_PARTITIONS and FF_QUOTA_PARTITIONS to the numbers that are stored; "
+                "unset is 256, 32 and 32"
             )
         case errors.Unavailable(op="open"):
             return "`ff migrate` makes or updates the store; --store or FLOWFABRIC_URL names another"
         case errors.StoreUnavailable(backend="SQLite"):
-            return "is it the right file, and may you write to it and to its folder? `ff doctor` looks closer"
+            return "is it the right file, and may you write to it and to its folder?"
+        case errors.StoreUnavailable(source=errors.StoreFault.AUTH):
+            return "are the user and the password in the address right, and may they connect from here?"
         case errors.StoreUnavailable():
-            return "is the address right and the server up? `ff doctor` looks closer"
+            return "is the address right and the server up? --store or FLOWFABRIC_URL names it"
         case errors.Unauthorized():
             return "FLOWFABRIC_TOKEN holds the token for the server; ask whoever runs it for one that is good for this"
         case errors.InvalidInput(detail=detail) if detail.startswith("public_state:"):

@@ -10,7 +10,7 @@ from flowfabric.cli.stores import StoreOption, StoreOrServerOption, chosen_store
 from flowfabric.cli.telling import JsonOption, console, document, hint_for, telling_errors
 
 if TYPE_CHECKING:
-    from flowfabric import Engine, FabricError
+    from flowfabric import Engine
 
 PINGS = 7
 SLOW_MS = 50
@@ -38,7 +38,7 @@ def tell_version(asked: bool) -> None:
 
 
 def migrate(store: StoreOption = None, json: JsonOption = False) -> None:
-    """Bring the store's schema up to this release; a store that is up to date stays as it is."""
+    """Make the store, or bring its schema up to this release. A store that is up to date stays as it is."""
 
     async def versions(engine: Engine) -> tuple[int, int]:
         return engine.schema.found, engine.schema.known
@@ -55,7 +55,7 @@ def migrate(store: StoreOption = None, json: JsonOption = False) -> None:
 
 
 def doctor(store: StoreOrServerOption = None, json: JsonOption = False) -> None:
-    """Look after the store: is it there, is it current, how fast does it answer, what time does it think it is."""
+    """Check the store. Is it there, is it current, how fast does it answer, what time does it think it is?"""
     with telling_errors():
         url = chosen_store(store)
     findings = _examined(url)
@@ -87,7 +87,7 @@ def _examined(url: str) -> list[dict[str, Any]]:
     try:
         return asyncio.run(_examine(url))
     except FabricError as error:
-        return [_finding("store", False, str(error), _hint(error))]
+        return [_finding("store", False, str(error), hint_for(error))]
 
 
 async def _examine(url: str) -> list[dict[str, Any]]:
@@ -159,11 +159,3 @@ async def _keystore(engine: Engine) -> dict[str, Any]:
 
 def _finding(check: str, ok: bool, says: str, hint: str | None = None, *, tell: bool = False) -> dict[str, Any]:
     return {"check": check, "ok": ok, "says": says, "hint": hint if tell or not ok else None}
-
-
-def _hint(error: FabricError) -> str | None:
-    from flowfabric import StoreUnavailable
-
-    if isinstance(error, StoreUnavailable):
-        return "start the server, or name the right address in --store or FLOWFABRIC_URL"
-    return hint_for(error)

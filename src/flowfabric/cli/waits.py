@@ -29,7 +29,7 @@ def signal(
         typer.Argument(metavar="ID|LINK", help="The execution, or the signed link of an approval.", show_default=False),
     ],
     name: Annotated[
-        str, typer.Argument(help="What `ctx.receive` asks for; a link needs none.", show_default=False)
+        str, typer.Argument(metavar="NAME", help="What `ctx.receive` asks for; a link needs none.", show_default=False)
     ] = "",
     value: Annotated[str, typer.Option(help="What is said, as JSON.")] = "null",
     by: Annotated[str, typer.Option(help="Who says it.")] = "ff signal",
@@ -39,7 +39,7 @@ def signal(
     store: StoreOrServerOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Send a message to an execution, or answer an approval with one of its links."""
+    """Send a message, or answer an approval with its link."""
     payload = _json(value)
     is_link = LINK in target
     if is_link == bool(name):
@@ -134,7 +134,7 @@ def approvals(
     store: StoreOrServerOption = None,
     json: JsonOption = False,
 ) -> None:
-    """List what waits for people: which executions ask, how many have answered, until when."""
+    """List what waits for people. Which executions ask, how many have answered, until when."""
     found = on_store(store, lambda engine: _open(engine, public_url.rstrip("/") if links else None))
     if json:
         document({"approvals": found})

@@ -29,7 +29,7 @@ def add_to(app: typer.Typer) -> None:
 
 
 def explain(execution_id: IdArgument, store: StoreOrServerOption = None, json: JsonOption = False) -> None:
-    """Say why an execution is not running: the one thing that is in the way, with its facts."""
+    """Say why an execution is not running. One thing is in the way: which, with its facts."""
     answer = on_store(store, lambda engine: engine.explain(execution_id))
     facts = _facts(answer)
     if json:
@@ -77,7 +77,9 @@ def tail(
         bool, typer.Option("--json-lines", help="Print one JSON document a line instead, while it runs.")
     ] = False,
 ) -> None:
-    """Print what an execution writes while it runs, and how far it says it is; exit code 1 when it does not succeed.
+    """Print what an execution writes while it runs.
+
+    How far it says it is, too; the exit code is 1 when it does not succeed.
 
     With --json all of it is one document, printed at the end.
     """

@@ -30,11 +30,17 @@ def worker(
     slots: Annotated[int, typer.Option(min=1, help="How much may run at once.")] = 10,
     lanes: Annotated[
         list[str] | None,
-        typer.Option(help="Serve these, comma-separated or repeated; else the lanes of its tasks.", show_default=False),
+        typer.Option(
+            metavar="LANE,…",
+            help="Serve these, comma-separated or repeated; else the lanes of its tasks.",
+            show_default=False,
+        ),
     ] = None,
     capabilities: Annotated[
         list[str] | None,
-        typer.Option(help="What this worker can do, comma-separated or repeated.", show_default=False),
+        typer.Option(
+            metavar="NAME,…", help="What this worker can do, comma-separated or repeated.", show_default=False
+        ),
     ] = None,
     lease_ttl: Annotated[str, typer.Option(help="After how long silence others take over.")] = "15s",
     grace: Annotated[str, typer.Option(help="How long work may go on after SIGTERM.")] = "30s",
@@ -44,7 +50,7 @@ def worker(
     reload: Annotated[bool, typer.Option("--reload", help="Start anew when a .py file below here changes.")] = False,
     store: StoreOrServerOption = None,
 ) -> None:
-    """Run a worker until SIGTERM or Ctrl-C, which drains; a second one hands the rest back at once."""
+    """Run a worker for the tasks of an app. SIGTERM or Ctrl-C drains it; a second one hands the rest back at once."""
     if reload:
         from flowfabric.cli.reloading import reloading
 

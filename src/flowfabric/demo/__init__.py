@@ -12,7 +12,8 @@ from __future__ import annotations
 def play(*, json: bool = False) -> int:
     """Perform the demo on the terminal, or line by line where there is none; the exit code.
 
-    With `json` what was claimed and held is one document on stdout, and the play is on stderr.
+    With `json` what was claimed and held is one document on stdout, and the play is on stderr. Ctrl-C ends the workers,
+    too, and leaves nothing behind.
     """
     import asyncio
 
@@ -22,7 +23,11 @@ def play(*, json: bool = False) -> int:
     from flowfabric.demo.screen import Screen
 
     screen = Screen(aside=json)
-    code = asyncio.run(perform(screen))
+    try:
+        code = asyncio.run(perform(screen))
+    except KeyboardInterrupt:
+        screen.say("stopped")
+        return 130
     if json:
         told = {"proven": code == 0, "claims": screen.claims}
         print(msgspec.json.format(msgspec.json.encode(told), indent=2).decode())

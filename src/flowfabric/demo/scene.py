@@ -13,7 +13,7 @@ import msgspec
 from flowfabric import Engine, FabricError, Fence, connect
 from flowfabric.demo import release
 from flowfabric.demo.crew import Crew
-from flowfabric.demo.orders import LANE, LEASE_MS, LONG, ORDERS, RETRIES
+from flowfabric.demo.orders import FAILURE, FLAKY, LANE, LEASE_MS, LONG, ORDERS, RETRIES
 from flowfabric.demo.screen import Screen, Sight
 from flowfabric.demo.verdict import Play, judged
 
@@ -72,6 +72,9 @@ async def _watch(engine: Engine, crew: Crew, play: Play, screen: Screen) -> bool
         if died := crew.has_died():
             screen.say(f"{', '.join(died)} ended by itself\n{crew.words()}", "red")
             return False
+        if not play.retried and any(sight.name == FLAKY.name and sight.state == "delayed" for sight in sights):
+            play.retried = True
+            screen.say(f"{FLAKY.name} failed ({FAILURE}) and will be tried again", "bold yellow")
         long = next(sight for sight in sights if sight.name == LONG.name)
         if not play.killed and long.state == "active" and long.progress >= KILL_AT:
             pid = crew.kill(long.worker)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -34,6 +35,8 @@ class Screen:
     def __init__(self, *, aside: bool = False) -> None:
         """`aside` leaves stdout to whoever wants the claims as a document."""
         stream = sys.stderr if aside else sys.stdout
+        if isinstance(stream, io.TextIOWrapper):  # a terminal that knows no ticks gets question marks
+            stream.reconfigure(errors="replace")
         self.console = Console(stderr=aside, highlight=False, width=None if stream.isatty() else 120)
         self.claims: list[dict[str, object]] = []
         self._began = monotonic()
@@ -43,7 +46,7 @@ class Screen:
     @contextmanager
     def showing(self) -> Iterator[None]:
         """Keep the table on the screen."""
-        if not self.console.is_terminal:
+        if not self.console.is_terminal or self.console.is_dumb_terminal:
             yield
             return
         with Live(console=self.console, refresh_per_second=12) as self._live:
@@ -52,7 +55,7 @@ class Screen:
     def show(self, sights: Sequence[Sight]) -> None:
         """The orders as they are now."""
         if self._live is not None:
-            self._live.update(_drawn(sights))
+            self._live.update(drawn(sights))
             return
         for sight in sights:
             now = sight.state, sight.attempts, sight.worker
@@ -73,10 +76,11 @@ class Screen:
         self.console.print(Text.assemble(mark, f"{claim}: {detail}"))
 
 
-def _drawn(sights: Sequence[Sight]) -> Table:
+def drawn(sights: Sequence[Sight]) -> Table:
+    """A row for each; what a narrow terminal has no room for is cut from the right, names and states last."""
     table = Table(box=None, pad_edge=False)
-    for name, width in (("order", 9), ("state", 16), ("attempt", 7), ("worker", 8), ("", 24)):
-        table.add_column(name, width=width)
+    for name, width, least in (("order", 9, 8), ("state", 16, 10), ("attempt", 7, 1), ("worker", 8, 1), ("", 24, 1)):
+        table.add_column(name, min_width=least, max_width=width, no_wrap=True)
     for sight in sights:
         done = 100 if sight.state == "completed" else sight.progress
         table.add_row(
@@ -84,6 +88,6 @@ def _drawn(sights: Sequence[Sight]) -> Table:
             Text(sight.state, style=COLOURS.get(sight.state, "")),
             str(sight.attempts or ""),
             sight.worker,
-            ProgressBar(total=100, completed=done, width=24) if sight.attempts else "",
+            ProgressBar(total=100, completed=done) if sight.attempts else "",
         )
     return table

@@ -16,6 +16,7 @@ class Play(msgspec.Struct):
 
     ids: dict[str, str]  # the orders
     flow: dict[str, str]  # the members of the flow
+    retried: bool = False  # whether the order that fails was seen to wait for its next attempt
     killed: str = ""  # the worker
     killed_at: int = 0  # by the store's clock
     late_write: str = ""  # how the store answered the dead worker's lease

@@ -27,8 +27,8 @@ from flowfabric.engine.noting import Rows, first
 from flowfabric.model.execution import Execution, Payload, Result
 from flowfabric.model.flow import Dependency, DependencyKind, Dispatch, Edge, EdgeGroup, PendingCancelGroup
 from flowfabric.model.states import LifecyclePhase, TerminalOutcome
-from flowfabric.rules import flow_cancel, joins, successors
-from flowfabric.rules.change import Change, Decision, Delete, Guard, Insert, Patch, Put, Write, outcome_of
+from flowfabric.rules import delivery, flow_cancel, joins, successors
+from flowfabric.rules.change import Change, Decision, Insert, Patch, Put, Write, outcome_of
 from flowfabric.rules.joins import Settlement, Surroundings
 from flowfabric.rules.successors import Successor
 from flowfabric.stores.base import Scan, Want, Where
@@ -159,14 +159,19 @@ class Dispatcher:
         while True:
             tries = 0
 
-            def decide(rows: Rows, now: int) -> Decision[_Step]:
+            def decide(rows: Rows, now: int) -> Decision[delivery.Step]:
                 nonlocal tries
                 tries += 1
-                return _step(rows, carry=tries < 3)
+                if not rows[0]:
+                    return delivery.deliver(None, (), is_last=True, carry=False)
+                is_last = len(rows[1]) <= STEP_EDGES
+                return delivery.deliver(rows[0][0], _ahead(rows), is_last=is_last, carry=tries < 3)
 
             step = await self._core.settle((Want(Dispatch, (execution_id,)),), decide, further=self._edges_after)
             settled += step.settled
-            folds = await self._folding.fold(step.unfolded)
+            folds = await self._folding.fold(
+                [Settled(Child(one.flow_id, one.downstream_execution_id), one.edge_id) for one in step.unfolded]
+            )
             skipped += [fold.child.execution_id for fold in folds if fold.skipped]
             if step.is_last:
                 return Delivery(settled, skipped)
@@ -288,52 +293,11 @@ class Delivery(msgspec.Struct, frozen=True):
     skipped: list[str]
 
 
-class _Step(msgspec.Struct, frozen=True):
-    """What one step of a large dispatch did."""
-
-    settled: int = 0
-    unfolded: tuple[Settled, ...] = ()  # those whose fold was not part of it
-    is_last: bool = True
-
-
-def _step(rows: Rows, *, carry: bool) -> Decision[_Step]:
-    """The next edges of a dispatch row, noted as settled; the row goes with the last of them.
-
-    Children that wait for one of these edges alone are advanced in the same change (`carry`), if all of them can be.
-    """
-    if not rows[0]:
-        return Decision(_Step())
-    owed: Dispatch = rows[0][0]
+def _ahead(rows: Rows) -> list[delivery.Ahead]:
+    """The edges of one step, as `_edges_after` found them."""
     edges: list[Edge] = rows[1][:STEP_EDGES]
-    is_last = len(rows[1]) <= STEP_EDGES
-    key = (owed.execution_id,)
-    guards = [Guard(Dispatch, key, owed.revision)]
-    writes: list[Write] = [
-        Delete(Dispatch, key) if is_last else Patch(Dispatch, key, {"after_edge": edges[-1].edge_id})
-    ]
-    unfolded: list[Settled] = []
-    for place, edge in enumerate(edges):
-        child, known = edge.downstream_execution_id, None
-        group, row, applied = map(first, rows[2 + 3 * place : 5 + 3 * place])
-        if applied is None:
-            continue  # staged only: nobody waits for it
-        if carry and group is not None and row is not None and not applied.data_passing_ref:
-            known = _advanced(group, row, Settlement(applied, owed.outcome))
-        if known is not None:
-            guards += known.guards
-            writes += known.writes
-        else:
-            writes.append(successors.settle(child, edge.edge_id, owed.outcome))
-            unfolded.append(Settled(Child(owed.flow_id, child), edge.edge_id))
-    change = Change(guards=tuple(guards), writes=tuple(writes))
-    return Decision(_Step(len(edges), tuple(unfolded), is_last), change)
-
-
-def _advanced(group: EdgeGroup, child: Execution, settlement: Settlement) -> Change | None:
-    try:
-        return joins.advance(group, child, settlement, Surroundings())
-    except errors.Corruption:
-        return None  # told of when it is folded
+    behind = (map(first, rows[2 + 3 * place : 5 + 3 * place]) for place in range(len(edges)))
+    return [delivery.Ahead(edge, *found) for edge, found in zip(edges, behind, strict=True)]
 
 
 def _flow_of(change: Change, rows: Rows) -> str | None:

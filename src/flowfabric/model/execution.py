@@ -119,16 +119,15 @@ class Execution(msgspec.Struct, frozen=True, gc=False):
     has_waits: bool = False  # whether it ever had waitpoints, messages or a suspension
     has_steps: bool = False  # whether it ever recorded a durable step
     successors: str | None = None  # who waits for its end (rules.successors); None when nobody does
-    blocked_on: str | None = (
-        None  # what would set it free: `budget:<id>`, `quota:<id>`, `asleep:<budget>`, `route:<lane>`
-    )
+    # What would set it free: `budget:<id>`, `quota:<id>`, `asleep:<budget>`, `route:<lane>`.
+    blocked_on: str | None = None
     blocked_at: int | None = None
 
     revision: int = 0  # the id of the change that wrote this row last
 
 
 class Payload(msgspec.Struct, frozen=True, gc=False):
-    """What the execution was created with and never changes."""
+    """What the execution was created with; an edge that passes data puts a result in place of the input."""
 
     execution_id: str
     execution_kind: str

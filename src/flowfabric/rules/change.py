@@ -251,6 +251,28 @@ def lapsed(row: Execution) -> LeaseCheck:
     return LeaseCheck(LeaseWant.LAPSED, row.lease_id or "", row.lease_epoch)
 
 
+def lease_event(
+    row: Execution, name: str, *, reason: str | None = None, outcome: str | None = None, details: str | None = None
+) -> Event:
+    """An entry of the lease history about the row's current lease; with an `outcome`, the completion as well."""
+    return Event(
+        execution_id=row.execution_id,
+        namespace=row.namespace,
+        tags=row.tags,
+        flow_id=row.flow_id,
+        lease=name,
+        lease_id=row.lease_id,
+        lease_epoch=row.lease_epoch,
+        attempt_id=row.attempt_id,
+        attempt_index=row.attempt_index,
+        worker_id=row.worker_id,
+        worker_instance_id=row.worker_instance_id,
+        reason=reason,
+        outcome=outcome,
+        details=details,
+    )
+
+
 def at(offset: int) -> int:
     """An instant `offset` milliseconds from the commit, to stand in an integer field of an inserted row."""
     return FromNow(offset)  # type: ignore[return-value]

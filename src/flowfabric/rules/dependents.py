@@ -92,7 +92,7 @@ def apply(
     if upstream is None:
         return refuse(errors.InvalidDependency(f"the upstream of edge {ask.edge_id} has been removed"))
 
-    joined = grown(group, ask)
+    after = grown(group, ask)
     dependency = Dependency(
         ask.downstream,
         ask.edge_id,
@@ -108,18 +108,18 @@ def apply(
         ask.edge_id,
         ask.downstream,
         edge.dependency_kind,
-        inbound=joined.n,
+        inbound=after.n,
         ref=dependency.data_passing_ref,
-        line=place.line_of(child) if joined.policy_variant is PolicyVariant.ALL_OF else None,
+        line=place.line_of(child) if after.policy_variant is PolicyVariant.ALL_OF else None,
     )
     fields = {"successors": with_successors(upstream, [follows]), "last_mutation_at": NOW}
-    unresolved = joined.n - joined.succeeded - joined.failed - joined.skipped
+    unresolved = after.n - after.succeeded - after.failed - after.skipped
     writes: tuple[Write, ...] = (
-        Put(joined),
+        Put(after),
         Insert(dependency),
         Patch(Execution, (upstream.execution_id,), fields),
     )
-    if blocks(child, joined):
+    if blocks(child, after):
         text = f"{unresolved} dep(s) unresolved, the last one applied is edge {ask.edge_id}"
         writes += (step.moved(child, joins.waits(text)),)
     guards = (seen_group(group, ask.flow_id, ask.downstream), seen(child), seen(upstream))

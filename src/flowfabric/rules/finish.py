@@ -15,7 +15,7 @@ from flowfabric.model.states import (
     TerminalOutcome,
 )
 from flowfabric.rules import closing, lease, step, successors
-from flowfabric.rules.change import Change, Decision, FromNow, Insert, Write, live, refuse, seen
+from flowfabric.rules.change import Change, Decision, FromNow, Insert, Write, lease_event, live, refuse, seen
 from flowfabric.rules.lease import Fence
 from flowfabric.rules.policy import backoff_ms, decode_terms, may_retry, parse_retry
 
@@ -119,7 +119,7 @@ def _retry_later(row: Execution, backoff: int, reason: str, category: str) -> De
             lease.attempt_ended(row, AttemptRecordState.ENDED_FAILURE, reason=reason, category=category),
             *closing.close_stream(row, closing.ATTEMPT_FAILURE),
         ),
-        events=(lease.lease_event(row, "released", reason="failed_retry_scheduled"),),
+        events=(lease_event(row, "released", reason="failed_retry_scheduled"),),
     )
     return Decision(lambda now: RetryScheduled(row.execution_id, now + backoff, row.total_attempt_count), change)
 

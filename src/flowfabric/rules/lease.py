@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 
 from flowfabric import errors
-from flowfabric.model.event import Event
 from flowfabric.model.execution import Attempt, Execution, Lineage
 from flowfabric.model.states import (
     AttemptRecordState,
@@ -27,7 +26,7 @@ from flowfabric.model.states import (
     TerminalOutcome,
 )
 from flowfabric.rules import closing, place
-from flowfabric.rules.change import NOW, Change, Decision, FromNow, Insert, Patch, at, lapsed, refuse, seen
+from flowfabric.rules.change import NOW, Change, Decision, FromNow, Insert, Patch, at, lapsed, lease_event, refuse, seen
 
 OPERATOR_OVERRIDE = "operator_override"
 
@@ -208,25 +207,6 @@ class Leftovers:
 
 RELEASED: dict[str, Any] = {"ownership_state": OwnershipState.UNOWNED, "lease_expires_at": None}
 LEASE_LEAVES = Leftovers("attempt_timeout_at", "line", "lease_expired_at", "lease_revoked_at", "lease_revoke_reason")
-
-
-def lease_event(row: Execution, name: str, *, reason: str | None = None, details: str | None = None) -> Event:
-    """An entry of the lease history about the row's current lease."""
-    return Event(
-        execution_id=row.execution_id,
-        namespace=row.namespace,
-        tags=row.tags,
-        flow_id=row.flow_id,
-        lease=name,
-        lease_id=row.lease_id,
-        lease_epoch=row.lease_epoch,
-        attempt_id=row.attempt_id,
-        attempt_index=row.attempt_index,
-        worker_id=row.worker_id,
-        worker_instance_id=row.worker_instance_id,
-        reason=reason,
-        details=details,
-    )
 
 
 def has_open_attempt(row: Execution) -> bool:

@@ -18,7 +18,7 @@ from flowfabric.model.states import (
     OwnershipState,
 )
 from flowfabric.rules import lease, place, step
-from flowfabric.rules.change import NOW, Change, Decision, Patch, refuse, seen
+from flowfabric.rules.change import NOW, Change, Decision, Patch, lease_event, refuse, seen
 from flowfabric.rules.policy import decode_terms
 
 BLOCKS = {
@@ -81,7 +81,7 @@ def revoke_lease(
     change = Change(
         guards=(seen(row),),
         writes=(Patch(Execution, (row.execution_id,), fields),),
-        events=(lease.lease_event(row, "revoked", reason=reason),),
+        events=(lease_event(row, "revoked", reason=reason),),
     )
     return Decision(Revoked(row.lease_id or "", row.lease_epoch), change)
 

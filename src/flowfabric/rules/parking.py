@@ -16,7 +16,21 @@ from flowfabric.model.keys import SigningKey
 from flowfabric.model.states import LifecyclePhase
 from flowfabric.model.suspension import NO_TIMEOUT, Suspension, TimeoutBehavior, Waitpoint
 from flowfabric.rules import conditions, gates, lease, mailbox, shelving, tokens, waits
-from flowfabric.rules.change import NOW, Change, Decision, Delete, Insert, Patch, Put, Write, at, live, refuse, seen
+from flowfabric.rules.change import (
+    NOW,
+    Change,
+    Decision,
+    Delete,
+    Insert,
+    Patch,
+    Put,
+    Write,
+    at,
+    lease_event,
+    live,
+    refuse,
+    seen,
+)
 from flowfabric.rules.lease import Fence
 
 
@@ -205,7 +219,7 @@ def park(
             Put(_waiting(root, row, names, suspension_id, reason_code)),
             *shelving.let_go(root, ()),
         ),
-        events=(lease.lease_event(row, "released", reason="suspend"),),
+        events=(lease_event(row, "released", reason="suspend"),),
     )
     return Decision(Parked(suspension_id, holder), change)
 

@@ -118,7 +118,7 @@ def reclaim_cap(row: Execution, asked: int | None) -> int:
 
 def reclaimed(row: Execution, holder: Holder) -> Decision[Acquired]:
     """End the interrupted attempt and begin the next one under a new lease."""
-    why = "lease_revoked" if row.ownership_state is OwnershipState.LEASE_REVOKED else "lease_expired"
+    why = _why_gone(row)
     lineage = Lineage(previous_attempt_index=row.attempt_index, reclaim_reason=why)
     fields = lease.acquire(row, holder, AttemptType.RECLAIM, lineage, whole_timeout_ms(row))
     fields["lease_reclaim_count"] = row.lease_reclaim_count + 1
@@ -157,9 +157,14 @@ def cap_reached(row: Execution, cap: int) -> Decision[ReclaimCapExceeded]:
         row,
         TerminalOutcome.FAILED,
         attempt=AttemptRecordState.INTERRUPTED_RECLAIMED,
-        attempt_reason="lease_revoked" if row.ownership_state is OwnershipState.LEASE_REVOKED else "lease_expired",
+        attempt_reason=_why_gone(row),
         released=CAP_REASON,
         stream=closing.RECLAIMED,
         failure_reason=CAP_REASON,
     )
     return Decision(ReclaimCapExceeded(cap), change)
+
+
+def _why_gone(row: Execution) -> str:
+    """What became of the lease, as attempts and lineages tell it."""
+    return "lease_revoked" if row.ownership_state is OwnershipState.LEASE_REVOKED else "lease_expired"

@@ -19,7 +19,20 @@ from flowfabric.model.states import (
     public_state,
 )
 from flowfabric.rules import admission, closing, lease, successors
-from flowfabric.rules.change import NOW, Change, Form, FromNow, Guard, Own, Patch, Write, as_form, live, seen
+from flowfabric.rules.change import (
+    NOW,
+    Change,
+    Form,
+    FromNow,
+    Guard,
+    Own,
+    Patch,
+    Write,
+    as_form,
+    lease_event,
+    live,
+    seen,
+)
 from flowfabric.rules.policy import Terms, decode_terms, encode_terms
 
 DEFAULT_RETENTION_MS = 24 * 60 * 60 * 1000
@@ -172,22 +185,7 @@ def completion(row: Execution, outcome: TerminalOutcome, *, released: str | None
             outcome=outcome.value,
             details=details,
         )
-    return Event(
-        execution_id=row.execution_id,
-        namespace=row.namespace,
-        tags=row.tags,
-        flow_id=row.flow_id,
-        lease="released",
-        lease_id=row.lease_id,
-        lease_epoch=row.lease_epoch,
-        attempt_id=row.attempt_id,
-        attempt_index=row.attempt_index,
-        worker_id=row.worker_id,
-        worker_instance_id=row.worker_instance_id,
-        reason=released,
-        outcome=outcome.value,
-        details=details,
-    )
+    return lease_event(row, "released", reason=released, outcome=outcome.value, details=details)
 
 
 def parked(
@@ -215,7 +213,7 @@ def parked(
     return Change(
         guards=(seen(row, live(row)),),
         writes=(moved(row, fields),),
-        events=(lease.lease_event(row, "released", reason=released),),
+        events=(lease_event(row, "released", reason=released),),
     )
 
 

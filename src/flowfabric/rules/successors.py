@@ -29,9 +29,8 @@ class Successor(msgspec.Struct, frozen=True, array_like=True, gc=False):
     execution_id: str
     alone: bool = False  # when the edge was applied it waited for this success only
     passes: bool = False  # the result becomes its input
-    line: tuple[
-        str | int | bool, ...
-    ] = ()  # where it will stand when it waits for nothing else; () when that is not known
+    # Where it will stand when it waits for nothing else; () when that is not known.
+    line: tuple[str | int | bool, ...] = ()
 
 
 _read = msgspec.json.Decoder(list[Successor]).decode

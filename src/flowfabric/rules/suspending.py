@@ -20,7 +20,7 @@ from flowfabric.model.suspension import (
     WaitpointState,
 )
 from flowfabric.rules import conditions, lease, shelving, tokens, waits
-from flowfabric.rules.change import Change, Decision, Put, Write, at, live, refuse, seen
+from flowfabric.rules.change import Change, Decision, Put, Write, at, lease_event, live, refuse, seen
 from flowfabric.rules.conditions import Arrival, Effect
 from flowfabric.rules.lease import Fence
 from flowfabric.rules.suspend_args import Fresh, SuspendArgs, UsePending
@@ -185,7 +185,7 @@ def suspended(
             *shelving.let_go(scene.root, waitpoints),
             *_remembered(row, args, outcome),
         ),
-        events=(lease.lease_event(row, "released", reason="suspend"),),
+        events=(lease_event(row, "released", reason="suspend"),),
         not_after=_not_after(scene, args),
     )
     return Decision(outcome, change)

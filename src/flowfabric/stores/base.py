@@ -22,7 +22,7 @@ import msgspec
 
 from flowfabric.clock import Clock
 from flowfabric.handles import BackendTag
-from flowfabric.model.event import Event, FeedEvent, Topic
+from flowfabric.model.event import FeedEvent, Topic
 from flowfabric.model.execution import Execution, LineKey, Payload
 from flowfabric.rules.change import Change
 
@@ -65,7 +65,7 @@ class Stamp(msgspec.Struct, frozen=True, gc=False):
 
 
 class Take(msgspec.Struct, frozen=True, gc=False):
-    """A uniform claim of the first rows of some lines: the batched form of `rules.claim.acquire`.
+    """A uniform claim of the first rows of some lines: the batched form of `rules.lease.acquire`.
 
     `becomes` are the fields that every taken row gets alike, decided by that rule. The rest is the arithmetic of any
     claim, for the n-th row with the n-th stamp and the store's `now`:
@@ -146,24 +146,6 @@ class Held(msgspec.Struct, frozen=True, gc=False):
     lease_id: str
     lease_epoch: int
     lease_ttl_ms: int
-
-
-def lease_event(row: Execution, name: str, reason: str | None = None) -> Event:
-    """What a take (`acquired`) or a renewal (`renewed`) says of the row's lease."""
-    return Event(
-        execution_id=row.execution_id,
-        namespace=row.namespace,
-        tags=row.tags,
-        flow_id=row.flow_id,
-        lease=name,
-        lease_id=row.lease_id,
-        lease_epoch=row.lease_epoch,
-        attempt_id=row.attempt_id,
-        attempt_index=row.attempt_index,
-        worker_id=row.worker_id,
-        worker_instance_id=row.worker_instance_id,
-        reason=reason,
-    )
 
 
 class Due(msgspec.Struct, frozen=True, gc=False):

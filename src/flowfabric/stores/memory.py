@@ -28,6 +28,7 @@ from flowfabric.rules.change import (
     LeaseWant,
     Patch,
     Put,
+    lease_event,
     spelled_out,
 )
 from flowfabric.stores.base import (
@@ -45,7 +46,6 @@ from flowfabric.stores.base import (
     Unstorable,
     Want,
     Where,
-    lease_event,
 )
 from flowfabric.stores.codec import CODEC, RowCodec, check, check_events, encode, told_singly
 from flowfabric.stores.rows import TABLES
@@ -232,7 +232,7 @@ class MemoryStore:
                 taken = replace(row, **take.fields(row, stamp, now))
                 shelf.put((row.execution_id,), taken)
                 reason = "claim_resumed" if row.next_type is None else None
-                self._tell([lease_event(taken, "acquired", reason)], now)
+                self._tell([lease_event(taken, "acquired", reason=reason)], now)
                 rows.append((taken, payloads.rows[row.execution_id,]))
             return Taken(now, rows)
 
