@@ -199,12 +199,27 @@ async def test_nothing_stays_announced_that_was_not_written(
     writing = [engine.commits.add(one) for one in changes]
     if spoil == "given up":
         writing[0].cancel()
-    await asyncio.gather(*writing, return_exceptions=True)
+    verdicts = await asyncio.gather(*writing, return_exceptions=True)
     await engine.commits.drained()
+    for one, verdict in zip(changes, verdicts, strict=True):
+        if isinstance(verdict, int):
+            engine.note(one, [[]], verdict)
 
     assert engine.commits.announced == set()
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
+
+
+async def test_a_claim_that_waits_has_asked_before_whoever_created_goes_on(
+    engine: Engine, counting: Counting, rests: asyncio.Queue[None]
+) -> None:
+    waiting = await at_rest(engine, rests)
+    takes = counting.takes
+    created = await create(engine)
+
+    assert counting.takes == takes + 1
+    assert (await waiting).execution_id == created
+    assert counting.takes == takes + 1, "and is not woken again"
 
 
 async def test_work_beside_something_that_cannot_be_written_is_heard_of(

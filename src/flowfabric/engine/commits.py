@@ -76,8 +76,12 @@ class Wish:
 class Commits:
     """The way of all changes to the store."""
 
-    def __init__(self, store: Store, announce: Callable[[Sequence[Change]], None] | None = None) -> None:
-        """`announce` hears of changes when they are on their way, for those who can come along."""
+    def __init__(self, store: Store, announce: Callable[[Sequence[Change]], None]) -> None:
+        """`announce` hears of changes when they are on their way, for those who can come along.
+
+        Where the store keeps no order nobody can. Then it hears of them when they are written, before whoever sent
+        them: the claims that they wake are on their way while these make something of the answer.
+        """
         self._store = store
         self._announce = announce
         self.announced: set[int] = set()  # ids of changes on their way whose lanes have been woken already
@@ -167,7 +171,7 @@ class Commits:
 
     async def _write_aloud(self, changes: Sequence[Change]) -> list[Verdict]:
         """Commit, and let those come along who can; what was not written is not announced any more."""
-        if self._announce is None:
+        if not self._store.in_order:
             return await self._write_for_lanes(changes)
         self._announce(changes)  # whoever hears it is heard after what is written here without a pause
         verdicts = await self._write(changes)
@@ -188,10 +192,18 @@ class Commits:
         if wish is not None:
             self._wishes.remove(wish)
         try:
-            return await self._write(changes, topics, wish)
+            verdicts = await self._write(changes, topics, wish)
         finally:
             del self._bringing[batch]
             batch.set_result(None)
+        self._announce(
+            [
+                change
+                for change, verdict in zip(changes, verdicts, strict=True)
+                if type(verdict) is int and change.id not in self.announced
+            ]
+        )
+        return verdicts
 
     async def _write(
         self, changes: Sequence[Change], topics: frozenset[str] | None = None, wish: Wish | None = None

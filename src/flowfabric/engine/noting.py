@@ -46,7 +46,7 @@ class Noting:
         self.store = store
         self.estimate = Estimate(store.clock)
         self.wakes = Wakes()
-        self.commits = Commits(store, self._announce if store.in_order else None)
+        self.commits = Commits(store, self._announce)
         self.meters = Meters()
         self.outcomes = Outcomes(self.meters)
         self.planned: dict[Row, dict[str, int]] = {}  # by row and column: when we look at it next
@@ -159,7 +159,7 @@ class Noting:
         """Wake the claims of this process that wait for lanes where these changes put work, so that they come along.
 
         Their takes are handed over after the changes, and mostly join the same transaction. A claim that reads the
-        lines before it takes sees nothing yet: it is woken when the changes are written.
+        lines before it takes sees nothing yet: it is woken when what was written is noted.
         """
         if not self.wakes:
             return
