@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from math import inf
 from typing import Any
 
 from flowfabric import errors
@@ -33,7 +34,7 @@ def _key_of(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
 
 
 ROOTS = {row: _key_of(table.key) for row, table in TABLE.items() if table.is_root}
-MANY_ROWS = 450  # of a batch: the rest goes with the other lane, side by side with these
+MANY_ROWS = 450  # of a batch: where commits run side by side, the rest goes with the other lane
 MOST_UNTOLD = 1000  # changes in doubt that are remembered; most are never heard of again
 
 
@@ -157,7 +158,8 @@ class Commits:
         later: list[tuple[Change, asyncio.Future[int | None]]] = []
         roots: set[object] = set()
         waiting, limit, rows = self._waiting, self._store.batch_limit, 0
-        while waiting and len(batch) < limit and rows < MANY_ROWS:
+        most = inf if self._store.in_order else MANY_ROWS
+        while waiting and len(batch) < limit and rows < most:
             entry = waiting.popleft()
             rows += len(entry[0].writes)
             touched = _roots_of(entry[0])

@@ -88,8 +88,8 @@ class Finishing(Executions):
     ) -> list[answers.Completed | errors.FabricError]:
         """Complete each of these with its result; one answer for each, in their order, refusals included.
 
-        `answered` is called once the store has answered. Whoever goes on with what that set free goes first then, and
-        the answer is made something of while the store is at work again.
+        `answered` is called once the store has answered. Where the store is a server, whoever goes on with what that
+        set free goes first then, and the answer is made something of while the server is at work again.
         """
         label = limits.optional_text("result_encoding", encoding, limit=limits.MAX_NAME_BYTES)
         pairs = intake.pairs("results", results)
@@ -126,7 +126,7 @@ class Finishing(Executions):
         verdicts = await self.commits.add_all([change for _, change, _, _ in sent.values()])
         if answered is not None:
             answered()
-            for _ in range(TURNS if sets_free else 0):
+            for _ in range(TURNS if sets_free and not self.store.in_order else 0):
                 await asyncio.sleep(0)
         alike: list[tuple[Change, Execution]] = []
         others: list[tuple[Change, Rows]] = []
