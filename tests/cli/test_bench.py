@@ -13,7 +13,14 @@ from flowfabric.bench.throughput import Report, throughput
 from tests.cli.terminal import Terminal
 
 RATES = ("drain_per_s", "bulk_submit_per_s", "single_submit_per_s", "latency_p50_ms", "latency_p99_ms")
-CONTROLLED = ("control_drain_per_s", "drain_ratio", "control_insert_per_s", "submit_ratio")
+CONTROLLED = (
+    "control_drain_per_s",
+    "drain_ratio",
+    "control_insert_per_s",
+    "submit_ratio",
+    "control_latency_p50_ms",
+    "latency_ratio",
+)
 
 
 async def small(url: str, depth: int = 0) -> Report:
@@ -47,7 +54,7 @@ async def test_memory_has_no_control() -> None:
     report = await small("memory://")
 
     assert all(getattr(report, name) > 0 for name in RATES)
-    assert [getattr(report, name) for name in CONTROLLED] == [None] * 4
+    assert [getattr(report, name) for name in CONTROLLED] == [None] * 6
     assert "none" in report.durability
 
 

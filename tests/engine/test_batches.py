@@ -143,7 +143,8 @@ async def test_many_rows_are_written_by_two_commits_side_by_side() -> None:
     async with Engine(store) as engine:
         made = await asyncio.gather(*(graph_of(engine, 75) for _ in range(4)))  # each of them 226 rows
         assert (store.held, store.most) == ([2, 2], 2)
-        assert [(await engine.describe_flow(flow_id)).node_count for flow_id in made] == [75] * 4
+        made_flows = [await engine.describe_flow(flow_id) for flow_id in made]
+        assert [found and found.node_count for found in made_flows] == [75] * 4
 
 
 async def test_few_rows_are_written_by_one_commit() -> None:

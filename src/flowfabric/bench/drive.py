@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from time import perf_counter
 
 from flowfabric import CreateExecution, Engine
+from flowfabric.bench.ground import beats
 from flowfabric.model.answers import Completed
 
 CLAIM = 100  # executions that one claim asks for
@@ -95,9 +96,7 @@ async def latencies(
             await claimer.complete(claimed.handle, result=RESULT)
 
     worker = asyncio.create_task(work())
-    begun = perf_counter()
-    for number in range(count):
-        await asyncio.sleep(max(0.0, begun + number / per_second - perf_counter()))
+    async for _ in beats(count, per_second):
         execution_id = submitter.new_execution_id(lane)
         submitted[execution_id] = perf_counter()
         await submitter.create_execution(

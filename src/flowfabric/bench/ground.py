@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
+from time import perf_counter
 from typing import Protocol
 from urllib.parse import urlsplit
 
@@ -27,9 +29,21 @@ class Control(Protocol):
         """Claim `BATCH` rows, finish them with a result, until none is left; how many there were."""
         ...
 
+    async def latencies(self, payload: bytes, *, count: int, per_second: int) -> list[float]:
+        """Milliseconds from the insert of one row to its claim by whoever was told of it, at a low rate."""
+        ...
+
     async def tidy(self) -> None:
         """Do now what the server does by itself within a minute: clear away rows that are dead."""
         ...
+
+
+async def beats(count: int, per_second: int) -> AsyncIterator[int]:
+    """So many numbers, so many of them a second."""
+    begun = perf_counter()
+    for number in range(count):
+        await asyncio.sleep(max(0.0, begun + number / per_second - perf_counter()))
+        yield number
 
 
 class Ground(msgspec.Struct, frozen=True):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from secrets import token_hex
+from time import perf_counter
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 import asyncpg
 
-from flowfabric.bench.ground import BATCH, Ground
+from flowfabric.bench.ground import BATCH, Ground, beats
 from flowfabric.errors import InvalidInput, StoreUnavailable
 
 # A queue as one would write it by hand: found by queue and priority, watched for leases that end.
@@ -25,6 +27,7 @@ create index job_ready on job (queue, priority, id) where status = 0;
 create index job_lease on job (lease_until) where status = 1;
 """
 _INSERT = "insert into job (payload) select unnest($1::bytea[])"
+_SUBMIT = "with new as (insert into job (payload) values ($1) returning id) select pg_notify('job', '') from new"
 _CLAIM = """
 update job set status = 1, worker = 'w', attempt = attempt + 1, lease_until = now() + interval '30 s'
  where id = any(array(
@@ -41,8 +44,9 @@ update job set status = 2, result = x.result, done_at = now(), lease_until = nul
 class PostgresControl:
     """A bare table, on one connection."""
 
-    def __init__(self, connection: Any) -> None:
+    def __init__(self, connection: Any, url: str) -> None:
         self._connection = connection
+        self._url = url
 
     async def insert(self, payloads: Sequence[bytes]) -> None:
         statement = await self._connection.prepare(_INSERT)
@@ -56,6 +60,26 @@ class PostgresControl:
             await finish.fetch([row[0] for row in claimed], [b"done"] * len(claimed))
             done += len(claimed)
         return done
+
+    async def latencies(self, payload: bytes, *, count: int, per_second: int) -> list[float]:
+        worker, listener = await _connect(self._url), await _connect(self._url)
+        told = asyncio.Event()
+        await listener.add_listener("job", lambda *_: told.set())
+        submit = await self._connection.prepare(_SUBMIT)
+        claim, finish = await worker.prepare(_CLAIM), await worker.prepare(_FINISH)
+        taken: list[float] = []
+        async for _ in beats(count, per_second):
+            told.clear()
+            began = perf_counter()
+            submitted = asyncio.create_task(submit.fetch(payload))
+            await told.wait()
+            [row] = await claim.fetch(1)
+            taken.append((perf_counter() - began) * 1000)
+            await finish.fetch([row[0]], [b"done"])
+            await submitted
+        await worker.close()
+        await listener.close()
+        return taken
 
     async def tidy(self) -> None:
         await self._connection.execute("vacuum")
@@ -78,7 +102,9 @@ async def postgres_ground(url: str) -> AsyncIterator[Ground]:
             connection = await _connect(own)
             await connection.execute(_TABLE)
             try:
-                yield Ground(own, await _durability(connection), _versions(connection), PostgresControl(connection))
+                yield Ground(
+                    own, await _durability(connection), _versions(connection), PostgresControl(connection, own)
+                )
             finally:
                 await connection.close()
         finally:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from time import perf_counter
 
 import apsw
 
-from flowfabric.bench.ground import BATCH
+from flowfabric.bench.ground import BATCH, beats
 
 # A queue as one would write it by hand: found by queue and priority, watched for leases that end.
 _TABLE = """
@@ -58,6 +59,16 @@ class SQLiteControl:
             self._db.executemany(_FINISH, [(b"done", row[0]) for row in claimed])
             self._db.execute("commit")
             done += len(claimed)
+
+    async def latencies(self, payload: bytes, *, count: int, per_second: int) -> list[float]:
+        taken: list[float] = []
+        async for _ in beats(count, per_second):
+            began = perf_counter()
+            self._db.execute(_INSERT, (payload,))
+            [row] = self._db.execute(_CLAIM, (1,))
+            taken.append((perf_counter() - began) * 1000)
+            self._db.execute(_FINISH, (b"done", row[0]))
+        return taken
 
     async def tidy(self) -> None:
         """Nothing is left behind here: a row is written over in its place."""

@@ -19,8 +19,9 @@ from flowfabric.bench import drive
 from flowfabric.bench.ground import Control, Ground, ground
 
 PER_SECOND = 50  # submits while latency is measured
-WARM_UP = 20
+WARM_UP = 10  # submits at the beginning of each turn that are not counted
 SAMPLES = 200
+TURNS = 4  # in which latency is measured, engine and control one after the other
 CLAIMS = 50  # that are timed, in each of two stores
 
 
@@ -43,6 +44,8 @@ class Report(msgspec.Struct, frozen=True, omit_defaults=True):
     drain_ratio: float | None = None
     control_insert_per_s: float | None = None
     submit_ratio: float | None = None
+    control_latency_p50_ms: float | None = None
+    latency_ratio: float | None = None
     depth: int | None = None
     claim_ms: float | None = None  # of 100 rows, in an almost empty store
     claim_at_depth_ms: float | None = None
@@ -74,9 +77,7 @@ async def throughput(
         engine = await stack.enter_async_context(await connect(place.url))
         claimer = await stack.enter_async_context(await connect(place.url)) if place.shared else engine
         tell("latency at 50 submits a second")  # first: after the rounds a server is busy with tidying up
-        times = await drive.latencies(
-            engine, claimer, "bench-latency", payloads[0], count=WARM_UP + samples, per_second=PER_SECOND
-        )
+        times = [await _latencies(engine, claimer, place.control, payloads[0], samples) for _ in range(TURNS)]
         rates = [await _round(engine, place.control, number, payloads, tell) for number in range(rounds)]
         costs = None
         if depth:
@@ -84,7 +85,17 @@ async def throughput(
             empty = await stack.enter_async_context(await connect(other.url))
             costs = await _claim_costs(empty, engine, place.control, depth, payloads[0], tell)
         tell.finish()
-        return _report(place, rates, times[WARM_UP:], costs, jobs=jobs, payload_bytes=payload_bytes, depth=depth)
+        return _report(place, rates, times, costs, jobs=jobs, payload_bytes=payload_bytes, depth=depth)
+
+
+async def _latencies(
+    engine: Engine, claimer: Engine, control: Control | None, payload: bytes, samples: int
+) -> tuple[list[float], list[float]]:
+    """One turn: milliseconds from submit to claim, of the engine and of the control."""
+    count = WARM_UP + max(1, samples // TURNS)
+    own = await drive.latencies(engine, claimer, "bench-latency", payload, count=count, per_second=PER_SECOND)
+    bare = [] if control is None else await control.latencies(payload, count=count, per_second=PER_SECOND)
+    return own[WARM_UP:], bare[WARM_UP:]
 
 
 class Round(msgspec.Struct, frozen=True):
@@ -177,7 +188,7 @@ async def _claim_ms(engine: Engine, lane: str) -> float:
 def _report(
     place: Ground,
     rates: list[Round],
-    times: list[float],
+    turns: list[tuple[list[float], list[float]]],
     costs: tuple[float, float] | None,
     *,
     jobs: int,
@@ -187,7 +198,8 @@ def _report(
     drained, bulk = median(one.drain for one in rates), median(one.bulk for one in rates)
     control_drain = _median([one.control_drain for one in rates])
     insert = _median([one.insert for one in rates])
-    percentiles = quantiles(times, n=100)
+    percentiles = quantiles([one for own, _ in turns for one in own], n=100)
+    bare = _median([one for _, control in turns for one in control])
     return Report(
         store=place.url.partition("://")[0],
         durability=place.durability,
@@ -205,6 +217,8 @@ def _report(
         drain_ratio=_ratio([(one.drain, one.control_drain) for one in rates]),
         control_insert_per_s=None if insert is None else round(insert),
         submit_ratio=_ratio([(one.bulk, one.insert) for one in rates]),
+        control_latency_p50_ms=None if bare is None else round(bare, 2),
+        latency_ratio=_ratio([(median(own), _median(control)) for own, control in turns]),
         depth=depth or None,
         claim_ms=None if costs is None else round(costs[0], 2),
         claim_at_depth_ms=None if costs is None else round(costs[1], 2),

@@ -279,7 +279,12 @@ def _print(report: Report) -> None:
         ("drain", f"{report.drain_per_s:,}/s", _rate(report.control_drain_per_s), report.drain_ratio),
         ("bulk submit", f"{report.bulk_submit_per_s:,}/s", _rate(report.control_insert_per_s), report.submit_ratio),
         ("64 concurrent submits", f"{report.single_submit_per_s:,}/s", "", None),
-        ("submit → claimed, p50 / p99", f"{report.latency_p50_ms} / {report.latency_p99_ms} ms", "", None),
+        (
+            "submit → claimed, p50 / p99",
+            f"{report.latency_p50_ms} / {report.latency_p99_ms} ms",
+            "" if report.control_latency_p50_ms is None else f"{report.control_latency_p50_ms} ms",
+            report.latency_ratio,
+        ),
     ]
     if report.claim_cost_ratio is not None:
         deep = f"claim of 100 beside {report.depth:,} + {report.depth:,} rows"
