@@ -15,6 +15,7 @@ INTERNAL: Final = frozenset(
         *("load", "scan", "patiently", "settle", "settle_execution", "opened", "who", "note", "note_all"),
         *(
             "note_alike",
+            "note_lease",
             "note_line",
             "knows_lane",
             "hear_of_lane",
