@@ -13,7 +13,7 @@ from flowfabric.model.flow import Dependency, Flow, FlowMember, FlowState
 from flowfabric.model.flow_answers import AlreadySatisfied, GraphCreated
 from flowfabric.model.states import PublicState
 from flowfabric.rules import joins
-from flowfabric.rules.change import Change, Decision, Guard, Insert, Write, absent, at, refuse
+from flowfabric.rules.change import Change, Decision, Insert, Write, absent, at, refuse
 from flowfabric.rules.create import NO_DEFAULTS, CreateExecution, Defaults, create_all
 from flowfabric.rules.flows import Policy, StageEdge, edge_row, new_group
 from flowfabric.rules.successors import Successor, listed, successor
@@ -103,7 +103,6 @@ def create_graph(
         inbound[edge.downstream].append(edge)
         outbound[edge.upstream].append(edge)
 
-    guards: list[Guard] = [absent(Flow, ask.flow_id)]
     writes: list[Write] = [Insert(_flow(ask))]
     not_after: list[int] = []
     not_before: list[int] = []
@@ -123,7 +122,6 @@ def create_graph(
         if insert.row.delay_until is not None and inbound[name]:
             return refuse(errors.InvalidInput(f"{name}: a node that waits for others cannot be delayed as well"))
         born[name] = insert.row
-        guards.append(absent(Execution, name))
         writes.append(payload)
         writes.append(Insert(FlowMember(ask.flow_id, name)))
         if inbound[name] or name in ask.policies:
@@ -161,7 +159,7 @@ def create_graph(
         )
     nodes, count = len(ask.nodes), len(ask.edges)
     change = Change(
-        guards=tuple(guards),
+        guards=(absent(Flow, ask.flow_id),),  # an insert of a member that exists is refused by itself
         writes=tuple(writes),
         not_before=max(not_before, default=None),
         not_after=min(not_after, default=None),
