@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from flowfabric.clock import ManualClock
+from flowfabric.engine.commits import MANY_ROWS
 from flowfabric.engine.engine import Engine
 from flowfabric.ids import FlowId, SeededMinter, mint_for_flow
 from flowfabric.model.execution import Execution
@@ -145,6 +146,17 @@ async def test_many_rows_are_written_by_two_commits_side_by_side() -> None:
         assert (store.held, store.most) == ([2, 2], 2)
         made_flows = [await engine.describe_flow(flow_id) for flow_id in made]
         assert [found and found.node_count for found in made_flows] == [75] * 4
+
+
+async def test_what_has_to_wait_for_its_root_takes_no_room_from_the_others() -> None:
+    store = Watched()
+    async with Engine(store) as engine:
+        made = [await graph_of(engine, 1) for _ in range(5)]
+        store.held.clear()
+        hot, *others = (Patch(Flow, (flow_id,), {"last_mutation_at": NOW}) for flow_id in made)
+        patches = [hot] * (MANY_ROWS + 1) + others
+        await asyncio.gather(*(engine.commits.add(Change((), (one,), id=place)) for place, one in enumerate(patches)))
+        assert store.held[0] == 1 + len(others)
 
 
 async def test_few_rows_are_written_by_one_commit() -> None:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 
 from flowfabric.clock import ManualClock
@@ -14,6 +15,7 @@ from flowfabric.engine.engine import Engine
 from flowfabric.ids import SeededMinter
 from flowfabric.model.answers import Claimed
 from flowfabric.rules.change import Change, Insert
+from flowfabric.rules.create import CreateExecution
 from flowfabric.stores.base import Store, Take, Taken
 from tests.engine.losing import LosingStore, Loss
 from tests.stores.samples import change, execution
@@ -208,6 +210,17 @@ async def test_nothing_stays_announced_that_was_not_written(
     assert engine.commits.announced == set()
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
+
+
+async def test_nothing_stays_announced_of_many_that_are_alike(engine: Engine, rests: asyncio.Queue[None]) -> None:
+    waiting = await at_rest(engine, rests)
+    ask = CreateExecution(execution_id="", partition=0, namespace="n", lane_id=LANE, execution_kind="task")
+    for _ in range(3):
+        names = [engine.new_execution_id(LANE) for _ in range(7)]
+        await engine.create_executions(msgspec.structs.replace(ask, execution_id=name) for name in names)
+
+    assert await waiting is not None
+    assert engine.commits.announced == set()
 
 
 async def test_a_claim_that_waits_has_asked_before_whoever_created_goes_on(

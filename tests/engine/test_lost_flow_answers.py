@@ -242,3 +242,21 @@ async def test_a_lost_answer_that_others_have_written_over_is_found_again(
 
     assert await act() == answer
     assert losing.losses == 1
+
+
+async def test_a_replay_that_got_lost_is_not_told_by_what_others_removed(store: Store, clock: ManualClock) -> None:
+    """It was to strike the last member off its flow's cancels; meanwhile somebody acknowledges that cancel."""
+    losing, elsewhere = LosingStore(store), Engine(store, minter=SeededMinter(77))
+    scene = await scene_on(losing, clock)
+    [a] = await flow_of(scene, 1)
+    await scene.engine.cancel_flow_header(F, reason="enough")
+    await scene.engine.cancel_execution(a, reason="enough")
+
+    async def acknowledged() -> None:
+        await elsewhere.ack_cancel_member(F, a)
+        await elsewhere.set_execution_tag(a, "a.b", "c")
+
+    losing.next_loss, losing.after_loss = Loss.DOUBT, acknowledged
+    await scene.engine.replay_execution(a)
+
+    assert await scene.engine.read_execution_state(a) == "waiting"

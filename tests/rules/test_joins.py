@@ -202,8 +202,8 @@ def test_siblings_are_flagged_only_where_the_policy_says_so(
     assert (bool(listed), fields.get("cancel_siblings_reason")) == (flags is not None, flags)
     fired = msgspec.structs.replace(group(variant, 1, 1, then), **fields)
     key = (fired.flow_id, fired.downstream_execution_id)
-    entry = PendingCancelGroup(*key, 0, revision=change.id) if listed else None  # as a store keeps it
-    known = flow_cancel.flagged_by(change, key) or flow_cancel.Flagged([], "", None)
+    entry = PendingCancelGroup(*key, 0, revision=change.id)  # as a store keeps it
+    known = flow_cancel.flagged_by(change, key) or flow_cancel.Flagged([], "", change.id)
     assert known == flow_cancel.flagged(entry, fired)
     assert flow_cancel.flagged_by(change, ("another", "group")) is None
 

@@ -14,6 +14,7 @@ from flowfabric.model.flow import EdgeGroup, PendingCancelGroup
 from flowfabric.model.flow_answers import SiblingDrain, SiblingReconcile
 from flowfabric.rules import flow_cancel
 from flowfabric.rules.change import Change, Delete, Patch, Put
+from flowfabric.stores.base import Loaded, Want
 from tests.scenarios.flowing import WAITING, Flowing, any_of, quorum
 
 RECONCILED = "ff_sibling_cancel_reconcile"
@@ -223,3 +224,31 @@ async def test_a_dispatcher_that_comes_late_leaves_what_was_flagged_since(flow: 
     assert await flow.state("b", "3") == "waiting cancelled"
     assert (await flow.row("3")).cancellation_reason == "sibling_quorum_satisfied"
     assert await flow.entry("b") is None
+
+
+async def test_a_dispatcher_that_finds_nothing_to_do_leaves_what_is_flagged_meanwhile(flow: Flowing) -> None:
+    """Others have drained the entry that it was told of, and the join of another life fires while it looks."""
+    await flow.begin("b123")
+    await flow.join("123", "b", quorum(2, "cancel_remaining"))
+    await flow.fail("1", "2")
+    await flow.cascade("1", "2")
+    cancelling = flow.engine.cancelling
+    await cancelling.cancel_siblings(flow.child("b"))
+    for name in "123b":
+        await flow.engine.replay_execution(flow.names[name])
+    await flow.run("3")
+    load = flow.engine.load
+
+    async def and_then_the_join_fires(wants: Sequence[Want]) -> Loaded:
+        found = await load(wants)
+        flow.engine.load = load  # type: ignore[method-assign]
+        await flow.succeed("1", "2")
+        await flow.cascade("1", "2")
+        return found
+
+    flow.engine.load = and_then_the_join_fires  # type: ignore[method-assign]
+    assert await cancelling.cancel_siblings(flow.child("b")) == {}
+
+    assert await flow.entry("b") is not None
+    await flow.sweep("edge_cancel_dispatcher")
+    assert await flow.state("b", "3") == "waiting cancelled"

@@ -40,6 +40,8 @@ update job set status = 2, result = x.result, done_at = now(), lease_until = nul
  where job.id = x.id and job.status = 1 and job.worker = 'w'
 """
 
+SILENCE_S = 10.0  # after which nobody will be told any more
+
 
 class PostgresControl:
     """A bare table, on one connection."""
@@ -62,24 +64,25 @@ class PostgresControl:
         return done
 
     async def latencies(self, payload: bytes, *, count: int, per_second: int) -> list[float]:
-        worker, listener = await _connect(self._url), await _connect(self._url)
-        told = asyncio.Event()
-        await listener.add_listener("job", lambda *_: told.set())
-        submit = await self._connection.prepare(_SUBMIT)
-        claim, finish = await worker.prepare(_CLAIM), await worker.prepare(_FINISH)
-        taken: list[float] = []
-        async for _ in beats(count, per_second):
-            told.clear()
-            began = perf_counter()
-            submitted = asyncio.create_task(submit.fetch(payload))
-            await told.wait()
-            [row] = await claim.fetch(1)
-            taken.append((perf_counter() - began) * 1000)
-            await finish.fetch([row[0]], [b"done"])
-            await submitted
-        await worker.close()
-        await listener.close()
-        return taken
+        worker = await _connect(self._url)
+        try:
+            told = asyncio.Event()
+            await worker.add_listener("job", lambda *_: told.set())
+            submit = await self._connection.prepare(_SUBMIT)
+            claim, finish = await worker.prepare(_CLAIM), await worker.prepare(_FINISH)
+            taken: list[float] = []
+            async for _ in beats(count, per_second):
+                told.clear()
+                began = perf_counter()
+                submitted = asyncio.create_task(submit.fetch(payload))
+                await asyncio.wait_for(told.wait(), SILENCE_S)
+                [row] = await claim.fetch(1)
+                taken.append((perf_counter() - began) * 1000)
+                await finish.fetch([row[0]], [b"done"])
+                await submitted
+            return taken
+        finally:
+            await worker.close()
 
     async def tidy(self) -> None:
         await self._connection.execute("vacuum")

@@ -64,6 +64,10 @@ class Creation(NamedTuple):
     def lane_id(self) -> str:
         return self.ask.lane_id
 
+    @property
+    def change_id(self) -> int:
+        return self.change.id
+
     def answers(self, written_at: int) -> Iterable[tuple[int, Answer]]:
         """What to say once it is written."""
         return ((self.place, self.decision.unwrap(written_at)),)
@@ -240,6 +244,8 @@ class BulkCreate:
                 if noted is None or one.model is not noted:  # those of one model are news together
                     self._core.note(one.change, [], verdict)
                     noted = one.model
+                else:
+                    self._core.commits.announced.discard(one.change_id)
                 for place, answer in one.answers(verdict):
                     self._answers[place] = answer
             elif isinstance(verdict, errors.StoreUnavailable):

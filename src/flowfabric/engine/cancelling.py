@@ -114,7 +114,9 @@ class Cancelling:
         """
         if flagged is None:
             entry, group = (await self._core.load((Want(PendingCancelGroup, child), Want(EdgeGroup, child)))).rows
-            flagged = flow_cancel.flagged(first(entry), first(group))
+            if not entry:  # somebody else has drained it
+                return {}
+            flagged = flow_cancel.flagged(entry[0], first(group))
         done = await self.cancel_many(flagged.siblings, flagged.reason)
         if flagged.reason:
             self._count(flagged.reason, done)

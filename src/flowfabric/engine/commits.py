@@ -85,7 +85,7 @@ class Commits:
         """
         self._store = store
         self._announce = announce
-        self.announced: set[int] = set()  # ids of changes on their way whose lanes have been woken already
+        self.announced: set[int] = set()  # ids of changes that are not noted yet and whose lanes have been woken
         self.owed: set[str] = set()  # what others are to be told later, unless a commit tells it before
         self.untold: set[int] = set()  # ids of changes whose answers got lost, and with them perhaps their hints
         self._waiting: deque[tuple[Change, asyncio.Future[int | None]]] = deque()
@@ -161,11 +161,11 @@ class Commits:
         most = inf if self._store.in_order else MANY_ROWS
         while waiting and len(batch) < limit and rows < most:
             entry = waiting.popleft()
-            rows += len(entry[0].writes)
             touched = _roots_of(entry[0])
             if roots.isdisjoint(touched):
                 roots.update(touched)
                 batch.append(entry)
+                rows += len(entry[0].writes)
             else:
                 later.append(entry)
         waiting.extendleft(reversed(later))

@@ -196,8 +196,13 @@ class Core(Noting):
         return await self._removed(doubtful)
 
     async def _removed(self, doubtful: dict[int, Doubt]) -> tuple[Doubt, int | None] | None:
-        """The doubtful change that was to remove a root which is gone."""
+        """The doubtful change that was to remove a root which is gone.
+
+        One that tells something was looked for by that. What is gone may have been removed by others.
+        """
         for doubt in doubtful.values():
+            if doubt.change.events:
+                continue
             roots = {(guard.row, guard.key) for guard in doubt.change.guards}
             gone = [
                 write for write in doubt.change.writes if isinstance(write, Delete) and (write.row, write.key) in roots

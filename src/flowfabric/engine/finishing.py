@@ -88,8 +88,9 @@ class Finishing(Executions):
     ) -> list[answers.Completed | errors.FabricError]:
         """Complete each of these with its result; one answer for each, in their order, refusals included.
 
-        `answered` is called once the store has answered. Where the store is a server, whoever goes on with what that
-        set free goes first then, and the answer is made something of while the server is at work again.
+        `answered` is called once the store has answered for those that go together; the others have a long way. Where
+        the store is a server, whoever goes on with what was set free goes first then, and the answer is made something
+        of while the server is at work again.
         """
         label = limits.optional_text("result_encoding", encoding, limit=limits.MAX_NAME_BYTES)
         pairs = intake.pairs("results", results)

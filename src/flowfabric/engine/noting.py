@@ -33,6 +33,7 @@ Follow = Callable[[Change, Rows], None]  # a change that was written, and the ro
 
 SEEN_LIMIT = 20_000
 LATER_S = 0.02  # what nobody waits for is told to other processes by then
+MOST_ANNOUNCED = 10_000  # changes that are not noted yet; to forget some costs a look in vain
 NOTHING: dict[str, int] = {}
 
 # Asked of every claim. To find a member in its class takes ten times as long as to find a name here.
@@ -158,11 +159,14 @@ class Noting:
     def _announce(self, changes: Sequence[Change]) -> None:
         """Wake the claims of this process that wait for lanes where these changes put work, so that they come along.
 
-        Their takes are handed over after the changes, and mostly join the same transaction. A claim that reads the
-        lines before it takes sees nothing yet: it is woken when what was written is noted.
+        Where the store keeps the order, their takes are handed over after the changes, and mostly join the same
+        transaction; elsewhere the changes have just been written. A claim that reads the lines before it takes may see
+        nothing yet: it is woken when what was written is noted.
         """
         if not self.wakes:
             return
+        if len(self.commits.announced) > MOST_ANNOUNCED:  # whoever would have noted them went away
+            self.commits.announced.clear()
         told: set[str] = set()
         for change in changes:
             lines = lines_of(change)

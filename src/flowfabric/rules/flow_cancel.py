@@ -154,7 +154,7 @@ class Flagged(msgspec.Struct, frozen=True):
 
     siblings: list[str]
     reason: str
-    revision: int | None
+    revision: int
 
 
 def siblings(group: EdgeGroup) -> list[str]:
@@ -162,12 +162,11 @@ def siblings(group: EdgeGroup) -> list[str]:
     return _listed(group.cancel_siblings_pending_members)
 
 
-def flagged(entry: PendingCancelGroup | None, group: EdgeGroup | None) -> Flagged:
+def flagged(entry: PendingCancelGroup, group: EdgeGroup | None) -> Flagged:
     """What a group says of those; it may want nobody cancelled."""
-    revision = None if entry is None else entry.revision
     if group is None or not group.cancel_siblings_pending_flag:
-        return Flagged([], "", revision)
-    return Flagged(siblings(group), group.cancel_siblings_reason or "", revision)
+        return Flagged([], "", entry.revision)
+    return Flagged(siblings(group), group.cancel_siblings_reason or "", entry.revision)
 
 
 def flagged_by(change: Change, key: tuple[str, str]) -> Flagged | None:
