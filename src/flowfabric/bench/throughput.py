@@ -19,9 +19,8 @@ from flowfabric.bench import drive
 from flowfabric.bench.ground import Control, Ground, ground
 
 PER_SECOND = 50  # submits while latency is measured
-WARM_UP = 10  # submits at the beginning of each turn that are not counted
+WARM_UP = 20  # submits that are not counted
 SAMPLES = 200
-TURNS = 4  # in which latency is measured, engine and control one after the other
 CLAIMS = 50  # that are timed, in each of two stores
 
 
@@ -77,7 +76,7 @@ async def throughput(
         engine = await stack.enter_async_context(await connect(place.url))
         claimer = await stack.enter_async_context(await connect(place.url)) if place.shared else engine
         tell("latency at 50 submits a second")  # first: after the rounds a server is busy with tidying up
-        times = [await _latencies(engine, claimer, place.control, payloads[0], samples) for _ in range(TURNS)]
+        times = await _latencies(engine, claimer, place.control, payloads[0], WARM_UP + samples)
         rates = [await _round(engine, place.control, number, payloads, tell) for number in range(rounds)]
         costs = None
         if depth:
@@ -89,10 +88,9 @@ async def throughput(
 
 
 async def _latencies(
-    engine: Engine, claimer: Engine, control: Control | None, payload: bytes, samples: int
+    engine: Engine, claimer: Engine, control: Control | None, payload: bytes, count: int
 ) -> tuple[list[float], list[float]]:
-    """One turn: milliseconds from submit to claim, of the engine and of the control."""
-    count = WARM_UP + max(1, samples // TURNS)
+    """Milliseconds from submit to claim, of the engine and then of the control."""
     own = await drive.latencies(engine, claimer, "bench-latency", payload, count=count, per_second=PER_SECOND)
     bare = [] if control is None else await control.latencies(payload, count=count, per_second=PER_SECOND)
     return own[WARM_UP:], bare[WARM_UP:]
@@ -188,7 +186,7 @@ async def _claim_ms(engine: Engine, lane: str) -> float:
 def _report(
     place: Ground,
     rates: list[Round],
-    turns: list[tuple[list[float], list[float]]],
+    times: tuple[list[float], list[float]],
     costs: tuple[float, float] | None,
     *,
     jobs: int,
@@ -198,8 +196,8 @@ def _report(
     drained, bulk = median(one.drain for one in rates), median(one.bulk for one in rates)
     control_drain = _median([one.control_drain for one in rates])
     insert = _median([one.insert for one in rates])
-    percentiles = quantiles([one for own, _ in turns for one in own], n=100)
-    bare = _median([one for _, control in turns for one in control])
+    own, bare = times
+    percentiles = quantiles(own, n=100)
     return Report(
         store=place.url.partition("://")[0],
         durability=place.durability,
@@ -217,8 +215,8 @@ def _report(
         drain_ratio=_ratio([(one.drain, one.control_drain) for one in rates]),
         control_insert_per_s=None if insert is None else round(insert),
         submit_ratio=_ratio([(one.bulk, one.insert) for one in rates]),
-        control_latency_p50_ms=None if bare is None else round(bare, 2),
-        latency_ratio=_ratio([(median(own), _median(control)) for own, control in turns]),
+        control_latency_p50_ms=round(median(bare), 2) if bare else None,
+        latency_ratio=_ratio([(median(own), _median(bare))]),
         depth=depth or None,
         claim_ms=None if costs is None else round(costs[0], 2),
         claim_at_depth_ms=None if costs is None else round(costs[1], 2),
