@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
 import pytest
 
 from flowfabric import errors
+from flowfabric.engine.cancelling import Dispositions
 from flowfabric.model.answers import Replayed
 from flowfabric.model.event import Topic
 from flowfabric.model.states import PublicState
@@ -298,6 +299,29 @@ async def test_a_member_of_a_cancelled_flow_may_be_replayed(flow: Flowing) -> No
     assert await replay(flow, "a") == ["waiting"]
     await flow.succeed("a")
     assert await flow.state("a") == "completed"
+
+
+@pytest.mark.parametrize("others", [0, 1])
+async def test_a_member_that_is_replayed_while_a_reconciler_has_its_list_is_not_cancelled(
+    flow: Flowing, others: int
+) -> None:
+    await flow.begin("ab"[: 1 + others])
+    await flow.engine.cancel_flow_header(flow.id, reason="enough")
+    await flow.engine.cancel_execution(flow.names["a"], reason="enough")
+    flow.clock.pass_ms(30_000)
+    cancelling = flow.engine.cancelling
+    cancel_many = cancelling.cancel_many
+
+    async def after_a_replay(names: Sequence[str], reason: str, *, listed_by: str | None = None) -> Dispositions:
+        assert names == flow.ids("ab"[: 1 + others])
+        assert await replay(flow, "a") == ["waiting"]
+        return await cancel_many(names, reason, listed_by=listed_by)
+
+    cancelling.cancel_many = after_a_replay  # type: ignore[method-assign]
+    await flow.sweep("cancel_reconciler")
+
+    assert await flow.state("a", *"b" * others) == " ".join(["waiting", *["cancelled"] * others])
+    assert await flow.backlog() == (None, [])
 
 
 @pytest.mark.parametrize("others", [0, 1])

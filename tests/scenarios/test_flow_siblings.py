@@ -206,8 +206,8 @@ async def test_a_dispatcher_that_comes_late_leaves_what_was_flagged_since(flow: 
     cancelling = flow.engine.cancelling
     cancel_many = cancelling.cancel_many
 
-    async def and_then_others_act(names: Sequence[str], reason: str) -> Dispositions:
-        done = await cancel_many(names, reason)
+    async def and_then_others_act(names: Sequence[str], reason: str, *, listed_by: str | None = None) -> Dispositions:
+        done = await cancel_many(names, reason, listed_by=listed_by)
         for name in "123b":
             await flow.engine.replay_execution(flow.names[name])
         await flow.run("3")

@@ -35,20 +35,27 @@ class Cancelling:
     def __init__(self, core: Core) -> None:
         self._core = core
 
-    async def cancel_many(self, names: Sequence[str], reason: str) -> Dispositions:
-        """Cancel these; what became of each. A failure is told, not raised."""
+    async def cancel_many(self, names: Sequence[str], reason: str, *, listed_by: str | None = None) -> Dispositions:
+        """Cancel these; what became of each. A failure is told, not raised.
+
+        `listed_by` names a flow: of its members only those are cancelled that stand in its backlog when they are looked
+        at. A replay takes a member off in the change that revives it, so none that was replayed is cancelled again.
+        """
         parts = [names[start : start + BATCH] for start in range(0, len(names), BATCH)]
         done: Dispositions = {}
-        for part in await asyncio.gather(*(self._cancel_part(part, reason) for part in parts)):
+        for part in await asyncio.gather(*(self._cancel_part(part, reason, listed_by) for part in parts)):
             done |= part
         return done
 
-    async def _cancel_part(self, names: Sequence[str], reason: str) -> Dispositions:
+    async def _cancel_part(self, names: Sequence[str], reason: str, listed_by: str | None) -> Dispositions:
         done: Dispositions = {}
         left = list(names)
         while left:
+            wants = [Want(Execution, (name,)) for name in left]
+            if listed_by is not None:
+                wants += [Want(PendingCancel, (listed_by, name)) for name in left]
             try:
-                found = (await self._core.store.load([Want(Execution, (name,)) for name in left])).rows
+                found = (await self._core.store.load(wants)).rows
             except errors.StoreUnavailable as away:
                 return done | dict.fromkeys(left, away)
             except errors.FabricError as unreadable:
@@ -56,12 +63,15 @@ class Cancelling:
                     return done | {left[0]: unreadable}
                 half = len(left) // 2  # until the one that cannot be read is alone
                 for part in (left[:half], left[half:]):
-                    done |= await self._cancel_part(part, reason)
+                    done |= await self._cancel_part(part, reason, listed_by)
                 return done
+            looked_at = list(zip(left, found[: len(left)], strict=True))
+            if listed_by is not None:
+                looked_at = [one for one, entry in zip(looked_at, found[len(left) :], strict=True) if entry]
             changes: list[Change] = []
             asked: list[str] = []
             known: list[Rows] = []
-            for name, rows in zip(left, found, strict=True):
+            for name, rows in looked_at:
                 try:
                     decision = cancel.cancel(first(rows), Fence(), lease.OPERATOR_OVERRIDE, reason)
                 except errors.FabricError as unreadable:

@@ -217,7 +217,7 @@ class FlowSweeps:
             rows = await self._load([Want(Execution, (name,)) for name in names])
             names = [name for name, row in zip(names, rows, strict=True) if choice.accepts(first(row))]
         reason = flow_cancel.member_reason(first(flows))
-        done = await self._engine.cancelling.cancel_many(names[:MEMBERS], reason)
+        done = await self._engine.cancelling.cancel_many(names[:MEMBERS], reason, listed_by=flow_id)
         gone = list(broken)
         faults = len(broken)
         for name, one in done.items():
