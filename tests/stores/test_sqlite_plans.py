@@ -106,10 +106,11 @@ async def test_a_take_reads_the_heads_of_its_lines_in_order(filled: Path) -> Non
 
 
 async def test_rows_are_loaded_by_their_key(filled: Path) -> None:
-    wants = [Want(Execution, ("n5",)), Want(Attempt, ("n5",)), Want(IdempotencyKey, (1,))]
+    # n6 stands in no line, of which the store would have to read first.
+    wants = [Want(Execution, ("n6",)), Want(Attempt, ("n6",)), Want(IdempotencyKey, (1,))]
 
     [at_once] = await plans_of(filled, lambda store: store.load(wants))
-    one_by_one = await plans_of(filled, lambda store: store.load([*wants, Want(Payload, ("n5",))]))
+    one_by_one = await plans_of(filled, lambda store: store.load([*wants, Want(Payload, ("n6",))]))
     many = await plans_of(filled, lambda store: store.load([Want(Execution, (f"n{n}",)) for n in range(20)]))
 
     assert len(one_by_one) == 4
