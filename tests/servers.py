@@ -92,6 +92,12 @@ class PostgresServer:
         deletes = [f'DELETE FROM "{table}"' for table in tables if table not in keep]
         self.execute(";".join(["SET session_replication_role = replica", *deletes]), name)
 
+    def warm_up(self) -> None:
+        """Have it write a gigabyte: a new server makes the files of its log as it goes, and stalls each time."""
+        self.execute("CREATE TABLE warm AS SELECT repeat(md5(n::text), 32) FROM generate_series(1, 1000000) AS n")
+        self.execute("CHECKPOINT")
+        self.execute("DROP TABLE warm")
+
     def drop_database(self, name: str) -> None:
         """Remove a database and whoever is connected to it. Costs a checkpoint; data goes with the server anyway."""
         self.execute(f'DROP DATABASE IF EXISTS "{name}" WITH (FORCE)')

@@ -18,8 +18,10 @@ UNKNOWN = "{fp:1}:1a255fe9-f16a-4af0-8cb6-6085de2ea47d"
     ("arguments", "text", "hint"),
     [
         (("show", UNKNOWN), "execution_not_found", "`ff ls` shows which executions there are"),
-        (("cancel", UNKNOWN), "execution_not_found", "`ff ls` shows which executions there are"),
-        (("replay", UNKNOWN), "execution_not_found", "`ff ls` shows which executions there are"),
+        (("cancel", UNKNOWN), f"execution_id={UNKNOWN}", "`ff ls` shows which executions there are"),
+        (("replay", UNKNOWN), f"execution_id={UNKNOWN}", "`ff ls` shows which executions there are"),
+        (("explain", UNKNOWN), f"execution_id={UNKNOWN}", "`ff ls` shows which executions there are"),
+        (("signal", UNKNOWN, "go"), f"execution_id={UNKNOWN}", "`ff ls` shows which executions there are"),
         (("show", "nonsense"), "missing the `{fp:N}:` hash-tag prefix: nonsense", "an execution id looks like"),
         (("show", "{fp:x}:1a255fe9"), "partition index is not a valid u16", "an execution id looks like"),
         (("show", "{fp:1}:zzz"), "is not a valid UUID", "an execution id looks like"),

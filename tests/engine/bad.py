@@ -199,7 +199,8 @@ VERBS: dict[str, Verb] = {
     ),
     "delay": Verb({**named, "delay_until": 1}, {**bad_named, "delay_until": INSTANT}),
     "delay_for": Verb(
-        {"handle": Stand.HANDLE, "length_ms": 0}, {"handle": Stand.NO_HANDLES, "length_ms": [None, *a_length]}
+        {"handle": Stand.HANDLE, "length_ms": 0},
+        {"handle": Stand.NO_HANDLES, "length_ms": [None, *a_length], "reason": [*REQUIRED, *TEXT]},
     ),
     "wait_children": Verb(named, bad_named),
     "cancel": Verb(
@@ -342,7 +343,7 @@ VERBS: dict[str, Verb] = {
         {"as_of": 1},
         {"as_of": INSTANT, "after": PLACE, "limit": COUNT, "namespace": TEXT, "max_partitions_per_call": COUNT},
     ),
-    "sweep_once": Verb({"name": "lease_expiry"}, {"name": [None, "", "everything", *NOT_TEXT]}),
+    "sweep_once": Verb({"name": "lease_expiry"}, {"name": [None, "", "everything", *NOT_TEXT], "chosen": FILTER}),
     "seed_waitpoint_hmac_secret": Verb(
         {"kid": "k1", "secret_hex": "00" * 32},
         {"kid": [*REQUIRED, "", *NAME], "secret_hex": [*REQUIRED, "", "0", "zz" * 32, *TEXT]},

@@ -13,6 +13,7 @@ from flowfabric.handles import Handle, HandleKind
 from flowfabric.ids import SeededMinter
 from flowfabric.model.answers import Claimed
 from flowfabric.stores.base import Store
+from tests.engine.bad import FILTER
 from tests.scenarios.watched import dump
 
 B = "0b000000-0000-4000-8000-000000000001"
@@ -170,10 +171,10 @@ VERBS: Table = {
             "lane_id": [None, 7, "", "x" * 65],
             "default_retention_ms": [value for value in LENGTHS if value is not None],
             "batch": [*NUMBERS, 10_001],
-            "chosen": [7, "ns"],
+            "chosen": FILTER,
         },
     ),
-    "sweep_once": ({"name": "unblock"}, {"name": [None, 7, "x"], "batch": [*NUMBERS[1:], 0], "chosen": [7, "ns"]}),
+    "sweep_once": ({"name": "unblock"}, {"name": [None, 7, "x"], "batch": [*NUMBERS[1:], 0], "chosen": FILTER}),
 }
 
 

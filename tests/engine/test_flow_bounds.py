@@ -16,7 +16,7 @@ from flowfabric.stores.base import Scan, Store, Want
 from flowfabric.testing.faults import Loss
 from flowfabric.testing.flow_invariants import check_flow_invariants
 from flowfabric.testing.invariants import every
-from tests.engine.test_flow_dispatch import Crew
+from tests.engine.crew import Crew
 
 STEP, WIDTH = 50, 400
 NODES = 10_000

@@ -16,8 +16,10 @@ from flowfabric.engine.engine import Engine
 from flowfabric.engine.forbearance import Forbearance
 from flowfabric.engine.sweeper import Pass, Sweep, Sweeper
 from flowfabric.ids import SeededMinter
+from flowfabric.model.answers import Promotion
 from flowfabric.model.states import PublicState
 from flowfabric.model.sweep import SweepLease
+from flowfabric.rules.feeds import Filter
 from flowfabric.settings import Settings, Sweeps
 from flowfabric.stores.base import Scan
 from flowfabric.stores.memory import MemoryStore
@@ -49,7 +51,7 @@ async def delayed(engine: Engine, clock: ManualClock, count: int) -> list[str]:
 class Promoter:
     """The promoter, with items that fail."""
 
-    def __init__(self, engine: Engine, fault: errors.FabricError, *failing: str) -> None:
+    def __init__(self, engine: Engine, fault: Exception, *failing: str) -> None:
         self._engine = engine
         self._fault = fault
         self._failing = failing
@@ -68,11 +70,12 @@ AWAY = errors.StoreUnavailable("a fault", backend="test", in_doubt=False)
 POISON = errors.Corruption("a fault")
 
 
+@pytest.mark.parametrize("fault", [POISON, RuntimeError("a bug")], ids=["poison", "bug"])
 async def test_an_item_that_fails_three_times_in_a_row_is_left_alone_for_ten_cycles(
-    engine: Engine, clock: ManualClock
+    engine: Engine, clock: ManualClock, fault: Exception
 ) -> None:
     [bad, good] = await delayed(engine, clock, 2)
-    promoter = Promoter(engine, POISON, bad)
+    promoter = Promoter(engine, fault, bad)
     sweeper = Sweeper(engine, Sweeps(), [promoter.sweep])
 
     passes = [await sweeper.sweep_once("delayed_promoter") for _ in range(14)]
@@ -89,6 +92,20 @@ async def test_items_that_are_left_alone_do_not_hide_the_others(engine: Engine, 
         await sweeper.sweep_once("delayed_promoter", 3)
 
     assert await engine.read_execution_state(good) is PublicState.WAITING
+
+
+async def test_however_many_fail_the_passes_come_to_those_behind_them(engine: Engine, clock: ManualClock) -> None:
+    *bad, good = await delayed(engine, clock, 13)
+    promoter = Promoter(engine, POISON, *bad)
+    sweeper = Sweeper(engine, Sweeps(), [promoter.sweep])
+
+    passes = [await sweeper.sweep_once("delayed_promoter", 2) for _ in range(7)]
+
+    assert [done.errors for done in passes] == [2] * 6 + [0]
+    assert passes[-1].processed == 1
+    assert await engine.read_execution_state(good) is PublicState.WAITING
+    assert (await sweeper.sweep_once("delayed_promoter", 2)).errors == 2  # and begin again in front
+    assert promoter.tried[-2:] == bad[:2]
 
 
 def test_a_success_clears_the_count_and_the_book_stays_small() -> None:
@@ -136,6 +153,26 @@ async def test_a_sweep_that_crashes_is_started_again(engine: Engine, monkeypatch
     assert await sweeper.stop() == 0
     assert sweeper.restarts == 2
     assert engine.meters.counted("ff_scanner_restart", scanner="unblock") == 2
+
+
+async def test_a_sweep_that_crashes_leaves_it_to_others(engine: Engine) -> None:
+    crashed, well = asyncio.Event(), asyncio.Event()
+
+    async def crash(batch: int) -> Pass:
+        crashed.set()
+        raise RuntimeError("a bug of one process")
+
+    async def run(batch: int) -> Pass:
+        well.set()
+        return Pass(0, 0)
+
+    sick, healthy = (Sweeper(engine, only("unblock"), [Sweep("unblock", whole=whole)]) for whole in (crash, run))
+    sick.start()
+    await asyncio.wait_for(crashed.wait(), 10)
+    healthy.start()
+    await asyncio.wait_for(well.wait(), 10)
+
+    assert await sick.stop() == await healthy.stop() == 0
 
 
 async def test_a_sweep_that_meets_an_absent_store_comes_again(engine: Engine) -> None:
@@ -230,6 +267,38 @@ async def test_one_process_at_a_time_does_a_sweep(engine: Engine) -> None:
     assert len(set(ran)) == 1
     [lease] = [row for row in await engine.store.scan(Scan(SweepLease)) if row.sweep == "unblock"]
     assert lease.lease_until == 0, "given back for others"
+
+
+async def test_sweeps_of_different_executions_run_side_by_side(engine: Engine, clock: ManualClock) -> None:
+    choices = [Filter("n1"), Filter("n2"), Filter("n2", ("app.instance_id", "i1"))]
+    promoted: set[str] = set()
+    enough = asyncio.Event()
+
+    async def promote(execution_id: str) -> bool:
+        promoted.add(execution_id)
+        if len(promoted) == len(choices):
+            enough.set()
+        return await engine.promote_delayed(execution_id) is Promotion.PROMOTED
+
+    async def nothing(batch: int) -> Pass:
+        return Pass(0, 0)
+
+    for choice in choices:
+        tags = {} if choice.instance_tag is None else dict([choice.instance_tag])
+        given: dict[str, Any] = {"namespace": choice.namespace, "tags": tags}
+        await engine.create_execution(execution_id=engine.new_execution_id(), delay_until=clock.now + 1, **given)
+    clock.pass_ms(1)
+    settings, promoter = only("delayed_promoter"), Sweep("delayed_promoter", "delay_until", promote)
+    everything = Sweeper(engine, settings, [Sweep("delayed_promoter", whole=nothing)])
+    sweepers = [everything, *(Sweeper(engine, settings, [promoter], choice) for choice in choices)]
+    for sweeper in sweepers:
+        sweeper.start()
+    await asyncio.wait_for(enough.wait(), 10)
+    for sweeper in sweepers:
+        await sweeper.stop()
+
+    leases = [row for row in await engine.store.scan(Scan(SweepLease)) if row.sweep.startswith("delayed_promoter")]
+    assert len(leases) == len(sweepers)
 
 
 async def test_passes_are_counted_and_timed(engine: Engine) -> None:

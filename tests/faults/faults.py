@@ -26,6 +26,7 @@ LAPSED = (
 )
 WAITS = "tests/scenarios/test_ss_races.py"
 ANEW = "tests/scenarios/test_gates_anew.py"
+UNSEEN = "tests/engine/test_flow_dispatch.py"
 SIGNALS = "tests/scenarios/test_ss_prose_signals.py"
 
 
@@ -47,6 +48,13 @@ class Fault(NamedTuple):
 
 FAULTS = (
     # -- rules
+    Fault(
+        "a sibling is cancelled as if nobody had claimed it",
+        "rules/cancel.py",
+        "AS_BORN = Like(UNSTARTED,",
+        "AS_BORN = Like({},",
+        UNSEEN,
+    ),
     Fault(
         "a gate of this life opens the links of the life before",
         "rules/waits.py",
@@ -343,6 +351,20 @@ FAULTS = (
         "        if row.lifecycle_phase is LifecyclePhase.ACTIVE:\n",
         "        if row.lifecycle_phase is LifecyclePhase.SUSPENDED:\n",
         "tests/scenarios/test_children.py::test_a_child_that_ends_while_the_wait_for_it_is_on_its_way_counts",
+    ),
+    Fault(
+        "what each root is supposed to hold of its own is not compared",
+        "stores/postgres/pieces.py",
+        """f't."{column}" is not distinct from {given[f"own {column}"]}'""",
+        """f't."{column}" is null or {given[f"own {column}"]} is null or true'""",
+        GUARDS,
+    ),
+    Fault(
+        "what each root is supposed to hold of its own is compared where it is set",
+        "stores/sqlite/sql.py",
+        'f"r.{name} IS g.column{place}"',
+        'f"coalesce(r.{name} = g.column{place}, true)"',
+        GUARDS,
     ),
     Fault(
         "postgres: the revision is not compared",

@@ -64,6 +64,23 @@ async def test_a_long_life_breaks_nothing(store: Store, clock: ManualClock) -> N
     await check_invariants(engine)
 
 
+async def test_limited_work_stands_in_its_line_and_is_taken_over_there(store: Store, clock: ManualClock) -> None:
+    engine = Engine(store)
+    held = await claimed(engine, policy={"budget_ids": ["0b000000-0000-4000-8000-000000000001"]})
+    await engine.delay(held.handle, delay_until=clock.now)
+    await engine.sweep_once("delayed_promoter")
+    await check_invariants(engine)
+    await engine.issue_grant_and_claim(held.execution_id, lane_id="default", lease_duration_ms=100)
+    clock.pass_ms(100)
+    await engine.sweep_once("lease_expiry")
+    await check_invariants(engine)
+
+    await damage(engine, held.execution_id, line=None)
+
+    with pytest.raises(InvariantBroken, match=r"I11 stands in \['lease'\], belongs into \['lease', 'takeover'\]"):
+        await check_invariants(engine)
+
+
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [

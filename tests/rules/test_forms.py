@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowfabric.model.execution import Execution, LineKey, Result
+from flowfabric.model.flow import Dependency, DependencyKind
 from flowfabric.model.states import (
     AttemptRecordState,
     AttemptState,
@@ -24,6 +25,7 @@ from flowfabric.model.states import (
 from flowfabric.rules import cancel, finish, joins, step
 from flowfabric.rules.change import Change, Insert, Patch, as_form, live, seen, spelled_out
 from flowfabric.rules.lease import OPERATOR_OVERRIDE, Fence
+from flowfabric.rules.successors import listed, successor
 
 NOW = 1_700_000_000_000
 HELD = Fence("lease-1", 3, "attempt-1")
@@ -196,6 +198,50 @@ def test_the_cancel_of_an_unstarted_sibling_leaves_what_the_long_rule_leaves(
     short, long = spelled_out(change, row), cancelled_at_length(row, reason)
     assert (short.guards, short.writes[1:], short.events) == (long.guards, long.writes[1:], long.events)
     assert _patched(row, short) == _patched(row, long)
+
+
+@given(
+    reason=st.sampled_from([cancel.QUORUM_SATISFIED, cancel.QUORUM_IMPOSSIBLE]),
+    kind=st.sampled_from(DependencyKind),
+    ref=st.none() | st.just("r"),
+    inbound=st.sampled_from([2, 1000]),
+    blocked=st.booleans(),
+    born=st.fixed_dictionaries(
+        {
+            "terms": st.none() | st.just('{"retention_ttl_ms":5000}') | st.just('{"retry":{"max_retries":1}}'),
+            "lane_id": st.sampled_from(["default", "other"]),
+            "created_at": st.sampled_from([NOW, NOW - 7]),
+        }
+    ),
+)
+def test_the_cancel_of_a_sibling_that_nobody_saw_is_that_of_one_that_was_seen(
+    reason: str, kind: DependencyKind, ref: str | None, inbound: int, blocked: bool, born: dict[str, Any]
+) -> None:
+    edge = Dependency("child", "e", "f", "sibling", kind, data_passing_ref=ref)
+    follows = successor("e", "child", kind, inbound=inbound, ref=ref, line=LineKey("default"))
+    row = unstarted(
+        execution_id="sibling", flow_id="f", successors=listed([follows]), **born, **joins.waits("…") if blocked else {}
+    )
+
+    [(change, supposed)] = cancel.cancel_unseen([edge], inbound, running(flow_id="f", **born), reason)
+
+    seen = cancelled(row, reason)
+    assert (change.form, change.writes, change.events) == (seen.form, seen.writes, seen.events)
+    [guard] = change.guards
+    assert guard.like is not None
+    asked = guard.like.fields | dict(zip(guard.like.own, guard.own, strict=True))
+    assert (guard.row, guard.key) == (Execution, ("sibling",))
+    assert asked.items() <= msgspec.structs.asdict(row).items()
+    assert asked.items() <= msgspec.structs.asdict(supposed).items()
+    assert supposed.execution_id == "sibling"
+
+
+@pytest.mark.parametrize(
+    ("reason", "terms"), [("because", None), (cancel.QUORUM_SATISFIED, '{"quota_policy_ids":["q"]}')]
+)
+def test_other_siblings_need_a_look(reason: str, terms: str | None) -> None:
+    edge = Dependency("child", "e", "f", "sibling", DependencyKind.SUCCESS_ONLY)
+    assert cancel.cancel_unseen([edge], 2, running(flow_id="f", terms=terms), reason) == []
 
 
 def _patched(row: Execution, change: Change) -> Execution:

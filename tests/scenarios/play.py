@@ -119,6 +119,16 @@ class Play:
         setattr(self.store, verb, passing)
         return gate
 
+    async def late(self, asking: Awaitable[N], by_ms: int) -> N:
+        """What comes of a call that was decided now and reaches the store so much later."""
+        gate = self.slowed("commit")
+        asked = asyncio.ensure_future(asking)
+        async with asyncio.timeout(20):
+            await gate.reached()
+            self.clock.pass_ms(by_ms)
+            gate.open()
+            return await asked
+
     # -- doing --------------------------------------------------------------------------------------------------
 
     async def create(self, *, lane: str = "default", execution_id: str | None = None, **given: Any) -> ExecutionId:

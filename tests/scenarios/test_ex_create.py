@@ -138,7 +138,7 @@ async def test_ex_010_duplicate_execution_id(play: Play, life: str) -> None:
     play.clock.pass_ms(10)
 
     async with play.untouched():
-        for policy in ({"max_replay_count": 9}, "{not json"):
+        for policy in ({"max_replay_count": 9}, "{not json", "{}\0", '{"x": "\ud800"}'):
             again = await engine.create_execution(
                 execution_id=e, priority=9, input_payload=b"B", policy=policy, tags={"No.key": ""}
             )

@@ -204,6 +204,21 @@ async def test_ex_021_a_grant_is_good_to_its_last_millisecond(play: Play) -> Non
     assert (await play.claim(e, "wa")).lease_epoch == 1
 
 
+async def test_ex_021_a_grant_that_ends_on_the_way_to_the_store_redeems_nothing(play: Play) -> None:
+    fresh, interrupted = await play.create(), (await resumable(play)).execution_id
+    await play.grant(fresh, ttl=200)
+    await play.grant(interrupted, ttl=500)
+
+    with pytest.raises(errors.ClaimGrantExpired):
+        await play.late(play.claim(fresh), 200)
+    with pytest.raises(errors.ClaimGrantExpired):
+        await play.late(play.resume(interrupted), 300)
+
+    assert [await play.vector(e) for e in (fresh, interrupted)] == [WAITING, RESUMABLE]
+    await play.grant(fresh, ttl=200)
+    assert (await play.late(play.claim(fresh), 199)).lease_epoch == 1
+
+
 async def test_ex_022_state_changes_between_grant_and_claim(play: Play) -> None:
     engine = play.engine
     cancelled = await play.create()

@@ -133,6 +133,33 @@ async def test_ex_080_retention(play: Play) -> None:
     assert (await engine.sweep_once("retention_trimmer")).processed == 0, "what has not ended is never purged"
 
 
+@pytest.mark.parametrize("goes_back_ms", [0, 5000])
+async def test_ex_080_the_history_is_that_of_one_execution_whatever_the_clock_says(
+    play: Play, goes_back_ms: int
+) -> None:
+    policy = {"stream_policy": {"retention_ttl_ms": 0}}
+    earlier = await play.claimed(policy=policy)
+    e = earlier.execution_id
+    await play.engine.complete(earlier.handle)
+    await play.engine.replay_execution(e)
+    await play.engine.cancel_execution(e)
+    assert await play.engine.purge_execution(e)
+
+    await play.create(execution_id=e, policy=policy)
+
+    assert await play.told(e) == []
+    play.clock.now -= goes_back_ms
+    await play.engine.cancel_execution(e)
+    await play.engine.replay_execution(e)
+    assert await play.told(e) == ["replay_initiated"]
+    held = await play.claimed_again(e)
+    await play.engine.complete(held.handle)
+    await play.engine.replay_execution(e)
+    await play.claimed_again(e)
+    told = ["replay_initiated", "acquired", "released completed", "replay_initiated", "acquired"]
+    assert await play.told(e) == told
+
+
 async def test_ex_080_the_policy_s_own_retention(play: Play) -> None:
     e = await play.create(policy={"stream_policy": {"retention_ttl_ms": 1000}})
     await play.engine.cancel_execution(e)
@@ -274,3 +301,17 @@ async def test_searching_pages_through_every_filter(play: Play) -> None:
     await engine.cancel_execution(wanted[0])
     ended = await engine.search_executions(public_state="cancelled")
     assert [one.execution_id for one in ended.executions] == [wanted[0]]
+
+
+async def test_a_tag_that_few_have_is_found_in_one_look(play: Play) -> None:
+    for _ in range(20):
+        await play.create(tags={"app.kind": "often"})
+    rare = [await play.create(tags={"app.kind": "seldom"}) for _ in range(2)]
+    looks = play.store.calls["scan"]
+
+    page = await play.engine.search_executions(tag=("app.kind", "seldom"), limit=1)
+
+    assert play.store.calls["scan"] - looks == 1
+    assert ([one.execution_id for one in page.executions], page.next_cursor) == ([min(rare)], min(rare))
+    rest = await play.engine.search_executions(tag=("app.kind", "seldom"), limit=1, cursor=page.next_cursor)
+    assert ([one.execution_id for one in rest.executions], rest.next_cursor) == ([max(rare)], None)

@@ -207,6 +207,17 @@ async def test_ex_066_reclaim_without_a_valid_grant(play: Play) -> None:
     assert (await play.core(late))["current_worker_instance_id"] == "wb-7"
 
 
+async def test_ex_066_a_grant_that_ends_on_the_way_to_the_store_reclaims_nothing(play: Play) -> None:
+    e = (await lapsed(play)).execution_id
+    await play.reclaim_grant(e, "wb", ttl=200)
+
+    assert await play.late(play.reclaim(e, "wb"), 200) == GrantNotFound(e)
+
+    assert await play.vector(e) == EXPIRED_LEASE
+    await play.reclaim_grant(e, "wb", ttl=200)
+    assert isinstance(await play.late(play.reclaim(e, "wb"), 199), Claimed)
+
+
 async def test_ex_067_reclaim_cap_boundary(play: Play) -> None:
     held = await lapsed(play)
     e = held.execution_id

@@ -187,6 +187,21 @@ async def test_a_lease_that_a_renewal_made_shorter_is_taken_over_in_its_place(pl
     assert taken.execution_id == held.execution_id
 
 
+async def test_a_lease_that_was_claimed_with_another_lane_s_name_is_taken_over_in_its_own(play: Play) -> None:
+    urgent = await play.create(priority=9)
+    for _ in range(2):
+        await play.create()
+    await play.grant(urgent, "wa")
+    assert await play.pull("wb") is not None  # a look, before the lease is taken
+    await play.claim(urgent, "wa", lane_id="elsewhere", ttl=100)
+    play.clock.pass_ms(100)
+
+    taken = await play.pull("wb")
+
+    assert taken is not None
+    assert taken.execution_id == urgent
+
+
 async def test_many_are_claimed_in_one_order_in_one_call(play: Play) -> None:
     low = (await play.claimed(priority=2)).execution_id
     high = (await play.claimed(priority=8)).execution_id
@@ -277,6 +292,35 @@ async def test_a_busy_worker_hears_of_a_new_line_soon(play: Play) -> None:
 
     assert taken is not None
     assert taken.execution_id == urgent
+
+
+@pytest.mark.parametrize("each", ["capability", "tenant"])
+@pytest.mark.parametrize("road", ROADS_OF_WORKERS)
+async def test_however_many_kinds_of_work_a_lane_has_the_best_comes_first(
+    play: Play, monkeypatch: pytest.MonkeyPatch, road: str, each: str
+) -> None:
+    monkeypatch.setattr(lines, "MOST_LINES", 3)
+    kind = {n: requires(f"c{n}") if each == "capability" else {"fairness_key": f"t{n}"} for n in range(10)}
+    created = {n: await play.create(priority=n, policy=kind[n]) for n in (4, 9, 1, 7, 3, 8, 2, 6, 5, 0)}
+    claim, can = getattr(play.engine, road), {f"c{n}" for n in range(10)}
+
+    answers = [await claim("default", worker_id="wb", worker_instance_id="wb-1", capabilities=can) for _ in created]
+
+    got = [(answer[0] if isinstance(answer, list) else answer).execution_id for answer in answers]
+    assert got == [created[n] for n in reversed(range(10))]
+
+
+async def test_of_many_kinds_of_work_many_are_claimed_in_one_order(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "MOST_LINES", 3)
+    deep = [await play.create(priority=9, policy={"fairness_key": "t0"}) for _ in range(2)]
+    kinds = {n: await play.create(priority=n, policy={"fairness_key": f"t{n}"}) for n in (1, 5, 2, 4, 3)}
+    await play.create(priority=0, policy={"fairness_key": "t0"})
+
+    claimed = await play.engine.claim_many("default", 5, worker_id="wb", worker_instance_id="wb-1")
+
+    got = [one.execution_id for one in claimed]
+    assert got == [*deep, kinds[5], kinds[4], kinds[3]][: len(got)]
+    assert len(got) >= 3
 
 
 async def test_granted_heads_hide_neither_queue_nor_takeovers(play: Play) -> None:

@@ -74,6 +74,18 @@ async def test_it_is_delayed(play: Play) -> None:
     assert await why(play, held.execution_id) == again
 
 
+async def test_it_was_put_away_with_a_reason(play: Play) -> None:
+    held = await play.claimed()
+    await play.engine.delay_for(held.handle, 70, reason="the oven is hot")
+
+    told = await why(play, held.execution_id)
+    assert told == obstacles.Delayed(play.now + 70, "waiting_for_delay", None, "the oven is hot")
+    assert told.sentence() == f"It is delayed until {play.now + 70} (waiting_for_delay: the oven is hot)."
+    play.clock.pass_ms(70)
+    await play.engine.promote_delayed(held.execution_id)
+    assert "oven" not in (await why(play, held.execution_id)).sentence()
+
+
 @pytest.mark.parametrize("reason", ["paused_by_operator", "paused_by_policy"])
 async def test_it_is_paused(play: Play, reason: str) -> None:
     e = await play.create()

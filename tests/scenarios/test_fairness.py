@@ -7,16 +7,28 @@ from typing import Any
 
 import pytest
 
+from flowfabric.engine import lines
 from flowfabric.engine.engine import Engine
 from flowfabric.ids import SeededMinter
 from flowfabric.settings import Settings
 from tests.scenarios.play import Play
+from tests.scenarios.test_ex_grants import requires
 from tests.scenarios.test_s_quotas import Q, policy
 from tests.scenarios.test_s_scheduling import ROADS, ask, pull
 
 
 def tenant(name: str, weight: int = 1, **more: Any) -> dict[str, Any]:
     return {"fairness_key": name, "fairness_weight": weight, **more}
+
+
+async def following(play: Play, road: str) -> str | None:
+    """The next execution for a worker, by a grant or by a claim, which may be bare or for some namespaces."""
+    if road == "namespaces":
+        return next(iter(await pull(play, namespaces={"default"})), None)
+    if road != "bare":
+        return await ask(play, road)
+    claimed = await play.pull()
+    return None if claimed is None else claimed.execution_id
 
 
 @pytest.mark.parametrize("road", [*ROADS, "bare"])
@@ -26,13 +38,7 @@ async def test_a_flood_of_one_tenant_does_not_hold_up_another(play: Play, road: 
     play.clock.pass_ms(1000)
     late = {await play.create(policy=tenant("late")) for _ in range(5)}
 
-    got = []
-    for _ in range(10):
-        if road == "bare":
-            claimed = await play.pull()
-            got.append(None if claimed is None else claimed.execution_id)
-        else:
-            got.append(await ask(play, road))
+    got = [await following(play, road) for _ in range(10)]
 
     assert late <= set(got)
     assert len(set(got)) == 10
@@ -122,11 +128,56 @@ async def test_a_lane_gives_its_ageing_to_work_whose_policy_names_none(play: Pla
     assert [one.execution_id for one in taken if one] == [urgent_elsewhere, elsewhere]
 
 
-async def test_very_many_lines_are_all_reached(play: Play) -> None:
-    waiting = {await play.create(policy=tenant(f"t{n:03}")) for n in range(150)}
+@pytest.mark.parametrize("road", [*ROADS, "bare", "namespaces"])
+@pytest.mark.parametrize("lines_at_once", [64, 5])
+async def test_however_many_tenants_there_are_a_newcomer_soon_has_its_turn(
+    play: Play, monkeypatch: pytest.MonkeyPatch, road: str, lines_at_once: int
+) -> None:
+    monkeypatch.setattr(lines, "MOST_LINES", lines_at_once)
+    for _ in range(4):
+        for n in range(12):
+            await play.create(policy=tenant(f"t{n:02}"))
+        play.clock.pass_ms(1)
+    for _ in range(3):
+        await following(play, road)
+    late = await play.create(policy=tenant("newcomer"))
+
+    got = [await following(play, road) for _ in range(26)]
+
+    assert late in got[:13], "one turn of all of them"
+    assert len(set(got)) == 26
+
+
+@pytest.mark.parametrize("at_once", [1, 4, 15])
+@pytest.mark.parametrize("limited", [12, 6, 0])
+async def test_weights_count_however_many_tenants_there_are(play: Play, at_once: int, limited: int) -> None:
+    await policy(play, cap=100)
+    names: dict[str, str] = {}
+    for _ in range(12):
+        for n in range(12):
+            limits = {"quota_policy_ids": [Q]} if n < limited else {}
+            names[await play.create(policy=tenant(f"t{n:02}", 4 if n == 0 else 1, **limits))] = f"t{n:02}"
+        play.clock.pass_ms(1)
+
+    got: Counter[str] = Counter()
+    while got.total() < 30:
+        got.update(names[e] for e in await pull(play, min(at_once, 30 - got.total())))
+
+    assert got == {"t00": 8} | {f"t{n:02}": 2 for n in range(1, 12)}
+
+
+@pytest.mark.parametrize("compared", [1024, 70])
+@pytest.mark.parametrize("each", ["tenant", "capability"])
+async def test_very_many_lines_are_all_reached(
+    play: Play, monkeypatch: pytest.MonkeyPatch, compared: int, each: str
+) -> None:
+    monkeypatch.setattr(lines, "MOST_COMPARED", compared)
+    names = [f"t{n:03}" for n in range(150)]
+    terms = {name: tenant(name) if each == "tenant" else requires(name) for name in names}
+    waiting = {await play.create(policy=terms[name]) for name in names}
 
     got = set()
-    while claimed := await pull(play, 40):
+    while claimed := await pull(play, 40, capabilities=names):
         got.update(claimed)
 
     assert got == waiting

@@ -359,13 +359,17 @@ async def test_adding_again_changes_no_number_but_registers_with_the_projector(f
     await flow.begin("a")
     await flow.succeed("a")
     await flow.sweep("flow_projector")
-    assert (await flow.one(Flow, flow.id)).project_at is None
+    before = await flow.one(Flow, flow.id)
+    assert before.project_at is None
+    flow.clock.pass_ms(1000)
 
     again = await flow.engine.add_execution_to_flow(flow.id, flow.names["a"])
 
     assert again == flow_answers.AlreadyMember(flow.names["a"], 1)
     assert await numbers(flow) == (1, 1, 0)
-    assert (await flow.one(Flow, flow.id)).project_at is not None
+    after = await flow.one(Flow, flow.id)
+    assert after.project_at is not None
+    assert after.last_mutation_at == before.last_mutation_at
 
 
 async def test_an_edge_is_applied_once(flow: Flowing) -> None:

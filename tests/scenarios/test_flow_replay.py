@@ -10,6 +10,8 @@ import pytest
 
 from flowfabric import errors
 from flowfabric.engine.cancelling import Dispositions
+from flowfabric.engine.flow_cancels import WaitTimeout
+from flowfabric.model import flow_answers
 from flowfabric.model.answers import Replayed
 from flowfabric.model.event import Topic
 from flowfabric.model.states import PublicState
@@ -321,6 +323,25 @@ async def test_a_member_that_is_replayed_while_a_reconciler_has_its_list_is_not_
     await flow.sweep("cancel_reconciler")
 
     assert await flow.state("a", *"b" * others) == " ".join(["waiting", *["cancelled"] * others])
+    assert await flow.backlog() == (None, [])
+
+
+async def test_a_member_that_is_replayed_while_its_flow_is_being_cancelled_runs(flow: Flowing) -> None:
+    await flow.begin("ab")
+    held = await flow.run("a")
+    cancelling = flow.engine.cancelling
+    cancel_many = cancelling.cancel_many
+
+    async def after_a_replay(names: Sequence[str], reason: str, *, listed_by: str | None = None) -> Dispositions:
+        await flow.engine.complete(held.handle)
+        assert await replay(flow, "a") == ["waiting"]
+        return await cancel_many(names, reason, listed_by=listed_by)
+
+    cancelling.cancel_many = after_a_replay  # type: ignore[method-assign]
+    answer = await flow.engine.cancel_flow(flow.id, wait=WaitTimeout(20_000))
+
+    assert isinstance(answer, flow_answers.Cancelled)
+    assert await flow.state("a", "b") == "waiting cancelled"
     assert await flow.backlog() == (None, [])
 
 

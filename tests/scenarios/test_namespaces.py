@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flowfabric import errors
-from flowfabric.engine import within
+from flowfabric.engine import lines, within
 from flowfabric.engine.lines import CANDIDATES
 from flowfabric.model.answers import Claimed
 from tests.scenarios.play import LEASE_MS, Play
@@ -43,6 +43,21 @@ async def test_a_claim_brings_work_of_its_namespaces_in_claim_order(play: Play) 
     assert names(await claims(play, "mine", "ours")) == [low]
     assert await claims(play, "mine", "ours") == []
     assert await claims(play) == [], "of no namespace there is no work"
+
+
+async def test_however_many_kinds_of_work_there_are_the_best_of_a_namespace_comes_first(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lines, "MOST_LINES", 3)
+    mine = {
+        n: await play.create(namespace="mine", priority=n, policy={"fairness_key": f"t{n}"}) for n in (4, 1, 3, 0, 2)
+    }
+    for n in range(5):
+        await play.create(namespace="theirs", priority=9 - n, policy={"fairness_key": f"t{n}"})
+
+    got = [names(await claims(play, "mine", limit=1)) for _ in mine]
+
+    assert got == [[mine[n]] for n in reversed(range(5))]
 
 
 async def test_work_is_found_behind_any_amount_of_others(play: Play) -> None:

@@ -46,3 +46,17 @@ async def test_everything_that_an_execution_owned_goes_with_it(play: Play, waits
     assert (await engine.get_budget_status(B)).usage == {"tokens": 4}
     again = await engine.create_execution(execution_id=engine.new_execution_id(), idempotency_key="once")
     assert again == Duplicate(e)
+
+
+async def test_the_ends_of_children_that_nobody_waited_for_go_with_their_parent(play: Play) -> None:
+    engine = play.engine
+    e = await play.create(policy=SOON)
+    parent = await play.claimed_again(e, "wa")
+    child = await play.claimed_again(await play.create(parent_id=e), "wc")
+    await engine.complete(child.handle)
+    await engine.folds_done()
+    await engine.complete(parent.handle)
+    play.clock.pass_ms(100)
+    assert (await engine.sweep_once("retention_trimmer")).processed == 1
+
+    assert (await play.everything())["ff_child_end"] == []

@@ -142,6 +142,20 @@ async def test_s_091_the_settings_filter_too_and_what_is_passed_over_hides_nothi
     assert await play.vector(mine) == WAITING
 
 
+async def test_s_091_however_many_are_passed_over_the_passes_come_to_those_behind_them(play: Play) -> None:
+    for _ in range(30):
+        await play.create(delay_until=play.now + 1)
+    mine = await play.create(delay_until=play.now + 2, tags={"app.instance_id": "i1"})
+    play.clock.pass_ms(10)
+    chosen = Filter(instance_tag=("app.instance_id", "i1"))
+
+    passes = [(await play.engine.sweep_once("delayed_promoter", chosen, batch=1)).processed for _ in range(2)]
+
+    assert passes == [0, 1]
+    assert await play.vector(mine) == WAITING
+    assert (await play.engine.sweep_once("delayed_promoter", batch=1)).processed == 1  # another one begins in front
+
+
 @pytest.mark.parametrize("sweep", ["delayed_promoter", "unblock"])
 async def test_s_091_an_execution_whose_tags_cannot_be_read_is_passed_over_until_they_can(
     play: Play, sweep: str
@@ -328,7 +342,7 @@ async def test_a_trim_tries_only_what_is_over_and_goes_on_behind_what_fails(
     async def purging(execution_id: str, **given: Any) -> bool:
         tried.append(execution_id)
         if len(tried) <= 3:
-            raise errors.StoreUnavailable("away")
+            raise errors.StoreUnavailable("away") if len(tried) < 3 else RuntimeError("a bug")
         return await purge(execution_id, **given)
 
     monkeypatch.setattr(play.engine, "purge_execution", purging)

@@ -15,7 +15,7 @@ from flowfabric.ids import SeededMinter
 from flowfabric.model.answers import Claimed, Completed, ReclaimCapExceeded
 from flowfabric.model.outbox import Message
 from flowfabric.model.quota import QuotaSlot
-from flowfabric.model.verdicts import ConcurrencyExceeded
+from flowfabric.model.verdicts import Admitted, AlreadyAdmitted, ConcurrencyExceeded, RateExceeded
 from flowfabric.stores.base import Scan
 from flowfabric.testing import FlakyStore, Loss
 from tests.scenarios.flowing import Flowing
@@ -201,6 +201,48 @@ async def test_the_release_of_an_earlier_life_does_not_take_the_slot_of_a_later_
 
     assert await books(play) == (1, 1)
     assert await check(play, await play.create(), concurrency_cap=1) == ConcurrencyExceeded()
+
+
+async def test_a_replay_needs_a_fresh_admission_though_its_slot_was_not_given_back_yet(play: Play) -> None:
+    await policy(play, rate=1, cap=5)
+    e = await play.create(policy=LIMITED)
+    play.engine.followers.pop(Message)  # the process dies before it delivers
+    await play.engine.complete((await take(play)).handle)
+    await play.engine.replay_execution(e)
+
+    assert await pull(play) == []
+
+    assert await play.vector(e) == QUOTA_BLOCKED.replace("first", "replay")
+    assert await check(play, e, rate_limit=1) == RateExceeded(60_000)
+
+
+async def test_what_was_admitted_between_the_end_and_the_replay_is_for_the_life_to_come(play: Play) -> None:
+    await policy(play, rate=2, cap=1)
+    e = await play.create(policy=LIMITED)
+    play.engine.followers.pop(Message)
+    await play.engine.complete((await take(play)).handle)
+    assert await check(play, e, rate_limit=2, concurrency_cap=1) == Admitted()
+    play.clock.pass_ms(2000)
+    assert (await play.engine.sweep_once("outbox_relay")).processed == 1
+    await play.engine.replay_execution(e)
+
+    assert (await take(play)).execution_id == e
+    assert await books(play) == (1, 1)
+
+
+async def test_the_release_of_an_earlier_life_does_not_take_what_an_application_had_admitted_since(play: Play) -> None:
+    await policy(play, cap=1)
+    e = await play.create(policy=LIMITED)
+    play.engine.followers.pop(Message)
+    await play.engine.complete((await take(play)).handle)
+    await play.engine.replay_execution(e)
+    assert await check(play, e, concurrency_cap=1) == Admitted()
+
+    play.clock.pass_ms(2000)
+    assert (await play.engine.sweep_once("outbox_relay")).processed == 1
+
+    assert await books(play) == (1, 1)
+    assert await check(play, e, concurrency_cap=1) == AlreadyAdmitted()
 
 
 async def test_an_end_before_the_claim_gives_back_what_was_admitted_for_it(play: Play) -> None:

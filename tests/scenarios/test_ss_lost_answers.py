@@ -8,23 +8,26 @@ from typing import Any
 
 import pytest
 
+from flowfabric import errors
 from flowfabric.clock import ManualClock
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.gates import OpenedGate, Parked
-from flowfabric.engine.suspensions import Suspended
+from flowfabric.engine.suspensions import AlreadySatisfied, Suspended
 from flowfabric.ids import SeededMinter
 from flowfabric.model.answers import Claimed
 from flowfabric.model.condition import OperatorOnly
 from flowfabric.model.gate import GateKind
+from flowfabric.model.states import PublicState
+from flowfabric.model.suspension import TimeoutBehavior
 from flowfabric.rules.mailbox import MailArgs
 from flowfabric.rules.parking import GateArgs
-from flowfabric.rules.resuming import Expiry
-from flowfabric.rules.signals import Accepted
+from flowfabric.rules.resuming import Expiry, Resumed
+from flowfabric.rules.signals import Accepted, Duplicate
 from flowfabric.rules.streams import Appended
 from flowfabric.stores.base import Store
 from flowfabric.testing import FlakyStore, Loss, check_invariants
 from tests.scenarios.play import Play
-from tests.scenarios.waits import SATISFIED, Waits
+from tests.scenarios.waits import ANY, SATISFIED, Waits
 
 
 class Stage:
@@ -229,6 +232,45 @@ async def test_a_signal_that_others_followed_before_its_answer_was_lost_counts_o
     assert (await stage.waits.record(held.execution_id, p.waitpoint_id)).signal_count == 2
 
 
+@pytest.mark.parametrize("key", [None, "i1"])
+async def test_the_same_signal_sent_twice_is_told_twice_though_one_got_lost_on_the_way(
+    stage: Stage, key: str | None
+) -> None:
+    held = await stage.play.claimed()
+    p = await stage.waits.suspend(held, OperatorOnly())
+    e = held.execution_id
+    signal = stage.waits.signal(e, "go", p.waitpoint_id, p.waitpoint_token, idempotency_key=key)
+    stopped = stage.wire.stop_before("commit")
+    stage.wire.lose("commit", Loss.UNSURE)
+    late = asyncio.ensure_future(stage.engine.deliver_signal(signal))
+    await stopped.reached()
+    first = await stage.other.deliver_signal(signal)
+    stopped.open()
+
+    assert isinstance(first, Accepted)
+    assert await late == (first if key is None else Duplicate(signal.signal_id))
+
+    kept = 2 if key is None else 1
+    assert (await stage.waits.record(e, p.waitpoint_id)).signal_count == kept == len(await stage.rows("ff_signal"))
+    assert [news.effect for news in await stage.waits.signals_told(e)][1:] == [
+        "Other(no_op)" if key is None else "Deduped"
+    ]
+
+
+async def test_each_repetition_is_told_though_one_got_lost_on_the_way(stage: Stage) -> None:
+    held = await stage.play.claimed()
+    p = await stage.waits.suspend(held, OperatorOnly())
+    e = held.execution_id
+    signal = stage.waits.signal(e, "go", p.waitpoint_id, p.waitpoint_token, idempotency_key="i1")
+    await stage.engine.deliver_signal(signal)
+    assert await stage.engine.deliver_signal(signal) == Duplicate(signal.signal_id)
+    stage.wire.lose("commit", Loss.UNSURE)
+
+    assert await stage.engine.deliver_signal(signal) == Duplicate(signal.signal_id)
+
+    assert [news.effect for news in await stage.waits.signals_told(e)] == ["Other(no_op)", "Deduped", "Deduped"]
+
+
 async def test_the_resuming_signal_is_recognised_after_the_work_went_on(stage: Stage) -> None:
     held = await stage.play.claimed()
     p = await stage.waits.suspend(held)
@@ -273,6 +315,109 @@ async def test_a_signal_that_left_the_log_before_its_answer_was_lost_counts_once
 
     assert [row.signal_name for row in await stage.rows("ff_signal")] == ["theirs"]
     assert (await stage.waits.record(held.execution_id, p.waitpoint_id)).signal_count == 2
+
+
+@pytest.mark.parametrize("expires_in", [0, 60_000], ids=["swept", "signalled"])
+async def test_a_waitpoint_that_others_came_to_before_its_answer_was_lost_is_made_once(
+    stage: Stage, expires_in: int
+) -> None:
+    held = await stage.play.claimed()
+    e = held.execution_id
+    first = await stage.engine.create_waitpoint(held.handle, "first", 60_000)
+
+    async def call() -> None:
+        async with asyncio.timeout(20):
+            made = await stage.engine.create_waitpoint(held.handle, "k", expires_in)
+        waitpoints = {row.waitpoint_id for row in await stage.rows("ff_waitpoint")}
+        assert waitpoints == {first.waitpoint_id, made.waitpoint_id}
+
+    async def meanwhile() -> None:
+        if not expires_in:
+            assert (await stage.other.sweep_once("pending_wp_expiry")).processed == 1
+            return
+        found = (await stage.other.list_pending_waitpoints(e)).entries
+        [waitpoint_id] = [one.waitpoint_id for one in found if one.waitpoint_key == "k"]
+        token = await stage.other.read_token_of(e, waitpoint_id)
+        assert token is not None
+        await stage.other.deliver_signal(stage.waits.signal(e, "go", waitpoint_id, token))
+
+    await overtaken(stage, call, meanwhile)
+
+
+async def test_a_wait_that_was_over_at_once_is_still_known_when_its_answer_was_lost(stage: Stage) -> None:
+    held = await stage.play.claimed()
+    p = await stage.engine.create_waitpoint(held.handle, "k", 60_000)
+    await stage.waits.send(held.execution_id, "go", p)
+
+    async def call() -> None:
+        assert isinstance(await stage.waits.on_pending(held, p, ANY), AlreadySatisfied)
+
+    message = MailArgs(execution_id=held.execution_id, mailbox="m", message_id=stage.waits.id(), payload=b"hi")
+    await overtaken(stage, call, lambda: stage.other.send_message(message))
+
+    assert [one.signal_name for one in await stage.engine.observe_signals(held.handle)] == ["go"]
+
+
+async def test_a_resume_whose_answer_was_lost_does_not_end_the_next_wait(stage: Stage) -> None:
+    held = await stage.play.claimed()
+    await stage.waits.suspend(held)
+
+    async def call() -> None:
+        assert await stage.engine.resume_execution(held.execution_id) == Resumed(PublicState.WAITING)
+
+    async def meanwhile() -> None:
+        claimed = await stage.other.claim("default", worker_id="wz", worker_instance_id="wz-1")
+        assert claimed is not None
+        await stage.other.suspend(claimed.handle, stage.waits.args())
+
+    await overtaken(stage, call, meanwhile)
+
+    assert await stage.other.read_execution_state(held.execution_id) is PublicState.SUSPENDED
+
+
+async def test_a_resume_whose_answer_was_lost_is_known_after_the_work_went_on(stage: Stage) -> None:
+    held = await stage.play.claimed()
+    await stage.waits.suspend(held)
+    message = MailArgs(execution_id=held.execution_id, mailbox="m", message_id=stage.waits.id(), payload=b"hi")
+
+    async def call() -> None:
+        assert await stage.engine.resume_execution(held.execution_id) == Resumed(PublicState.WAITING)
+
+    async def meanwhile() -> None:
+        assert await stage.other.claim("default", worker_id="wz", worker_instance_id="wz-1") is not None
+        await stage.other.send_message(message)
+
+    await overtaken(stage, call, meanwhile)
+
+
+async def test_a_timeout_whose_answer_was_lost_is_known_after_the_work_went_on(stage: Stage) -> None:
+    held = await stage.play.claimed()
+    await stage.waits.suspend(held, timeout_at=stage.play.now, timeout_behavior=TimeoutBehavior.AUTO_RESUME)
+    message = MailArgs(execution_id=held.execution_id, mailbox="m", message_id=stage.waits.id(), payload=b"hi")
+
+    async def call() -> None:
+        assert await stage.engine.expire_suspension(held.execution_id) is Expiry.RESUMED
+
+    async def meanwhile() -> None:
+        assert await stage.other.claim("default", worker_id="wz", worker_instance_id="wz-1") is not None
+        await stage.other.send_message(message)
+
+    await overtaken(stage, call, meanwhile)
+
+
+@pytest.mark.parametrize("loss", [Loss.REQUEST, Loss.UNSURE])
+async def test_a_resume_that_never_arrived_is_not_taken_for_another_s(stage: Stage, loss: Loss) -> None:
+    held = await stage.play.claimed()
+    await stage.waits.suspend(held)
+    stopped = stage.wire.stop_before("commit")
+    stage.wire.lose("commit", loss)
+    late = asyncio.ensure_future(stage.engine.resume_execution(held.execution_id))
+    await stopped.reached()
+    await stage.other.resume_execution(held.execution_id)
+    stopped.open()
+
+    with pytest.raises(errors.ExecutionNotSuspended):
+        await late
 
 
 async def test_frames_that_were_followed_before_their_answer_was_lost_stand_once(stage: Stage) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 
 from flowfabric import Fabric, RunFailed, errors
 from flowfabric.model.states import PublicState
+from flowfabric.sdk import cells
 from tests.sdk import service
 from tests.sdk.conftest import until, until_so, working
 
@@ -60,6 +63,82 @@ async def test_a_cancelled_run_kills_its_process(
         await until_so(lambda: _is_gone(tmp_path / "pid"))
 
 
+async def test_a_process_that_was_killed_leaves_nothing_behind(local: Fabric, tmp_path: Path) -> None:
+    """Not until Python collects its cycles, which a worker does seldom, but at once."""
+    gc.disable()
+    try:
+        async with working(local):
+            await _is_killed_by_its_timeout(tmp_path / "pid")
+            before = _open_files()
+            for _ in range(3):
+                await _is_killed_by_its_timeout(tmp_path / "pid")
+            await until_so(lambda: _open_files() <= before)
+            await until_so(lambda: not Path(f"/proc/{(tmp_path / 'pid').read_text()}").exists())
+    finally:
+        gc.enable()
+
+
+async def test_a_process_that_nobody_waits_for_any_more_is_killed_once_it_is_there(
+    local: Fabric, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, may_start = threading.Event(), threading.Event()
+    made: list[int] = []
+
+    class Slow(cells._Cell):
+        def __init__(self) -> None:
+            asked.set()
+            may_start.wait(30)
+            super().__init__()
+            made.append(self._process.pid or 0)
+
+    monkeypatch.setattr(cells, "_Cell", Slow)
+    async with working(local, lease_ttl="300ms") as worker:
+        run = await service.stubborn.submit(str(tmp_path / "pid"))
+        await until_so(asked.is_set, 30)
+        await run.cancel("no longer needed")
+        await until_so(lambda: not worker.running)
+        may_start.set()
+        await until_so(lambda: bool(made) and not Path(f"/proc/{made[0]}").exists())
+
+
+async def test_the_time_in_which_a_process_starts_is_not_its_handlers(
+    local: Fabric, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_begin = threading.Event()
+    begin = cells._Cell.begin
+
+    def slow(cell: cells._Cell, order: cells.Order) -> bool:
+        return may_begin.wait(30) and begin(cell, order)
+
+    monkeypatch.setattr(cells._Cell, "begin", slow)
+    async with working(local, lease_ttl="300ms"):
+        run = await service.stubborn.submit(str(tmp_path / "pid"))
+        began = await (await local.engine()).ping()
+
+        async def is_renewed_for_long() -> bool:
+            lease = (await run.describe()).current_lease
+            return lease is not None and lease.expires_at > began + 700 + 4 * 300
+
+        await until(is_renewed_for_long, 30)
+        may_begin.set()
+        with pytest.raises(RunFailed, match="has not returned after 0.7 s; its process was killed"):
+            await run.result(30)
+    assert len(await run.attempts()) == 1
+
+
+async def test_a_process_that_never_begins_is_killed(
+    local: Fabric, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over = threading.Event()
+    monkeypatch.setattr(cells, "START_S", 0.2)
+    monkeypatch.setattr(cells._Cell, "begin", lambda *_: over.wait(30) and False)
+    async with working(local):
+        run = await service.stubborn.submit(str(tmp_path / "pid"))
+        with pytest.raises(RunFailed, match=r"the process of .*stubborn has not begun after 0.2 s; it was killed"):
+            await run.result(30)
+        over.set()
+
+
 async def test_a_failure_and_the_death_of_a_process_come_back_with_their_reasons(local: Fabric) -> None:
     async with working(local, slots=1):
         failed = await service.wrong.submit()
@@ -103,6 +182,16 @@ def test_a_function_that_no_process_could_find_is_refused() -> None:
 
         @app.task(isolation="process")
         def inner() -> None: ...
+
+
+async def _is_killed_by_its_timeout(pid_file: Path) -> None:
+    run = await service.stubborn.submit(str(pid_file))
+    with pytest.raises(RunFailed, match="its process was killed"):
+        await run.result(30)
+
+
+def _open_files() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
 def _is_written(file: Path) -> bool:

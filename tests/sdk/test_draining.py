@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 from flowfabric import Fabric, Run
 from flowfabric.model.states import PublicState
+from flowfabric.sdk.worker import FAREWELL_S, Worker
+from flowfabric.testing import World
 from tests.sdk import service
 from tests.sdk.conftest import until, until_so, working
 from tests.sdk.processes import Process, process
@@ -84,6 +87,26 @@ async def test_a_handler_that_does_not_listen_does_not_keep_the_process_from_end
         assert worker.heard("not listening")
         assert any("the process ends without it" in line for line in worker.said)
         await _is_claimable_as_the_same_attempt(file_app, run)
+
+
+async def test_a_store_that_is_away_does_not_keep_a_worker_from_ending() -> None:
+    """Nobody hears of what it hands back; how much that is makes no difference."""
+    app = Fabric("memory://")
+
+    @app.task
+    async def endless(number: int) -> None:
+        await asyncio.Event().wait()
+
+    async with World(app, workers=0) as world:
+        runs = await endless.submit_many(range(20))
+        worker = Worker(app, slots=20, grace="1s")
+        working = asyncio.create_task(worker.run_until_told())
+        await until_so(lambda: worker.running == len(runs))
+        world.store.go_down()
+        worker.stop()
+        told_at = world.now_ms()
+        await working
+        assert world.now_ms() - told_at <= 1000 + 2 * 1000 * FAREWELL_S, "to take leave, and to close"
 
 
 async def _is_claimable_as_the_same_attempt(app: Fabric, run: Run[Any]) -> None:

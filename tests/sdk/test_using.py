@@ -34,9 +34,9 @@ def greet(pg_app: Fabric) -> Task[[str], str]:
 
 
 @asynccontextmanager
-async def of_asyncpg(dsn: str) -> AsyncIterator[Any]:
+async def of_asyncpg(dsn: str, isolation: Any = None) -> AsyncIterator[Any]:
     connection = await asyncpg.connect(dsn)
-    transaction = connection.transaction()
+    transaction = connection.transaction(isolation=isolation)
     await transaction.start()
     try:
         yield connection, transaction.commit, transaction.rollback
@@ -176,6 +176,24 @@ async def test_of_two_transactions_with_one_key_the_second_finds_the_first(
         await two.execute("insert into own values (1)")  # the transaction goes on
         await commit_two()
     assert (run.id, run.created) == (first.id, False)
+
+
+@pytest.mark.parametrize("isolation", ["repeatable_read", "serializable"])
+async def test_a_transaction_that_cannot_see_the_run_with_its_key_is_to_be_begun_anew(
+    pg_app: Fabric, greet: Task[[str], str], database: str, isolation: Any
+) -> None:
+    async with of_asyncpg(database, isolation) as (connection, _, rollback):
+        await connection.execute("create temporary table own (n int) on commit drop")  # from now on it sees nothing new
+        before = await greet.options(key="k").submit("ana")
+        async with asyncio.timeout(10):
+            with pytest.raises(errors.RetryExhausted, match="begin it anew"):
+                await greet.options(key="k").submit("bo", using=connection)
+        await connection.execute("insert into own values (1)")  # the caller may go on without
+        await rollback()
+    async with of_asyncpg(database, isolation) as (connection, commit, _):
+        run = await greet.options(key="k").submit("bo", using=connection)
+        await commit()
+    assert (run.id, run.created) == (before.id, False)
 
 
 async def test_a_view_that_cannot_await_submits_within_its_session(

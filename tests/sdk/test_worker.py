@@ -379,6 +379,7 @@ async def test_work_of_an_unknown_kind_is_left_for_others(app: Fabric, caplog: p
     async with working(app):
         await until(delayed)
     assert "no task 'not.here' here" in caplog.text
+    assert "the worker that had it knows no task 'not.here'" in (await engine.explain(stranger)).sentence
     assert await engine.read_total_attempt_count(stranger) == 1
 
 

@@ -166,7 +166,9 @@ async def test_a_zombie_is_fenced_off(ask: Asking, clock: ManualClock) -> None:
 async def test_work_is_put_away_and_comes_back(ask: Asking, clock: ManualClock) -> None:
     work = await claimed(ask)
     assert (await said(ask, "delay", work)).status_code == 400
-    assert (await said(ask, "delay", work, delay_ms=1000)).json()["Delayed"]["public_state"] == "delayed"
+    delayed = await said(ask, "delay", work, delay_ms=1000, reason="not before noon")
+    assert delayed.json()["Delayed"]["public_state"] == "delayed"
+    assert "not before noon" in (await ask.engine.explain(work["execution_id"])).sentence
     clock.pass_ms(1000)
     await ask.engine.sweep_once("delayed_promoter")
     [again] = (await ask.post(CLAIMS, wish())).json()["claimed"]

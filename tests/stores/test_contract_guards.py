@@ -287,3 +287,33 @@ async def test_looks_are_asked_of_rows_that_a_change_does_not_write(store: Store
 
     assert await store.commit([change(Insert(payload("a")), guards=[supposed(Execution, SLEEPS, "a")])]) == [clock.now]
     assert await one(store, Payload, "a") == payload("a")
+
+
+EACH = Like({"blocking_reason": BlockingReason.WAITING_FOR_BUDGET}, own=("delay_until", "tags", "deadline_at"))
+
+
+@pytest.mark.parametrize("alike", [True, False], ids=["alike", "each its own"])
+async def test_looks_may_be_each_root_s_own(store: Store, clock: ManualClock, alike: bool) -> None:
+    holds = {name: (50 if alike else 50 + place, None) for place, name in enumerate("abc")}
+    for name, (delay, tags) in holds.items():
+        await write(store, Insert(execution(name, **AS_IT_SLEEPS | {"delay_until": delay, "tags": tags})))
+    changes = [
+        change(mark(name), guards=[supposed(Execution, EACH, name, own=(*own, None))]) for name, own in holds.items()
+    ]
+
+    assert await store.commit(changes) == [clock.now] * 3
+    assert [await is_marked(store, name) for name in "abc"] == [True] * 3
+
+
+@pytest.mark.parametrize("own", [(51, None), (None, None), (50, "{}")], ids=str)
+async def test_a_root_that_holds_something_else_is_left_alone(
+    store: Store, clock: ManualClock, own: tuple[Any, ...]
+) -> None:
+    await write(store, Insert(execution(**AS_IT_SLEEPS)), Insert(execution("b", **AS_IT_SLEEPS)))
+    guards = [supposed(Execution, EACH, "a", own=(*own, None)), supposed(Execution, EACH, "b", own=(50, None, None))]
+
+    assert await store.commit([change(mark(name), guards=[one]) for name, one in zip("ab", guards, strict=True)]) == [
+        None,
+        clock.now,
+    ]
+    assert not await is_marked(store)

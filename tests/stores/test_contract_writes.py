@@ -10,6 +10,7 @@ import pytest
 from flowfabric.clock import ManualClock
 from flowfabric.model.event import Topic
 from flowfabric.model.execution import Attempt, Execution, IdempotencyKey, LineKey, Payload, Result
+from flowfabric.model.flow import Dependency, DependencyKind
 from flowfabric.model.keys import SigningKey
 from flowfabric.model.states import AttemptRecordState, AttemptType, PublicState
 from flowfabric.rules.change import NOW, Delete, FromNow, Insert, Patch, Put, absent, at
@@ -141,6 +142,23 @@ async def test_a_delete_takes_all_rows_whose_key_begins_alike(store: Store) -> N
 
     await write(store, Delete(Attempt, ()))
     assert (await store.load([Want(Attempt, ())])).rows == [[]]
+
+
+@pytest.mark.parametrize("beside", ["before", "after"])
+async def test_a_delete_takes_a_root_that_its_neighbour_in_the_batch_patches(
+    store: Store, clock: ManualClock, beside: str
+) -> None:
+    edge = Dependency("child", "edge", "flow", "above", DependencyKind.SUCCESS_ONLY)
+    await write(store, Insert(execution("child")), Insert(edge), Insert(execution("above")))
+    gone = change(Delete(Dependency, ("child",)), Delete(Execution, ("child",)))
+    told = change(
+        Patch(Execution, ("above",), {"priority": 5}), Patch(Dependency, ("child", "edge"), {"unfolded_at": NOW})
+    )
+
+    assert await store.commit([told, gone] if beside == "before" else [gone, told]) == [clock.now] * 2
+
+    assert (await store.load([Want(Dependency, ("child",))])).rows == [[]]
+    assert (await one(store, Execution, "above")).priority == 5
 
 
 async def test_the_writes_of_a_change_happen_in_their_order(store: Store) -> None:

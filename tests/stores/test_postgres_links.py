@@ -15,11 +15,11 @@ from flowfabric.errors import StoreFault, StoreUnavailable
 from flowfabric.model.event import Topic
 from flowfabric.model.execution import Execution, LineKey
 from flowfabric.rules.change import Guard, Insert, Patch
-from flowfabric.stores.base import Collision, Unstorable, Want
+from flowfabric.stores.base import Collision, Take, Taken, Unstorable, Want
 from flowfabric.stores.postgres import PostgresStore
 from tests.conftest import Rival, migrate
 from tests.servers import PostgresServer, leave, postgres
-from tests.stores.samples import a_take, change, event, execution, line_up, one, payload, waiting, write
+from tests.stores.samples import MAIL, a_take, change, event, execution, line_up, one, payload, waiting, write
 
 OURS = "select pid from pg_stat_activity where application_name = 'flowfabric' and datname = current_database()"
 NOBODY = "postgresql://postgres@127.0.0.1:{}/none"
@@ -40,6 +40,18 @@ async def until_it_answers(store: PostgresStore) -> None:
             except StoreUnavailable as error:
                 refusals.append(error)
     assert all(error.retryable for error in refusals)
+
+
+async def look_twice(store: PostgresStore, rival: Rival) -> tuple[Take, asyncio.Task[Taken]]:
+    """A take that has claimed one row, and is held up while it looks for another one."""
+    await line_up(store, *(waiting(f"{rank:02}", rank) for rank in range(10)))
+    await rival.begin(
+        "select 1 from ff_exec_core where rank between 1 and 5 for update",
+        "insert into ff_batch (batch_id, at, events) select nextval('ff_batch_batch_id_seq') + 2, 0, '{}'",
+    )  # it looks at so many rows first; and whoever tells something after the next one has to wait
+    take = a_take(2, MAIL, LineKey("other"))
+    await write(store, Insert(execution("elsewhere", line=LineKey("other"), rank=99)))
+    return take, asyncio.create_task(store.take(take))
 
 
 class TestAConnectionThatIsKilled:
@@ -95,6 +107,17 @@ class TestAConnectionThatIsKilled:
         await rival.end("rollback")
         assert len((await pg.take(a_take(1, prefix="again-"))).rows) == 1
 
+    async def test_during_the_second_look_of_a_take_leaves_a_doubt(self, pg: PostgresStore, rival: Rival) -> None:
+        take, looking = await look_twice(pg, rival)
+        (pid,) = await rival.blocks()
+
+        await rival.fetch("select pg_terminate_backend($1)", pid)
+
+        with pytest.raises(StoreUnavailable) as error:  # or unused stamps, as they seem, would be used again
+            await looking
+        assert doubt(error) is True
+        assert (await one(pg, Execution, "00")).lease_id == take.stamps[0].lease_id  # a reload tells
+
 
 async def test_a_statement_that_is_stopped_by_the_server_was_not_written(pg: PostgresStore, rival: Rival) -> None:
     await write(pg, Insert(execution("a")))
@@ -108,6 +131,17 @@ async def test_a_statement_that_is_stopped_by_the_server_was_not_written(pg: Pos
         await commit
     assert doubt(error) is False
     assert error.value.source is StoreFault.TIMEOUT
+
+
+async def test_a_second_look_that_is_stopped_by_the_server_leaves_what_the_first_one_found(
+    pg: PostgresStore, rival: Rival
+) -> None:
+    _, looking = await look_twice(pg, rival)
+    (pid,) = await rival.blocks()
+
+    await rival.fetch("select pg_cancel_backend($1)", pid)
+
+    assert [row.execution_id for row, _ in (await looking).rows] == ["00"]
 
 
 async def test_a_server_that_is_not_there_leaves_no_doubt() -> None:

@@ -200,8 +200,11 @@ async def test_a_lease_that_ended_while_the_renewal_waits_is_not_renewed(databas
 class TestTwoCreatesOfOneRow:
     """Neither sees the other's row."""
 
-    @pytest.fixture
-    async def commit(self, pg: PostgresStore, rival: Rival) -> asyncio.Task[list[int | None]]:
+    @pytest.fixture(params=[Insert, Put], ids=["inserted", "put"])
+    async def commit(
+        self, request: pytest.FixtureRequest, pg: PostgresStore, rival: Rival
+    ) -> asyncio.Task[list[int | None]]:
+        make: type[Insert | Put] = request.param
         await write(pg, Insert(execution("old")))
         columns = (
             await rival.fetch(
@@ -212,7 +215,7 @@ class TestTwoCreatesOfOneRow:
         )[0][0]
         copied = f"insert into ff_exec_core (execution_id, {columns}) select 'a', {columns} from ff_exec_core"
         await rival.begin(copied)
-        created = change(Insert(execution("a")), Insert(payload("a")), guards=[absent(Execution, "a")])
+        created = change(make(execution("a")), Insert(payload("a")), guards=[absent(Execution, "a")])
         commit = asyncio.create_task(pg.commit([created, change(Insert(execution("b")))]))
         await rival.blocks()
         return commit

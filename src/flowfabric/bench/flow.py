@@ -65,7 +65,7 @@ async def flow(
     steps: int = 10,
     fan: int = 100,
     siblings: int = 1000,
-    samples: int = 30,
+    samples: int = 100,
     graph: int = 10_000,
     rounds: int = 3,
     progress: Progress | None = None,

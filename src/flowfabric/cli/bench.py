@@ -123,7 +123,7 @@ def _print_waits(report: WaitReport) -> None:
 
 def flow(
     chains: Annotated[int, typer.Option(min=16, help="Chains of ten steps per round.")] = 600,
-    samples: Annotated[int, typer.Option(min=2, help="Fan-outs and cancels that are measured.")] = 30,
+    samples: Annotated[int, typer.Option(min=2, help="Fan-outs and cancels that are measured.")] = 100,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of chains; the median counts.")] = 3,
     store: StoreOption = None,
     json: JsonOption = False,

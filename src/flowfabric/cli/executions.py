@@ -177,13 +177,13 @@ def cancel(
     json: JsonOption = False,
 ) -> None:
     """Cancel an execution, whatever it is doing; again is fine."""
-    answer = on_store(store, lambda engine: engine.cancel_execution(execution_id, reason=reason))
+    answer = on_store(store, lambda engine: engine.cancel_execution(execution_id, reason=reason), about=execution_id)
     _told(answer.public_state.value, execution_id, json=json)
 
 
 def replay(execution_id: IdArgument, store: StoreOrServerOption = None, json: JsonOption = False) -> None:
     """Give an execution that has ended another life."""
-    answer = on_store(store, lambda engine: engine.replay_execution(execution_id))
+    answer = on_store(store, lambda engine: engine.replay_execution(execution_id), about=execution_id)
     _told(answer.public_state.value, execution_id, json=json)
 
 

@@ -58,18 +58,29 @@ def _by_backend(environ: Mapping[str, str]) -> str | None:
             )
 
 
-def on_store(named: str | None, work: Callable[[Engine], Awaitable[T]], *, migrate: bool = False) -> T:
-    """Do some work with an engine on the chosen store; a refusal is told and ends the command."""
+def on_store(
+    named: str | None, work: Callable[[Engine], Awaitable[T]], *, about: str | None = None, migrate: bool = False
+) -> T:
+    """Do some work with an engine on the chosen store; a refusal is told and ends the command.
+
+    `about` is the execution that is meant, to be named when there is none.
+    """
     import asyncio
 
     async def connected() -> T:
         from flowfabric import connect
+        from flowfabric.errors import NotFound
 
         url = chosen_store(named)
         if not migrate:
             must_exist(url)
         async with await connect(url, migrate=migrate) as engine:
-            return await work(engine)
+            try:
+                return await work(engine)
+            except NotFound as missing:
+                if about is None or missing.execution_id is not None:
+                    raise
+                raise NotFound(missing.entity, execution_id=about) from None
 
     with telling_errors():
         return asyncio.run(connected())

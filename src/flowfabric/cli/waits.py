@@ -45,7 +45,7 @@ def signal(
     if is_link == bool(name):
         raise typer.BadParameter("a link says what it answers: leave NAME out" if is_link else "say which NAME")
     asked = _vote(target, payload, by, key) if is_link else _message(target, name, payload, by, key)
-    answer = on_store(store, asked)
+    answer = on_store(store, asked, about=None if is_link else target)
     effect = answer.effect if hasattr(answer, "effect") else "duplicate"
     if json:
         document({"signal_id": getattr(answer, "signal_id", None), "effect": effect})

@@ -30,7 +30,7 @@ def add_to(app: typer.Typer) -> None:
 
 def explain(execution_id: IdArgument, store: StoreOrServerOption = None, json: JsonOption = False) -> None:
     """Say why an execution is not running. One thing is in the way: which, with its facts."""
-    answer = on_store(store, lambda engine: engine.explain(execution_id))
+    answer = on_store(store, lambda engine: engine.explain(execution_id), about=execution_id)
     facts = _facts(answer)
     if json:
         document(

@@ -9,15 +9,17 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from flowfabric import errors
+from flowfabric.engine.commits import Verdict
 from flowfabric.engine.core import Core
 from flowfabric.engine.folding import Child
 from flowfabric.engine.noting import Rows, first
 from flowfabric.model.execution import Execution
-from flowfabric.model.flow import CancelBacklog, EdgeGroup, PendingCancel, PendingCancelGroup
+from flowfabric.model.flow import CancelBacklog, Dependency, EdgeGroup, PendingCancel, PendingCancelGroup
 from flowfabric.model.flow_answers import Disposition, SiblingDrain
 from flowfabric.rules import cancel, flow_cancel, lease
 from flowfabric.rules.change import Change
@@ -25,8 +27,17 @@ from flowfabric.rules.lease import Fence
 from flowfabric.stores.base import Want
 
 BATCH = 250  # of one commit; while one is on its way, the next one is decided
+MANY = 50  # siblings: of fewer most are running when their join fires, and would be tried in vain
 
 Dispositions = dict[str, Disposition | errors.FabricError]
+
+
+class Cancel(NamedTuple):
+    """One that is to be written, and the rows that it was decided on."""
+
+    name: str
+    change: Change
+    rows: Rows
 
 
 class Cancelling:
@@ -68,9 +79,7 @@ class Cancelling:
             looked_at = list(zip(left, found[: len(left)], strict=True))
             if listed_by is not None:
                 looked_at = [one for one, entry in zip(looked_at, found[len(left) :], strict=True) if entry]
-            changes: list[Change] = []
-            asked: list[str] = []
-            known: list[Rows] = []
+            cancels: list[Cancel] = []
             for name, rows in looked_at:
                 try:
                     decision = cancel.cancel(first(rows), Fence(), lease.OPERATOR_OVERRIDE, reason)
@@ -80,30 +89,54 @@ class Cancelling:
                 if decision.change is None:
                     done[name] = _disposition(decision.answer)
                 else:
-                    changes.append(msgspec.structs.replace(decision.change, id=self._core.minter.change_id()))
-                    asked.append(name)
-                    known.append([rows])
-            verdicts = await self._core.commits.send(changes) if changes else []
-            left, written = [], dict[int, list[tuple[Change, Rows]]]()
-            for name, change, rows, verdict in zip(asked, changes, known, verdicts, strict=True):
-                if isinstance(verdict, errors.FabricError):
-                    done[name] = verdict
-                elif verdict is None:
-                    left.append(name)  # it moved meanwhile: look again
-                else:
-                    written.setdefault(verdict, []).append((change, rows))
-                    done[name] = Disposition.CANCELLED
-            for committed_at, together in written.items():
-                self._core.note_all(together, committed_at)
+                    cancels.append(Cancel(name, decision.change, [rows]))
+            left = await self._write(cancels, done)
         return done
+
+    async def _write(self, cancels: Sequence[Cancel], done: Dispositions) -> list[str]:
+        """Write these and add what became of each; those that are not as they were thought to be are the answer."""
+        if not cancels:
+            return []
+        changes = [msgspec.structs.replace(one.change, id=self._core.minter.change_id()) for one in cancels]
+        left, written = list[str](), dict[int, list[tuple[Change, Rows]]]()
+        verdicts = await self._resolved(changes, await self._core.commits.send(changes))
+        for (name, _, rows), change, verdict in zip(cancels, changes, verdicts, strict=True):
+            if isinstance(verdict, errors.FabricError):
+                done[name] = verdict
+            elif verdict is None:
+                left.append(name)  # it moved meanwhile: look again
+            else:
+                written.setdefault(verdict, []).append((change, rows))
+                done[name] = Disposition.CANCELLED
+        for committed_at, together in written.items():
+            self._core.note_all(together, committed_at)
+        return left
+
+    async def _resolved(self, changes: Sequence[Change], verdicts: list[Verdict]) -> list[Verdict]:
+        """The verdicts, with one look at those whose answer got lost: what bears the change's mark was written."""
+        doubtful = [
+            place
+            for place, verdict in enumerate(verdicts)
+            if isinstance(verdict, errors.StoreUnavailable) and verdict.in_doubt
+        ]
+        if not doubtful:
+            return verdicts
+        try:
+            loaded = await self._core.store.load([Want(Execution, changes[place].guards[0].key) for place in doubtful])
+        except errors.FabricError:  # then they are told as failed, and a sweep looks again
+            return verdicts
+        for place, rows in zip(doubtful, loaded.rows, strict=True):
+            if rows and rows[0].revision == changes[place].id:
+                verdicts[place] = loaded.now
+        return verdicts
 
     # -- members of a flow ------------------------------------------------------------------------------------------
 
     async def cancel_members(self, flow_id: str, names: Sequence[str], reason: str) -> list[str]:
         """Cancel members of a cancelled flow and acknowledge them; those that failed stay in the backlog."""
-        done = await self.cancel_many(names, reason)
-        await self.acknowledge(flow_id, [name for name in names if isinstance(done[name], Disposition)])
-        return [name for name in names if not isinstance(done[name], Disposition)]
+        done = await self.cancel_many(names, reason, listed_by=flow_id)
+        await self.acknowledge(flow_id, [name for name, one in done.items() if isinstance(one, Disposition)])
+        return [name for name in names if isinstance(done.get(name), errors.FabricError)]
 
     async def acknowledge(self, flow_id: str, names: Sequence[str]) -> int:
         """Strike members off the backlog of their flow; how many stood there."""
@@ -127,11 +160,25 @@ class Cancelling:
             if not entry:  # somebody else has drained it
                 return {}
             flagged = flow_cancel.flagged(entry[0], first(group))
-        done = await self.cancel_many(flagged.siblings, flagged.reason)
+        done = await self._cancel_unseen(flagged)
+        done |= await self.cancel_many([name for name in flagged.siblings if name not in done], flagged.reason)
         if flagged.reason:
             self._count(flagged.reason, done)
         if all(isinstance(one, Disposition) for one in done.values()):
             await self.drain(child, flagged.revision)
+        return done
+
+    async def _cancel_unseen(self, flagged: flow_cancel.Flagged) -> Dispositions:
+        """Cancel without a look those that nobody has touched since they were created; what became of these."""
+        edges, done = flow_cancel.untouched(flagged), Dispositions()
+        if len(edges) < MANY:
+            return done
+
+        async def part(some: Sequence[Dependency]) -> None:
+            cancels = flow_cancel.cancelled_unseen(flagged, some)
+            await self._write([Cancel(row.execution_id, change, [[row]]) for change, row in cancels], done)
+
+        await asyncio.gather(*(part(edges[start : start + BATCH]) for start in range(0, len(edges), BATCH)))
         return done
 
     def _count(self, reason: str, done: Dispositions) -> None:

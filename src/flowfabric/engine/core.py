@@ -24,7 +24,7 @@ from flowfabric.model.execution import Execution
 from flowfabric.model.flow import Edge
 from flowfabric.model.states import TerminalOutcome
 from flowfabric.model.stream import Frame
-from flowfabric.model.suspension import Waitpoint
+from flowfabric.model.suspension import Remembered, Signal, Waitpoint
 from flowfabric.rules.change import Change, Decision, Delete, FromNow, Insert, Patch, Put, outcome_of, spelled_out
 from flowfabric.settings import Settings
 from flowfabric.stores.base import Loaded, Scan, Store, Want
@@ -33,7 +33,8 @@ from flowfabric.stores.rows import TABLE
 A = TypeVar("A")
 PATIENCE_S = 15.0
 LASTING = (errors.StoreFault.OTHER, errors.StoreFault.AUTH)  # faults that no waiting cures
-MINTED = (Waitpoint, Frame, Edge)  # rows that are told in no feed, and whose ids or places are one call's own
+MINTED = (Waitpoint, Remembered, Frame, Edge)  # rows whose ids or places are one call's own, if it inserts them
+BORN_WITH = ("execution_id", "attempt_index", "waitpoint_key", "suspension_id", "gate")  # what a waitpoint stays by
 LOOKED_FOR = 100  # of those that one change inserts: any of them tells that it was written
 HISTORY = 1000
 
@@ -185,12 +186,11 @@ class Core(Noting):
                 continue
             if change.events and (told := await self._told(change.events[0], doubt.rows)) is not None:
                 return doubt, told.at
-            inserted = (write.row for write in change.writes if isinstance(write, Insert))
-            inserts = [row for row in inserted if isinstance(row, MINTED)][-LOOKED_FOR:]
-            wants = [Want(type(row), _key_of(row)) for row in inserts]
+            made = [*_inserted(change), *_bound(change, doubt.rows)][-LOOKED_FOR:]
+            wants = [Want(type(row), _key_of(row)) for row in made]
             if not wants:
                 continue
-            for row, kept in zip(inserts, (await self.load(wants)).rows, strict=True):
+            for row, kept in zip(made, (await self.load(wants)).rows, strict=True):
                 if kept and is_as_meant(kept[0], row):
                     return doubt, None
         return await self._removed(doubtful)
@@ -264,11 +264,30 @@ def _key_of(row: msgspec.Struct) -> tuple[Any, ...]:
     return tuple(getattr(row, name) for name in TABLE[type(row)].key)
 
 
+def _inserted(change: Change) -> list[msgspec.Struct]:
+    """The rows of a change that nobody else would insert; a signal that is told was sent, and may be sent twice."""
+    minted = MINTED if change.events else (*MINTED, Signal)
+    rows = (write.row for write in change.writes if isinstance(write, Insert))
+    return [row for row in rows if isinstance(row, minted)]
+
+
+def _bound(change: Change, decided_on: Rows) -> list[Waitpoint]:
+    """The waitpoints that were there before, and that a change gives to a suspension."""
+    put = [write.row for write in change.writes if isinstance(write, Put) and isinstance(write.row, Waitpoint)]
+    known = [row for found in decided_on for row in found if isinstance(row, Waitpoint)]
+    return [one for one in put if not any(_key_of(row) == _key_of(one) and is_as_meant(row, one) for row in known)]
+
+
 def is_as_meant(found: msgspec.Struct, meant: msgspec.Struct) -> bool:
-    """Whether a row says what was to be inserted; instants that the store filled in, and revisions, say nothing."""
+    """Whether a row says what was to be written; instants that the store filled in, and revisions, say nothing.
+
+    A waitpoint is known by what it was born with: others count signals there, activate it and close it.
+    """
+    values = msgspec.structs.asdict(meant)
+    if isinstance(meant, Waitpoint):
+        values = {name: values[name] for name in BORN_WITH if values[name] is not None}
     return all(
-        type(value) is FromNow or name == "revision" or getattr(found, name) == value
-        for name, value in msgspec.structs.asdict(meant).items()
+        type(value) is FromNow or name == "revision" or getattr(found, name) == value for name, value in values.items()
     )
 
 

@@ -81,7 +81,8 @@ class Dispatcher:
                 self._start(partial(self.deliver, row.execution_id))
             elif type(write) is Put and type(row) is PendingCancelGroup:
                 child = Child(row.flow_id, row.downstream_execution_id)
-                self._start(partial(self._end_siblings, child, flow_cancel.flagged_by(change, child)))
+                flagged = flow_cancel.flagged_by(change, child, [one for found in rows for one in found])
+                self._start(partial(self._end_siblings, child, flagged))
         if self._settled:
             self._start_round()
 

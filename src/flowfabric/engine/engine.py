@@ -28,7 +28,7 @@ from flowfabric.engine.sleeping import Sleeping
 from flowfabric.engine.streams import StreamOps, Streams
 from flowfabric.engine.subscriptions import Subscriptions
 from flowfabric.engine.surface import operations
-from flowfabric.engine.sweeper import Pass, Sweeper
+from flowfabric.engine.sweeper import Pass, Places, Sweeper
 from flowfabric.engine.together import Together
 from flowfabric.engine.unblocking import Unblocking
 from flowfabric.engine.vault import Vault
@@ -81,6 +81,7 @@ class Engine(
         super().__init__(store, minter=minter or RandomMinter(), settings=settings or Settings())
         self.schema = schema or Schema(0, 0)
         self._sweeper: Sweeper | None = None
+        self._places: Places = {}
         self.accepting = intake.Accepting()
         self.vault = Vault(self.settings.secret_key)
         self.together = Together(self)
@@ -138,7 +139,7 @@ class Engine(
 
     async def sweep_once(self, name: str, chosen: Filter | None = None, *, batch: int | None = None) -> Pass:
         """One pass of a sweep, now; `chosen` restricts the sweeps over executions."""
-        return await self.sweeper(intake.chosen(chosen)).sweep_once(name, batch)
+        return await self.sweeper(chosen).sweep_once(name, batch)
 
     def sweeper(self, chosen: Filter | None = None) -> Sweeper:
         """All sweeps, not yet running."""
@@ -147,7 +148,7 @@ class Engine(
             *self._flow_sweeps.sweeps(chosen),
             *admission_sweeps(self, self._unblocking, chosen),
         )
-        return Sweeper(self, self.settings.sweeps, more, chosen)
+        return Sweeper(self, self.settings.sweeps, more, chosen, self._places)
 
     async def close(self) -> None:
         """Stop sweeping, let what is on its way arrive, and let go of the store. A second call does nothing."""

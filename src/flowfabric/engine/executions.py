@@ -207,13 +207,14 @@ class Executions(Purging, Creating):
             execution, lambda row, now: delay.delay(row, shown, by, until, now), trust=self._untimed(execution)
         )
 
-    async def delay_for(self, handle: Handle, length_ms: int) -> answers.Delayed:
+    async def delay_for(self, handle: Handle, length_ms: int, *, reason: str = "") -> answers.Delayed:
         """Put the work away for a while, reckoned by the store's clock; 0 hands it back at once."""
         fields = self.opened(handle)
         until = FromNow(limits.duration("length_ms", length_ms, least=0))
+        why = limits.text("reason", reason)
         return await self.settle_execution(
             fields.execution_id,
-            lambda row, now: delay.delay(row, _fence(fields), None, until, now),
+            lambda row, now: delay.delay(row, _fence(fields), None, until, now, why=why),
             trust=self._untimed(fields.execution_id),
         )
 

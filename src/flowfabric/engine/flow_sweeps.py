@@ -150,11 +150,14 @@ class FlowSweeps:
         """Those of these edges whose upstream has ended, and does not live again by now."""
         names = sorted({one.upstream_execution_id for one in edges})
         upstreams = dict(zip(names, await self._load([Want(Execution, (name,)) for name in names]), strict=True))
-        return [
-            Settled(Child(one.flow_id, one.downstream_execution_id), one.edge_id, outcome)
-            for one in edges
-            if (outcome := joins.end_of(one, first(upstreams[one.upstream_execution_id]))) is not None
-        ]
+        settled = []
+        for one in edges:
+            outcome = joins.end_of(one, first(upstreams[one.upstream_execution_id]))
+            if outcome is not None:
+                noted = one.unfolded_at is not None and one.outcome is outcome  # and counted only while it still is
+                child = Child(one.flow_id, one.downstream_execution_id)
+                settled.append(Settled(child, one.edge_id, None if noted else outcome))
+        return settled
 
     async def _accepted(self, settled: list[Settled], choice: Choice) -> list[Settled]:
         if not choice.filters:

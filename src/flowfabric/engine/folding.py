@@ -66,6 +66,7 @@ class _Case(msgspec.Struct):
     tally: Tally
     edges: tuple[str, ...]  # of the tally's verdicts
     around: Surroundings = Surroundings()
+    beside: list[Any] = []  # further rows that were looked at: all its edges, and upstreams that have ended
 
 
 class Folding:
@@ -143,7 +144,8 @@ class Folding:
                 continue
             for case, answer in zip(members, answers, strict=True):
                 folds.append(_told(case, answer))
-            self._core.note(change, [[case.row for case in members]], committed_at)
+            rows = [[case.row for case in members], *(case.beside for case in members if case.beside)]
+            self._core.note(change, rows, committed_at)
         return folds
 
     async def _write(self, change: Change, pause: Pause) -> int | None:
@@ -209,6 +211,7 @@ class Folding:
         for case, edges in zip(flagging, inbound, strict=True):
             going = joins.siblings(edges, case.tally, again)
             case.around = msgspec.structs.replace(case.around, siblings=going)
+            case.beside = [*edges, *again.values()]
 
     async def _look_for_results(self, cases: Sequence[_Case]) -> None:
         """The result of the last carrier that has one; usually the last one has."""

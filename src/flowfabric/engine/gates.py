@@ -170,7 +170,7 @@ class Gates(Keys):
     async def send_message(self, args: MailArgs) -> Accepted | Duplicate:
         """Send a message to an execution that has not ended; it is kept in order until somebody receives it."""
         ask = wait_intake.message(args)
-        key = waits.digest(ask.idempotency_key or "")
+        key, call = waits.digest(ask.idempotency_key or ""), str(self.minter.change_id())
         wants = (
             Want(Execution, (ask.execution_id,)),
             Want(Suspension, (ask.execution_id,)),
@@ -179,7 +179,7 @@ class Gates(Keys):
         return await self.together.settle(
             ask.execution_id,
             wants,
-            lambda rows, now: mailbox.send(_first(rows[0]), _first(rows[1]), _first(rows[2]), ask, now),
+            lambda rows, now: mailbox.send(_first(rows[0]), _first(rows[1]), _first(rows[2]), ask, now, call=call),
         )
 
     # -- children -------------------------------------------------------------------------------------------------

@@ -119,12 +119,18 @@ def revision(name: str, value: object) -> int | None:
 
 
 def chosen(given: object) -> Filter:
-    """Which executions a sweep may touch; all of them when nothing is said."""
+    """Which executions, or events of them, are wanted; all of them when nothing is said."""
     if given is None:
         return Filter()
     if not isinstance(given, Filter):
-        raise errors.InvalidInput("chosen: not a filter")
-    return given
+        raise errors.InvalidInput("filter: not a filter")
+    namespace = limits.optional_text("namespace", given.namespace)
+    tag: object = given.instance_tag
+    if tag is None:
+        return Filter(namespace)
+    if not isinstance(tag, tuple | list) or len(tag) != 2:
+        raise errors.InvalidInput("instance_tag: not a pair of key and value")
+    return Filter(namespace, (limits.text("instance_tag", tag[0]), limits.text("instance_tag", tag[1])))
 
 
 def each(name: str, values: object) -> Iterable[Any]:
@@ -220,7 +226,7 @@ def policy_text(policy: object) -> str | None:
         return None
     if isinstance(policy, str):
         if "\x00" in policy or not _is_unicode(policy):
-            raise errors.InvalidPolicyJson("malformed")  # no JSON, and no text that a store could keep
+            return str.__str__(policy)  # no JSON, and no text that a store could keep: the rules refuse it in its turn
         return limits.text("policy", policy) or None
     if not isinstance(policy, Mapping):
         raise errors.InvalidInput("policy: neither JSON text nor a mapping")

@@ -19,7 +19,7 @@ from flowfabric import errors
 from flowfabric.engine.executions import Executions
 from flowfabric.model import answers
 from flowfabric.model.execution import Execution, LineKey
-from flowfabric.rules import capabilities, claim
+from flowfabric.rules import capabilities, claim, fairness
 from flowfabric.rules.policy import decode_terms
 from flowfabric.stores.base import Scan, Where
 
@@ -29,11 +29,19 @@ HOUSEKEEPING_MS = 500  # how old a look around in a lane may be; half of what a 
 CANDIDATES = 10
 LAPSED_BATCH = 100
 BY_RANK = ("rank", "execution_id")
-MOST_LINES = 64  # that are looked at in one trip
+MOST_LINES = 64  # that are taken from in one trip
+MOST_KEYS = 8  # whose work one claim takes: each key costs a trip of its own
+MOST_COMPARED = 1024  # whose first rows are looked at to see which come first
 
 
 class Lines(Executions):
     """What a claim needs to know of the lines of its lane."""
+
+    _rotation: int = 0
+
+    @cached_property
+    def _fair_turns(self) -> dict[str, dict[str, int]]:
+        return {}
 
     @cached_property
     def _unreadable(self) -> set[str]:
@@ -96,13 +104,66 @@ class Lines(Executions):
         """The lines whose work a worker with these capabilities can do."""
         return [line for line in await self.lines_of(lane_id) if capabilities.covers(line.required, offered)]
 
-    async def heads(
-        self, lines: Sequence[LineKey], limit: int, *, without: Set[str] = frozenset(), where: tuple[Where, ...] = ()
+    async def portions(self, lines: Sequence[LineKey]) -> list[Sequence[LineKey]]:
+        """The lines in portions that one trip can take from; of more than one can, those with the best work first."""
+        if len(lines) <= MOST_LINES:
+            return _portions(lines, MOST_LINES)
+        [compared, *others] = self.windows(lines)
+        firsts = await self.heads(compared, 1, ahead=0)
+        in_order = [line for line in dict.fromkeys(row.line for row in firsts) if line is not None]
+        return [portion for some in (in_order, *others) for portion in _portions(some, MOST_LINES)]
+
+    def windows(self, lines: Sequence[LineKey]) -> list[Sequence[LineKey]]:
+        """The lines, or as many at a time as can be compared with each other, beginning with others each time."""
+        portions = _portions(lines, MOST_COMPARED)
+        if len(portions) <= 1:
+            return portions
+        self._rotation += 1
+        start = self._rotation % len(portions)
+        return portions[start:] + portions[:start]
+
+    async def contenders(
+        self,
+        lane_id: str,
+        lines: Sequence[LineKey],
+        wanted: int,
+        *,
+        without: Set[str] = frozenset(),
+        where: tuple[Where, ...] = (),
     ) -> list[Execution]:
-        """The first rows of each of the lines, without those granted to somebody and those named, best rank first."""
+        """The rows of these lines among which the next `wanted` are.
+
+        Of the lines of many keys, or of very many lines, only those that come first are read so far; the first row of
+        each other one is there, too, so that nobody's turn is forgotten.
+        """
+        if len(lines) <= MOST_LINES and len({line.fairness_key for line in lines}) <= MOST_KEYS:
+            return await self.heads(lines, wanted, without=without, where=where)
+        firsts = await self.heads(lines, 1, without=without, where=where, ahead=0)
+        if wanted == 1 or len(firsts) <= 1:
+            return firsts
+        picks, _ = fairness.plan(firsts, self.turns_of(lane_id), self.estimate.now(), wanted, most_keys=MOST_KEYS)
+        keys = {fairness.key_of(row) for row in picks}
+        foremost = [row.line for row in firsts if fairness.key_of(row) in keys][:MOST_LINES]
+        near = {line for line in foremost if line is not None}
+        further = await self.heads([*near], wanted, without=without, where=where)
+        return further + [row for row in firsts if row.line not in near]
+
+    async def heads(
+        self,
+        lines: Sequence[LineKey],
+        limit: int,
+        *,
+        without: Set[str] = frozenset(),
+        where: tuple[Where, ...] = (),
+        ahead: int = CANDIDATES,
+    ) -> list[Execution]:
+        """The first rows of each of the lines, without those granted to somebody and those named, best rank first.
+
+        `ahead` more of each are read at once, since some may have to be passed over.
+        """
         if not lines:
             return []
-        size = limit + CANDIDATES
+        size = limit + ahead
         conditions = (Where("line", "in", tuple(lines)), *where)
         page = await self.scan(Scan(Execution, conditions, BY_RANK, None, size, each="line"))
         rows = self._claimable(page, without)
@@ -141,6 +202,14 @@ class Lines(Executions):
             return False
         return True
 
+    def turns_of(self, lane_id: str) -> fairness.Turns:
+        """Whose turn it is in a lane, for this process."""
+        return self._fair_turns.get(lane_id, {})
+
+    def keep_turns(self, lane_id: str, turns: dict[str, int]) -> None:
+        """Remember whose turn it is after a claim."""
+        self._fair_turns[lane_id] = turns
+
     async def forget_decided(self, lane_id: str) -> None:
         """Stop expecting decided work in a lane, unless there is some: granted, or beyond the worker that looked."""
         if lane_id not in self._decided_lanes and lane_id not in self._takeovers:
@@ -152,8 +221,10 @@ class Lines(Executions):
         self._takeovers.discard(lane_id)
 
 
-def windows(lines: Sequence[LineKey], start: int) -> list[Sequence[LineKey]]:
-    """The lines in portions that one trip can look at, beginning with another one each time."""
-    portions = [lines[first : first + MOST_LINES] for first in range(0, len(lines), MOST_LINES)]
-    start %= max(1, len(portions))
-    return portions[start:] + portions[:start]
+def most_of(lines: Sequence[LineKey], limit: int) -> int:
+    """How many of these lines can be claimed together: the best so many stand in the first portion."""
+    return limit if len(lines) <= MOST_LINES else min(limit, MOST_LINES)
+
+
+def _portions(lines: Sequence[LineKey], size: int) -> list[Sequence[LineKey]]:
+    return [lines[first : first + size] for first in range(0, len(lines), size)]

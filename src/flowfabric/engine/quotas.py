@@ -64,8 +64,9 @@ class Quotas(Waiting, Relay):
     ) -> verdicts.Admission:
         """Admit an execution by the numbers given, whatever the policy says and whether or not it exists."""
         policy = _policy_id(quota_policy_id)
+        execution = intake.execution(execution_id)
         ask = admission.Asking(
-            execution_id=intake.execution(execution_id),
+            execution_id=execution,
             window_ms=1000 * limits.integer("window_seconds", window_seconds, least=0, most=MOST_SECONDS),
             rate_limit=limits.integer("rate_limit", rate_limit, least=0),
             concurrency_cap=limits.integer("concurrency_cap", concurrency_cap, least=0),
@@ -74,7 +75,9 @@ class Quotas(Waiting, Relay):
             admission=self.minter.change_id(),
             chance=self.chance(),
         )
-        return await self._check(policy, ask)
+        rows = (await self.load((Want(Execution, (execution,)),))).rows[0]
+        life = admission.life_of(rows[0] if rows else None)
+        return await self._check(policy, msgspec.structs.replace(ask, life=life))
 
     async def _check(self, quota_policy_id: str, ask: admission.Asking) -> verdicts.Admission:
         return await self.quota_chains.ask(quota_policy_id, lambda sheet, now: admission.check(sheet, ask, now))

@@ -172,8 +172,7 @@ class Reads(Core):
         if row is None:
             return []
         events = await self.patiently(lambda: self.store.history(execution, Topic.LEASE, HISTORY_KEPT, RENEWED))
-        # Events outlive a purge; what an earlier execution of this name did is not this one's history.
-        return [_entry(told) for told in events if told.at >= row.created_at]
+        return [_entry(told) for told in views.own_history(row, events)]
 
     async def list_executions(self, partition: int, *, cursor: str | None = None, limit: int = 50) -> ExecutionPage:
         """Ids of one partition, ascending, strictly after the cursor."""
@@ -216,12 +215,13 @@ class Reads(Core):
         if label is not None:
             where.append(Where("tags", "set"))
         wanted = min(limits.integer("limit", limit, least=0), MAX_PAGE)
+        size = wanted + 1 if label is None else MAX_PAGE + 1
         found: list[Execution] = []
         after: tuple[str, ...] | None = None if cursor is None else (intake.execution(cursor),)
         while True:  # a tag is looked for in what the other filters leave over
-            rows = await self._page(Scan(Execution, tuple(where), ("execution_id",), after, wanted + 1), wanted)
+            rows = await self._page(Scan(Execution, tuple(where), ("execution_id",), after, size), wanted)
             found += [row for row in rows if label is None or notes.read_tags(row.tags).get(label[0]) == label[1]]
-            if len(rows) <= wanted or len(found) > wanted:
+            if len(rows) < size or len(found) > wanted:
                 break
             after = (rows[-1].execution_id,)
         page = [views.snapshot(row) for row in found[:wanted]]

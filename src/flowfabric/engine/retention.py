@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
-from flowfabric import errors
 from flowfabric.engine import intake
 from flowfabric.engine.executions import Executions
 from flowfabric.model.execution import Execution
 from flowfabric.rules import limits, retention
 from flowfabric.rules.feeds import Filter
 from flowfabric.stores.base import Scan, Where
+
+logger = logging.getLogger("flowfabric.retention")
 
 BATCH = 20
 PAGE = 500  # how many are looked at in one trip: not all that stand here are over
@@ -59,5 +61,6 @@ class Retention(Executions):
     async def _purge(self, execution_id: str, default_ms: int | None) -> bool:
         try:
             return await self.purge_execution(execution_id, default_retention_ms=default_ms)
-        except errors.FabricError:
+        except Exception:  # whatever it is, the others can go
+            logger.exception("%s could not be purged, and is left", execution_id)
             return False

@@ -18,8 +18,8 @@ from flowfabric.engine import intake
 from flowfabric.engine.admitting import Admitted, Admitting, Seen
 from flowfabric.engine.claims import Claims, signed_claim, signed_reclaim
 from flowfabric.engine.intake import ClaimOrder
-from flowfabric.engine.lines import CANDIDATES, HOUSEKEEPING_MS
-from flowfabric.engine.taking import MOST_KEYS, claimed_of
+from flowfabric.engine.lines import CANDIDATES, HOUSEKEEPING_MS, MOST_KEYS
+from flowfabric.engine.taking import claimed_of
 from flowfabric.engine.waiting import PAGE
 from flowfabric.engine.workers import LiveWorkers, Workers
 from flowfabric.model import answers

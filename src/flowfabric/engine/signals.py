@@ -164,9 +164,12 @@ class Signals(Keys):
                 Want(Remembered, (ask.execution_id, ask.waitpoint_id, waits.digest(ask.idempotency_key or "")))
             )
 
+        call = str(self.minter.change_id())
+
         def decide(rows: list[list[Any]], now: int) -> Decision[Accepted | Duplicate]:
             row, root, waitpoint, _, *remembered = map(_first, rows)
-            return signals.deliver(Scene(row, root, waitpoint, _first(remembered), self.keys_in(rows[3])), ask, now)
+            scene = Scene(row, root, waitpoint, _first(remembered), self.keys_in(rows[3]), call)
+            return signals.deliver(scene, ask, now)
 
         return await self.together.settle(ask.execution_id, wants, decide)
 

@@ -10,10 +10,11 @@ import msgspec
 
 from flowfabric import errors
 from flowfabric.cursors import decode_cursor, encode_cursor
+from flowfabric.engine import intake
 from flowfabric.engine.core import PATIENCE_S, Core, Pause
 from flowfabric.engine.wakes import FEED, waited
 from flowfabric.model.event import FeedEvent, Topic
-from flowfabric.rules import feeds, limits
+from flowfabric.rules import feeds
 from flowfabric.rules.feeds import Completion, Filter, LeaseNews, OperatorNews, SignalNews
 from flowfabric.stores.base import FeedPage
 
@@ -196,25 +197,9 @@ class Subscriptions(Core):
     ) -> Subscription[N]:
         if not isinstance(cursor, bytes | bytearray):
             raise errors.InvalidInput("cursor: not bytes")
-        wanted = _filter(chosen)
+        wanted = intake.chosen(chosen)
         position = decode_cursor(bytes(cursor))
         if position is None:
             position = await self.patiently(self.store.feed_end)
         # Nothing stands before the first place, and so nothing can be missing there.
         return Subscription(self, topic, max(position, 0), wanted, tell)
-
-
-def _filter(chosen: object) -> Filter:
-    """A filter whose parts are texts."""
-    if chosen is None:
-        return Filter()
-    if not isinstance(chosen, Filter):
-        raise errors.InvalidInput("filter: not a filter")
-    limits.optional_text("namespace", chosen.namespace)
-    tag: object = chosen.instance_tag
-    if tag is not None:
-        if not isinstance(tag, tuple | list) or len(tag) != 2:
-            raise errors.InvalidInput("instance_tag: not a pair of key and value")
-        for part in tag:
-            limits.text("instance_tag", part)
-    return chosen

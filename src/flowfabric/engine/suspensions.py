@@ -175,12 +175,12 @@ class Suspensions(Keys):
         self, execution_id: str, *, trigger_type: str = "signal", resume_delay_ms: int = 0
     ) -> Resumed:
         """Let a suspended execution go on, whatever it waits for."""
-        execution = intake.execution(execution_id)
+        execution, call_id = intake.execution(execution_id), self.minter.uuid()
         if trigger_type not in TRIGGERS:
             raise errors.InvalidInput(f"trigger_type: none of {', '.join(TRIGGERS)}")
         delay_ms = limits.duration("resume_delay_ms", resume_delay_ms, least=0)
         resumed: Resumed = await self._about(
-            execution, lambda row, root, _: resuming.resume_execution(row, root, delay_ms)
+            execution, lambda row, root, _: resuming.resume_execution(row, root, delay_ms, call_id)
         )
         return resumed
 

@@ -1,16 +1,17 @@
 """Sweeps: what time makes due is done by any process that runs a sweeper; there is no leader.
 
-Each sweep holds a short lease on its own name, so that many processes do not fetch the same rows, looks for rows whose
-instant has come, and hands each to the verb that decides about it again. It then sleeps until the next instant that it
-saw, at most its interval. An item that fails again and again is left alone for a while and never holds up the others.
-A sweep that meets an absent store is tried again after a growing pause, one that crashes is started again; stopping
-waits for the items in hand.
+Each sweep holds a short lease on its own name, so that many processes do not fetch the same rows; those whose filters
+choose different executions hold different ones. It looks for rows whose instant has come, and hands each to the verb
+that decides about it again. It then sleeps until the next instant that it saw, at most its interval. An item that fails
+again and again is left alone for a while and never holds up the others. A sweep that meets an absent store is tried
+again after a growing pause, one that crashes is started again; stopping waits for the items in hand.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import msgspec
 
 from flowfabric import errors
+from flowfabric.engine import intake
 from flowfabric.engine.claims import Claims
 from flowfabric.engine.forbearance import Forbearance
 from flowfabric.engine.wakes import due_topic
@@ -56,12 +58,22 @@ class Choice(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, settings: Sweeps, chosen: Filter | None) -> Choice:
         """What the settings say, and what is asked for on top of that."""
-        filters = (Filter(settings.namespace, settings.instance_tag), chosen or Filter())
+        filters = (intake.chosen(Filter(settings.namespace, settings.instance_tag)), intake.chosen(chosen))
         return cls(tuple(one for one in filters if one != Filter()))
+
+    def names(self, sweep: str) -> str:
+        """What a process holds that does this sweep for these executions: others may do it for others meanwhile."""
+        if not self.filters:
+            return sweep
+        return f"{sweep}:{hashlib.sha256(msgspec.json.encode(self.filters)).hexdigest()[:16]}"
 
     def accepts(self, row: Execution | None) -> bool:
         """Whether a sweep may act on this execution; one that is not there is nobody's."""
         return not self.filters if row is None else all(one.accepts(row) for one in self.filters)
+
+
+# By sweep and choice: behind which rows its next pass goes on, if the last one did nothing and did not see the end.
+Places = dict[tuple[str, Choice], tuple[Any, ...]]
 
 
 class Sweep(msgspec.Struct, frozen=True):
@@ -87,9 +99,17 @@ class Sweeper:
     """The background sweeps of one process."""
 
     def __init__(
-        self, engine: Claims, settings: Sweeps, more: Iterable[Sweep] = (), chosen: Filter | None = None
+        self,
+        engine: Claims,
+        settings: Sweeps,
+        more: Iterable[Sweep] = (),
+        chosen: Filter | None = None,
+        places: Places | None = None,
     ) -> None:
-        """`chosen` restricts the sweeps over executions to some of them, on top of what the settings say."""
+        """`chosen` restricts the sweeps over executions to some of them, on top of what the settings say.
+
+        `places` lets it go on where others left off.
+        """
         self._engine = engine
         self._settings = settings
         self._choice = Choice.of(settings, chosen)
@@ -97,6 +117,7 @@ class Sweeper:
         self._stopping = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._forbearance: dict[str, Forbearance] = {}
+        self._places: Places = {} if places is None else places
         self.restarts = 0
         self.sweeps = {sweep.name: sweep for sweep in (*_sweeps(engine), *more)}
 
@@ -132,6 +153,7 @@ class Sweeper:
                 self.restarts += 1
                 self._engine.meters.count("ff_scanner_restart", scanner=sweep.name)
                 logger.exception("sweep %s crashed; it starts again in %.0f s", sweep.name, RESTART_S)
+                await self._leave(sweep)  # what this process cannot do another one may
                 await self._rest(RESTART_S)
 
     async def _run(self, sweep: Sweep, interval_ms: int) -> None:
@@ -154,8 +176,7 @@ class Sweeper:
                 pause_s = min(LONGEST_PAUSE_S, pause_s * 2**failures)
                 logger.warning("sweep %s: the store is away (%s); next try in %.1f s", sweep.name, away, pause_s)
             await self._sleep(sweep, pause_s, hint)
-        with contextlib.suppress(errors.FabricError):
-            await self._let_go(sweep)
+        await self._leave(sweep)
 
     async def _sleep(self, sweep: Sweep, pause_s: float, hint: asyncio.Future[None]) -> None:
         """Until the pause is over, something falls due earlier, or it is time to stop."""
@@ -204,35 +225,51 @@ class Sweeper:
             return await sweep.whole(batch)
         forbearance = self._forbearance.setdefault(sweep.name, Forbearance())
         forbearance.next_cycle()
-        rows, now, next_at = await self._due(sweep, batch, forbearance)
+        rows, now, next_at, place = await self._due(sweep, batch, forbearance)
         acts = await asyncio.gather(*(self._act(sweep, row) for row in rows))
         for row, act in zip(rows, acts, strict=True):
             forbearance.note(_name(row), failed=isinstance(act, errors.FabricError))
         failed = [act for act in acts if isinstance(act, errors.FabricError)]
         if failed and len(failed) == len(acts) and isinstance(failed[0], errors.StoreUnavailable):
             raise failed[0]
-        return Pass(sum(act is True for act in acts), len(failed), now, next_at)
+        processed = sum(act is True for act in acts)
+        if processed or place is None:
+            self._places.pop((sweep.name, self._choice), None)
+        else:
+            self._places[sweep.name, self._choice] = place
+        return Pass(processed, len(failed), now, next_at)
 
-    async def _due(self, sweep: Sweep, batch: int, forbearance: Forbearance) -> tuple[list[Any], int, int | None]:
-        """The rows to act on: due, chosen, and not left alone for having failed too often.
+    async def _due(
+        self, sweep: Sweep, batch: int, forbearance: Forbearance
+    ) -> tuple[list[Any], int, int | None, tuple[Any, ...] | None]:
+        """The rows to act on: due, chosen, and not left alone for having failed too often; and the place behind them.
 
-        Those that are passed over never hide the ones behind them.
+        Those that are passed over, or that nothing could be done about, never hide the ones behind them: however many
+        there are, a pass goes on where the last one did nothing. There is no place behind the end.
         """
         engine, column = self._engine, sweep.column
         where = sweep.where + self._wheres(sweep)
         due = await engine.patiently(lambda: engine.store.due(sweep.row, column, limit=batch, where=where))
         engine.estimate.hear(due.now)
-        page = due.rows
+        order = (column, *(name for name in TABLE[sweep.row].key if name != column))
+
+        def place_of(row: Any) -> tuple[Any, ...]:
+            return tuple(getattr(row, name) for name in order)
+
+        async def behind(place: tuple[Any, ...]) -> list[Any]:
+            return await engine.scan(Scan(sweep.row, (Where(column, "<=", due.now), *where), order, place, batch))
+
+        begins = self._places.get((sweep.name, self._choice))
+        page = (begins and await behind(begins)) or due.rows
         rows = await self._wanted(sweep, page, forbearance)
         for _ in range(MOST_PAGES):
             if len(rows) >= batch or len(page) < batch:
                 break
-            key = TABLE[sweep.row].key
-            order = (column, *(name for name in key if name != column))
-            after = tuple(getattr(page[-1], name) for name in order)
-            page = await engine.scan(Scan(sweep.row, (Where(column, "<=", due.now), *where), order, after, batch))
+            page = await behind(place_of(page[-1]))
             rows += await self._wanted(sweep, page, forbearance)
-        return rows[:batch], due.now, due.next_at
+        if len(rows) > batch:
+            return rows[:batch], due.now, due.next_at, place_of(rows[batch - 1])
+        return rows, due.now, due.next_at, place_of(page[-1]) if len(page) == batch else None
 
     def _wheres(self, sweep: Sweep) -> tuple[Where, ...]:
         """What the store can filter by."""
@@ -260,18 +297,24 @@ class Sweeper:
         except errors.FabricError as failed:
             logger.warning("sweep %s: %s is left for another pass: %s", sweep.name, _name(row), failed)
             return failed
+        except Exception as bug:  # one item's, and no reason to leave the others
+            logger.exception("sweep %s: %s is left for another pass", sweep.name, _name(row))
+            return errors.BugError(f"{sweep.name}: {bug!r}")
 
     async def _hold(self, sweep: Sweep, ttl_ms: int) -> bool:
+        name = self._choice.names(sweep.name)
         return await self._engine.settle(
-            (Want(SweepLease, (sweep.name,)),),
-            lambda rows, now: sweeps.hold(rows[0][0] if rows[0] else None, sweep.name, self._holder, ttl_ms, now),
+            (Want(SweepLease, (name,)),),
+            lambda rows, now: sweeps.hold(rows[0][0] if rows[0] else None, name, self._holder, ttl_ms, now),
         )
 
-    async def _let_go(self, sweep: Sweep) -> bool:
-        return await self._engine.settle(
-            (Want(SweepLease, (sweep.name,)),),
-            lambda rows, _: sweeps.let_go(rows[0][0] if rows[0] else None, self._holder),
-        )
+    async def _leave(self, sweep: Sweep) -> None:
+        """Let others do the sweep; if that cannot be told, they may when the lease is over."""
+        with contextlib.suppress(errors.FabricError):
+            await self._engine.settle(
+                (Want(SweepLease, (self._choice.names(sweep.name),)),),
+                lambda rows, _: sweeps.let_go(rows[0][0] if rows[0] else None, self._holder),
+            )
 
 
 def _name(row: Any) -> tuple[Any, ...]:

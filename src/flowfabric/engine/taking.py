@@ -14,7 +14,6 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Iterable, Sequence
-from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -23,7 +22,7 @@ from flowfabric import errors
 from flowfabric.engine import intake
 from flowfabric.engine.core import Pause
 from flowfabric.engine.intake import ClaimOrder
-from flowfabric.engine.lines import Lines, windows
+from flowfabric.engine.lines import MOST_KEYS, Lines, most_of
 from flowfabric.engine.wakes import FEED, lane_topic, waited
 from flowfabric.handles import Handle, HandleFields, HandleKind
 from flowfabric.model import answers
@@ -42,19 +41,13 @@ _FRESH, _INITIAL, _RECLAIM = HandleKind.FRESH, AttemptType.INITIAL, AttemptType.
 
 MOST_AT_ONCE = 10_000  # executions that one claim may ask for
 MANY = 16  # identities that it is worth making beforehand
-MOST_KEYS = 8  # whose work one claim takes: each key costs a trip of its own
 
 
 class Taking(Lines):
     """What a worker does to get work."""
 
-    _rotation: int = 0
     _spare: tuple[Stamp, ...] = ()
     _found_enough = False  # the last take, which the next one may well do, too
-
-    @cached_property
-    def _fair_turns(self) -> dict[str, dict[str, int]]:
-        return {}
 
     async def claim(
         self,
@@ -135,9 +128,8 @@ class Taking(Lines):
     # -- by plan --------------------------------------------------------------------------------------------------
 
     async def _claim_by_plan(self, order: ClaimOrder, lines: Sequence[LineKey], limit: int) -> list[answers.Claimed]:
-        """By plan; of very many lines, of the first portion that has something."""
-        for portion in windows(lines, self._rotation):
-            self._rotation += 1
+        """By plan; of more lines than can be compared, of the first portion that has something."""
+        for portion in self.windows(lines):
             if claimed := await self._claim_planned(order, portion, limit):
                 return claimed
         return []
@@ -148,14 +140,14 @@ class Taking(Lines):
         tried: set[str] = set()
         while len(claimed) < limit:
             wanted = limit - len(claimed)
+            decided = [line for line in lines if line.decided]
             uniform = [line for line in lines if not line.decided]
-            waiting = await self.heads([line for line in lines if line.decided], wanted, without=tried)
+            waiting = await self.contenders(order.lane_id, decided, wanted, without=tried)
             if not waiting:
                 await self.forget_decided(order.lane_id)
                 if not _take_turns(uniform):
                     return claimed + await self._take(uniform, order, wanted)
-            uniform = await self._in_turn(uniform, order.lane_id)
-            waiting += await self.heads(uniform, wanted)
+            waiting += await self.contenders(order.lane_id, uniform, wanted)
             now, turns = self.estimate.now(), self.turns_of(order.lane_id)
             picks, turns = fairness.plan(waiting, turns, now, wanted, most_keys=MOST_KEYS)
             self.keep_turns(order.lane_id, turns)
@@ -170,24 +162,6 @@ class Taking(Lines):
             if not taken and not any(map(_is_decided, picks)):
                 return claimed  # others were faster
         return claimed
-
-    async def _in_turn(self, lines: list[LineKey], lane_id: str) -> list[LineKey]:
-        """Of the lines of many keys, those of the keys whose turn it is: only their rows are worth reading."""
-        if len({line.fairness_key for line in lines}) <= MOST_KEYS:
-            return lines
-        firsts = await self.heads(lines, 1)
-        turns, now = self.turns_of(lane_id), self.estimate.now()
-        picks, _ = fairness.plan(firsts, turns, now, len(firsts), most_keys=MOST_KEYS)
-        keys = {fairness.key_of(row) for row in picks}
-        return [line for line in lines if line.fairness_key in keys]
-
-    def turns_of(self, lane_id: str) -> fairness.Turns:
-        """Whose turn it is in a lane, for this process."""
-        return self._fair_turns.get(lane_id, {})
-
-    def keep_turns(self, lane_id: str, turns: dict[str, int]) -> None:
-        """Remember whose turn it is after a claim."""
-        self._fair_turns[lane_id] = turns
 
     async def _claim_picks(
         self, picks: Sequence[Execution], uniform: Sequence[LineKey], order: ClaimOrder
@@ -241,7 +215,7 @@ class Taking(Lines):
             acquired.lease_id,  # type: ignore[arg-type]
             acquired.lease_epoch,
             acquired.lease_ttl_ms,
-            acquired.lane_id,  # type: ignore[arg-type]
+            acquired.current_lane,  # type: ignore[arg-type]
             acquired.worker_instance_id,  # type: ignore[arg-type]
         )
         return answers.Claimed(
@@ -270,9 +244,9 @@ class Taking(Lines):
 
     async def _take(self, lines: Sequence[LineKey], order: ClaimOrder, limit: int) -> list[answers.Claimed]:
         """The first rows of these lines; of very many lines, those of the first portion that has any."""
-        for portion in windows(lines, self._rotation):
-            self._rotation += 1
-            if taken := await self._take_portion(self._take_of(tuple(portion), limit, order)):
+        most = most_of(lines, limit)
+        for portion in await self.portions(lines):
+            if taken := await self._take_portion(self._take_of(tuple(portion), most, order)):
                 return taken
         return []
 

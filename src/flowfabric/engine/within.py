@@ -12,7 +12,7 @@ from functools import cached_property
 
 from flowfabric import errors
 from flowfabric.engine.intake import ClaimOrder
-from flowfabric.engine.lines import windows
+from flowfabric.engine.lines import MOST_KEYS
 from flowfabric.engine.taking import Taking
 from flowfabric.model import answers
 from flowfabric.model.execution import LineKey
@@ -45,7 +45,7 @@ class Within(Taking):
         await self.look_around(order.lane_id)
         claimed: list[answers.Claimed] = []
         try:
-            for portion in windows(await self.covered(order.lane_id, order.capabilities), self._rotation):
+            for portion in self.windows(await self.covered(order.lane_id, order.capabilities)):
                 await self._claim_own(portion, order, limit, claimed)
         except errors.StoreUnavailable:
             if not claimed:  # those are held already: the next call may meet the error
@@ -61,10 +61,11 @@ class Within(Taking):
         own = (Where("namespace", "in", tuple(sorted(order.namespaces or ()))),)
         tried: set[str] = set()
         while (wanted := limit - len(claimed)) > 0:
-            rows = await self.heads(lines, wanted, without=tried, where=own)
+            rows = await self.contenders(order.lane_id, lines, wanted, without=tried, where=own)
             if not rows:
                 return
-            picks, turns = fairness.plan(rows, self.turns_of(order.lane_id), self.estimate.now(), wanted)
+            now, turns = self.estimate.now(), self.turns_of(order.lane_id)
+            picks, turns = fairness.plan(rows, turns, now, wanted, most_keys=MOST_KEYS)
             self.keep_turns(order.lane_id, turns)
             tried.update(row.execution_id for row in picks)
             claimed += await self._claim_decided(picks, order)

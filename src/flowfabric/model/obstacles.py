@@ -50,10 +50,12 @@ class Delayed(Obstacle, frozen=True):
     until: int
     why: str  # the blocking reason
     last_failure: str | None = None
+    detail: str | None = None  # what the worker said that put it away
 
     def sentence(self) -> str:
         failed = f", after a failure: {self.last_failure}" if self.last_failure else ""
-        return f"It is delayed until {self.until} ({self.why}{failed})."
+        said = f": {self.detail}" if self.detail else ""
+        return f"It is delayed until {self.until} ({self.why}{failed}{said})."
 
 
 class Dependencies(Obstacle, frozen=True):

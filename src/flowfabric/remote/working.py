@@ -221,9 +221,11 @@ class Working(Asking):
             ended += answer.ended
         return answers.ChildrenCancelled(tuple(cancelled), tuple(ended))
 
-    async def delay_for(self, handle: Handle, length_ms: int) -> answers.Delayed:
+    async def delay_for(self, handle: Handle, length_ms: int, *, reason: str = "") -> answers.Delayed:
         """Put the work away for a while; the same attempt goes on afterwards."""
-        delayed: answers.Delayed = variant(await self._hold("delay", handle, delay_ms=length_ms), answers.Delayed)
+        said = {"reason": reason} if reason else {}
+        told = await self._hold("delay", handle, delay_ms=length_ms, **said)
+        delayed: answers.Delayed = variant(told, answers.Delayed)
         return delayed
 
     async def progress(

@@ -18,6 +18,7 @@ from flowfabric import errors
 from flowfabric.model import verdicts
 from flowfabric.model.execution import Execution
 from flowfabric.model.quota import QuotaPolicy, QuotaRequest, QuotaSlot
+from flowfabric.model.states import LifecyclePhase
 from flowfabric.rules import outbox
 from flowfabric.rules.change import Change, Delete, Guard, Put, Write
 from flowfabric.rules.policy import decode_terms
@@ -133,12 +134,13 @@ def limits_of(root: QuotaPolicy | None) -> verdicts.QuotaLimits | errors.FabricE
 def check(sheet: QuotaSheet, ask: Asking, now: int) -> Told[verdicts.Admission]:
     """Admit an execution, or say what is in the way; a refusal leaves no trace."""
     held = sheet.slots.get(ask.execution_id)
-    if held is not None and is_live(held, now):
+    # A slot of an earlier life was given back by the end of that life, whether or not the word has arrived.
+    if held is not None and held.life >= ask.life and is_live(held, now):
         if held.admission == ask.admission:
             return verdicts.Admitted(), sheet  # this very call, whose first answer got lost
         if not ask.taking_over:
             return verdicts.AlreadyAdmitted(), sheet
-        mine = replace(held, life=max(held.life, ask.life), admission=ask.admission)
+        mine = replace(held, admission=ask.admission)
         return verdicts.AlreadyAdmitted(), _with_slot(sheet, mine)
     passed = now - ask.window_ms
     window = _window(sheet, ask.dimension, passed)
@@ -158,6 +160,13 @@ def check(sheet: QuotaSheet, ask: Asking, now: int) -> Told[verdicts.Admission]:
     requests[ask.dimension, ask.execution_id] = request
     admitted = replace(_with_slot(sheet, slot), root=replace(row, active=max(0, others) + counts), requests=requests)
     return verdicts.Admitted(), admitted
+
+
+def life_of(row: Execution | None) -> int:
+    """The life of an execution that an admission asked for now is for: of one that has ended, the next."""
+    if row is None:
+        return 0
+    return row.replay_count + (row.lifecycle_phase is LifecyclePhase.TERMINAL)
 
 
 def release(

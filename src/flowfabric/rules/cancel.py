@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
+import msgspec
+
 from flowfabric import errors
 from flowfabric.model.answers import Cancelled, ChildrenCancelled
 from flowfabric.model.execution import Execution
+from flowfabric.model.flow import Dependency
 from flowfabric.model.states import AttemptRecordState, AttemptState, LifecyclePhase, OwnershipState, TerminalOutcome
 from flowfabric.rules import lease, step, successors
-from flowfabric.rules.change import Change, Decision, Form, as_form, joined, live, refuse, seen
+from flowfabric.rules.change import Change, Decision, Form, Like, as_form, joined, live, refuse, seen, supposed
 from flowfabric.rules.lease import Fence
 from flowfabric.rules.policy import decode_terms
 
@@ -121,6 +124,40 @@ def sibling_form(row: Execution, source: str, reason: str) -> Form | None:
     if _known(row) != _UNSTARTED_VALUES or decode_terms(row.terms).quota_policy_ids:
         return None
     return _sibling_form(step.retention_ms(row), reason, row.flow_id is not None)
+
+
+# Born with another one: what is known of both by the birth of one. Who waits for it is known from its edge.
+BORN = ("lane_id", "flow_id", "created_at", "terms")
+AS_BORN = Like(UNSTARTED, own=(*BORN, "successors"))
+_born = attrgetter(*BORN)
+
+
+def cancel_unseen(
+    edges: Iterable[Dependency], inbound: int, other: Execution, reason: str
+) -> list[tuple[Change, Execution]]:
+    """What `cancel` says of the upstreams of these edges if they are as they were born, with `other`; stores prove it.
+
+    Each comes with the row of which that is said, where `Own` stands for what is not known. None come when they would
+    need a look. `inbound` counts the edges that lead to the downstream.
+    """
+    if reason not in (QUORUM_SATISFIED, QUORUM_IMPOSSIBLE) or decode_terms(other.terms).quota_policy_ids:
+        return []
+    kept_ms, born = step.retention_ms(other), _born(other)
+    form = _sibling_form(kept_ms, reason, other.flow_id is not None)
+    model = msgspec.structs.replace(_unseen_sibling(kept_ms), **dict(zip(BORN, born, strict=True)))
+    found = []
+    for edge in edges:
+        name, waits = edge.upstream_execution_id, successors.only(edge, inbound)
+        row = msgspec.structs.replace(model, execution_id=name, successors=waits)
+        guard = supposed(Execution, AS_BORN, name, own=(*born, waits))
+        told = successors.settle(edge.downstream_execution_id, edge.edge_id, TerminalOutcome.CANCELLED)
+        found.append((Change((guard,), (told,), form=form), row))
+    return found
+
+
+@lru_cache(maxsize=256)
+def _unseen_sibling(kept_ms: int) -> Execution:
+    return step.unseen(UNSTARTED, kept_ms, is_member=True)
 
 
 @lru_cache(maxsize=256)

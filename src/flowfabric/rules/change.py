@@ -55,9 +55,11 @@ class Like(msgspec.Struct, frozen=True, eq=False):
     """What a root that nobody looked at is supposed to hold in these columns; the others may hold anything.
 
     A rule that knows how a row was left, and who may have moved it since, decides on that; the store proves it.
+    In the columns `own` each root is supposed to hold something else, which its guard says.
     """
 
     fields: dict[str, Any]
+    own: tuple[str, ...] = ()
 
 
 class Guard(msgspec.Struct, frozen=True, gc=False):
@@ -68,6 +70,7 @@ class Guard(msgspec.Struct, frozen=True, gc=False):
     revision: int | None
     lease: LeaseCheck | None = None
     like: Like | None = None  # in place of a revision
+    own: tuple[Any, ...] = ()  # what the root is supposed to hold in the columns that `like` leaves to it
 
 
 class Insert(msgspec.Struct, frozen=True, gc=False):
@@ -236,9 +239,9 @@ def absent(row: type[msgspec.Struct], *key: Any) -> Guard:
     return Guard(row, key, None)
 
 
-def supposed(row: type[msgspec.Struct], like: Like, *key: Any) -> Guard:
+def supposed(row: type[msgspec.Struct], like: Like, *key: Any, own: tuple[Any, ...] = ()) -> Guard:
     """A root that looks like this."""
-    return Guard(row, key, None, like=like)
+    return Guard(row, key, None, like=like, own=own)
 
 
 def live(row: Execution) -> LeaseCheck:

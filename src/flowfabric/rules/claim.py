@@ -41,6 +41,7 @@ class Acquired(msgspec.Struct, frozen=True):
     lease_expires_at: int
     lease_ttl_ms: int
     lane_id: str
+    current_lane: str  # as the claim called it, which may be another one
     worker_instance_id: str
     reclaim_count: int = 0  # how often the execution has been reclaimed with this one; 0 when it was not now
 
@@ -137,9 +138,11 @@ def claim_execution(
         return refuse(errors.ActiveAttemptExists(execution_id=row.execution_id))
     if row.attempt_state is AttemptState.ATTEMPT_INTERRUPTED:
         return refuse(errors.UseClaimResumedExecution(execution_id=row.execution_id))
-    if refused := _check_grant(row, holder, now):
-        return refuse(refused)
-    return begin_attempt(row, holder, attempt_timeout_ms=attempt_timeout_ms, deadline_at=execution_deadline_at)
+    grant = _grant_for(row, holder, now)
+    if isinstance(grant, errors.FabricError):
+        return refuse(grant)
+    begun = begin_attempt(row, holder, attempt_timeout_ms=attempt_timeout_ms, deadline_at=execution_deadline_at)
+    return while_granted(begun, grant)
 
 
 def claim_resumed_execution(
@@ -154,13 +157,14 @@ def claim_resumed_execution(
         return refuse(errors.NotAResumedExecution(execution_id=row.execution_id))
     if refused := _leaseable(row):
         return refuse(refused)
-    if refused := _check_grant(row, holder, now):
-        if isinstance(refused, errors.ClaimGrantExpired):
-            fields = {"grant": None, "granted_until": None, "last_mutation_at": NOW}
-            patch = Patch(Execution, (row.execution_id,), fields)
-            return Decision(refused, Change(guards=(seen(row),), writes=(patch,)))
-        return refuse(refused)
-    return continue_attempt(row, holder, "claim_resumed", remaining_attempt_timeout_ms)
+    grant = _grant_for(row, holder, now)
+    if isinstance(grant, errors.ClaimGrantExpired):
+        fields = {"grant": None, "granted_until": None, "last_mutation_at": NOW}
+        patch = Patch(Execution, (row.execution_id,), fields)
+        return Decision(grant, Change(guards=(seen(row),), writes=(patch,)))
+    if isinstance(grant, errors.FabricError):
+        return refuse(grant)
+    return while_granted(continue_attempt(row, holder, "claim_resumed", remaining_attempt_timeout_ms), grant)
 
 
 def claim_waiting(row: Execution, holder: Holder, offered: frozenset[str], now: int) -> Decision[Acquired | None]:
@@ -258,7 +262,6 @@ def acquired(
     )
     change = Change(guards=(seen(row),), writes=(Patch(Execution, (row.execution_id,), fields), *also), events=(told,))
     kind = attempt_type or AttemptType.INITIAL
-    lane = fields["current_lane"]
 
     def answer(now: int) -> Acquired:
         return Acquired(
@@ -270,12 +273,19 @@ def acquired(
             kind,
             now + holder.lease_ttl_ms,
             holder.lease_ttl_ms,
-            lane,
+            row.lane_id,
+            fields["current_lane"],
             holder.worker_instance_id,
             fields.get("lease_reclaim_count", 0),
         )
 
     return Decision(answer, change)
+
+
+def while_granted(decision: Decision[Acquired], grant: Grant) -> Decision[Acquired]:
+    """The same decision, to be written only while the grant that it redeems is good."""
+    assert decision.change is not None
+    return Decision(decision.answer, msgspec.structs.replace(decision.change, not_after=grant.expires_at - 1))
 
 
 def live_grant(row: Execution, now: int) -> bool:
@@ -307,10 +317,10 @@ def _leaseable(row: Execution) -> errors.FabricError | None:
     return None
 
 
-def _check_grant(row: Execution, holder: Holder, now: int) -> errors.FabricError | None:
+def _grant_for(row: Execution, holder: Holder, now: int) -> Grant | errors.FabricError:
     grant = stored_grant(row)
     if grant is None or grant.worker_id != holder.worker_id:
         return errors.InvalidClaimGrant(execution_id=row.execution_id)
     if grant.expires_at <= now:
         return errors.ClaimGrantExpired(execution_id=row.execution_id)
-    return None
+    return grant

@@ -11,8 +11,13 @@ from flowfabric.rules.change import Change, Decision, FromNow, refuse, seen
 from flowfabric.rules.lease import Fence
 
 
-def delay(row: Execution | None, fence: Fence, source: str | None, until: int | FromNow, now: int) -> Decision[Delayed]:
-    """Put active work away until an instant, past ones included; the same attempt goes on afterwards."""
+def delay(
+    row: Execution | None, fence: Fence, source: str | None, until: int | FromNow, now: int, *, why: str = ""
+) -> Decision[Delayed]:
+    """Put active work away until an instant, past ones included; the same attempt goes on afterwards.
+
+    Who puts it away may say why, for people who ask why it does not run.
+    """
     if row is None:
         return refuse(errors.NotFound("execution"))
     held = lease.resolve_fence(row, fence, source)
@@ -28,6 +33,7 @@ def delay(row: Execution | None, fence: Fence, source: str | None, until: int | 
         released="worker_delay",
         now=now,
         delay_until=until,
+        blocking_text=why or None,
     )
     return Decision(Delayed(row.execution_id), change)
 

@@ -28,7 +28,7 @@ def of_itself(row: Execution, now: int) -> obstacles.Obstacle | None:
         case EligibilityState.NOT_ELIGIBLE_UNTIL_TIME:
             retrying = row.blocking_reason is BlockingReason.WAITING_FOR_RETRY_BACKOFF
             failure = row.failure_reason if retrying else None
-            return obstacles.Delayed(row.delay_until or 0, row.blocking_reason.value, failure)
+            return obstacles.Delayed(row.delay_until or 0, row.blocking_reason.value, failure, row.blocking_text)
         case EligibilityState.BLOCKED_BY_OPERATOR | EligibilityState.BLOCKED_BY_LANE_STATE:
             return obstacles.Paused(row.blocking_reason.value, row.blocking_text or "", row.blocked_at)
         case _:

@@ -33,17 +33,20 @@ def plan(
     for row in sorted(rows, key=lambda row: (row.rank, row.execution_id)):
         queues.setdefault(key_of(row), deque()).append(row)
     in_hand = {key: turns.get(key, 0) for key in queues}
+    priorities = {key: effective_priority(queue[0], now) for key, queue in queues.items()}
     picks: list[Execution] = []
     keys: set[str] = set()
     while queues and len(picks) < limit:
-        key, after = _next_key(queues, in_hand, now)
+        key, after = _next_key(queues, priorities, in_hand)
         keys.add(key)
         if most_keys is not None and len(keys) > most_keys:
             break
         in_hand = after
         picks.append(queues[key].popleft())
-        if not queues[key]:
-            del queues[key]
+        if queues[key]:
+            priorities[key] = effective_priority(queues[key][0], now)
+        else:
+            del queues[key], priorities[key]
     return picks, in_hand
 
 
@@ -52,10 +55,11 @@ def key_of(row: Execution) -> str:
     return row.line.fairness_key if row.line is not None else ""
 
 
-def _next_key(queues: Mapping[str, deque[Execution]], in_hand: dict[str, int], now: int) -> tuple[str, dict[str, int]]:
+def _next_key(
+    queues: Mapping[str, deque[Execution]], priorities: Mapping[str, int], in_hand: dict[str, int]
+) -> tuple[str, dict[str, int]]:
     if len(queues) == 1:
         return next(iter(queues)), in_hand
-    priorities = {key: effective_priority(queue[0], now) for key, queue in queues.items()}
     highest = max(priorities.values())
     equals = [key for key, priority in priorities.items() if priority == highest]
     if len(equals) == 1:

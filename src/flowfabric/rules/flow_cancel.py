@@ -8,6 +8,7 @@ the backlog. A flow is cancelled once and its list only shrinks, so an empty lis
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -18,6 +19,7 @@ from flowfabric.model.execution import Execution
 from flowfabric.model.flow import (
     CancelBacklog,
     CancellationPolicy,
+    Dependency,
     EdgeGroup,
     Flow,
     FlowMember,
@@ -27,7 +29,7 @@ from flowfabric.model.flow import (
 )
 from flowfabric.model.flow_answers import HeaderAlreadyTerminal, HeaderCancelled, SiblingDrain, SiblingReconcile
 from flowfabric.model.states import LifecyclePhase
-from flowfabric.rules import limits
+from flowfabric.rules import cancel, limits
 from flowfabric.rules.change import NOW, Change, Decision, Delete, Guard, Insert, Patch, Write, at, joined, refuse
 from flowfabric.rules.flows import TERMINAL, seen_flow, seen_group
 
@@ -150,11 +152,16 @@ def drop_backlog(backlog: CancelBacklog | None) -> Decision[bool]:
 
 
 class Flagged(msgspec.Struct, frozen=True):
-    """The upstreams that a fired group wants cancelled, and why; `revision` is that of the entry which says so."""
+    """The upstreams that a fired group wants cancelled, and why; `revision` is that of the entry which says so.
+
+    Whoever has just flagged them knows the group's edges, and one of those that have ended.
+    """
 
     siblings: list[str]
     reason: str
     revision: int
+    inbound: tuple[Dependency, ...] = ()
+    ended: Execution | None = None
 
 
 def siblings(group: EdgeGroup) -> list[str]:
@@ -169,15 +176,36 @@ def flagged(entry: PendingCancelGroup, group: EdgeGroup | None) -> Flagged:
     return Flagged(siblings(group), group.cancel_siblings_reason or "", entry.revision)
 
 
-def flagged_by(change: Change, key: tuple[str, str]) -> Flagged | None:
-    """What the group of this key says of those after a change that fires it; None when that does not tell."""
+def flagged_by(change: Change, key: tuple[str, str], known: Sequence[Any]) -> Flagged | None:
+    """What the group of this key says of those after a change that fires it; None when that does not tell.
+
+    `known` are the rows that the change was decided on.
+    """
     for write in change.writes:
         if type(write) is Patch and write.row is EdgeGroup and write.key == key:
             fields = write.fields
             if fields.get("cancel_siblings_pending_flag"):
                 listed, reason = fields["cancel_siblings_pending_members"], fields["cancel_siblings_reason"]
-                return Flagged(_listed(listed), reason or "", change.id)
+                names = _listed(listed)
+                edges = (row for row in known if type(row) is Dependency)
+                inbound = tuple([edge for edge in edges if edge.downstream_execution_id == key[1]])
+                upstreams = {one.upstream_execution_id for one in inbound} - set(names)
+                ended = (row for row in known if type(row) is Execution and row.execution_id in upstreams)
+                return Flagged(names, reason or "", change.id, inbound, next(ended, None))
     return None
+
+
+def untouched(flagged: Flagged) -> list[Dependency]:
+    """The edges of those that may be as they were created; none when nothing is known of that."""
+    wanted = set(flagged.siblings) if flagged.ended is not None else ()
+    return [edge for edge in flagged.inbound if edge.upstream_execution_id in wanted]
+
+
+def cancelled_unseen(flagged: Flagged, edges: Sequence[Dependency]) -> list[tuple[Change, Execution]]:
+    """The cancels of the upstreams of some of these edges, each with the row as it is supposed to be."""
+    if flagged.ended is None:
+        return []
+    return cancel.cancel_unseen(edges, len(flagged.inbound), flagged.ended, flagged.reason)
 
 
 def _listed(members: str | None) -> list[str]:

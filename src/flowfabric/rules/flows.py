@@ -136,12 +136,16 @@ def add_member(
                 f"already_member_of_different_flow:{row.flow_id}", execution_id=row.execution_id
             )
         )
-    fields: dict[str, Any] = {"last_mutation_at": NOW}
+    fields: dict[str, Any] = {}
     writes: tuple[Write, ...] = ()
     if row.flow_id is None:
         writes += (Patch(Execution, (execution_id,), {"flow_id": flow.flow_id, "last_mutation_at": NOW}),)
     if member is None:
-        fields.update(node_count=flow.node_count + 1, graph_revision=flow.graph_revision + 1)
+        fields = {
+            "node_count": flow.node_count + 1,
+            "graph_revision": flow.graph_revision + 1,
+            "last_mutation_at": NOW,
+        }
         writes += (Insert(FlowMember(flow.flow_id, execution_id)),)
     if flow.project_at is None:
         fields["project_at"] = NOW
@@ -150,9 +154,10 @@ def add_member(
         answer = Added(execution_id, flow.node_count + 1)
     else:
         answer = AlreadyMember(execution_id, flow.node_count)
-        if not writes and "project_at" not in fields:
+        if not writes and not fields:
             return Decision(answer)
-    writes = (Patch(Flow, (flow.flow_id,), fields), *writes)
+    if fields:
+        writes = (Patch(Flow, (flow.flow_id,), fields), *writes)
     return Decision(answer, Change(guards=(seen_flow(flow), seen(row)), writes=writes))
 
 

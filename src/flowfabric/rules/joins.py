@@ -15,7 +15,7 @@ child and dependencies depends on what it finds: `Tally` tells, so that nothing 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from functools import lru_cache
 from itertools import takewhile
@@ -220,6 +220,7 @@ def fold(group: EdgeGroup, child: Execution | None, counts: Tally, around: Surro
     if child is not None and (counts.fired_by is not None or around.carried is not None):
         # Also when the child is left as it is: its worker may be about to park it until this group fires.
         guards.append(seen(child))
+    guards += map(seen_dependency, _without_result(counts.carriers(group, child), around.carried))
     if around.carried is not None:
         writes.append(_carry(*around.carried))
     skips = counts.skips(child) and not around.cancel_pending
@@ -234,6 +235,17 @@ def fold(group: EdgeGroup, child: Execution | None, counts: Tally, around: Surro
         writes.append(released(child))
     change = Change(guards=tuple(guards), writes=tuple(writes), events=events)
     return Decision(Folded(counts.verdicts, len(counts.counted), skips), change)
+
+
+def seen_dependency(one: Dependency) -> Guard:
+    """The edge as the rule saw it."""
+    return Guard(Dependency, (one.downstream_execution_id, one.edge_id), one.revision)
+
+
+def _without_result(carriers: Sequence[Dependency], carried: tuple[Payload, Result] | None) -> Iterable[Dependency]:
+    """The edges that handed nothing on. A replay takes a result away, and the note on the edge with it."""
+    found = None if carried is None else carried[1].execution_id
+    return takewhile(lambda one: one.upstream_execution_id != found, carriers)
 
 
 def advance(group: EdgeGroup, child: Execution, settlement: Settlement, around: Surroundings) -> Change | None:

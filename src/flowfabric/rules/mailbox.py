@@ -40,13 +40,22 @@ class MailArgs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def send(
-    row: Execution | None, root: Suspension | None, remembered: Remembered | None, ask: MailArgs, now: int
+    row: Execution | None,
+    root: Suspension | None,
+    remembered: Remembered | None,
+    ask: MailArgs,
+    now: int,
+    *,
+    call: str = "",
 ) -> Decision[Accepted | Duplicate]:
-    """Hand a message to the function that waits for one of this name, or keep it until one does."""
+    """Hand a message to the function that waits for one of this name, or keep it until one does.
+
+    `call` names the sending: a sender may send the very same message twice.
+    """
     if row is None:
         return refuse(errors.NotFound("execution"))
     if ask.idempotency_key and remembered is not None and remembered.expires_at > now:
-        told = event(row, remembered.answer, None, ask.sender, DEDUPED)
+        told = event(row, remembered.answer, None, ask.sender, DEDUPED, call)
         return Decision(Duplicate(remembered.answer), Change(guards=(seen(row),), events=(told,)))
     if row.lifecycle_phase is LifecyclePhase.TERMINAL:
         return refuse(errors.TargetNotSignalable(execution_id=row.execution_id))
@@ -71,7 +80,7 @@ def send(
     change = Change(
         guards=(seen(row), guard),
         writes=(Put(msgspec.structs.replace(root, **fields)), *writes, *waits.marked(row)),
-        events=(event(row, ask.message_id, None, ask.sender, effect),),
+        events=(event(row, ask.message_id, None, ask.sender, effect, call),),
     )
     return Decision(Accepted(ask.message_id, effect), change)
 

@@ -26,6 +26,7 @@ from flowfabric.rules.claim import (
     live_grant,
     mismatch,
     stored_grant,
+    while_granted,
 )
 from flowfabric.rules.lease import Holder
 from flowfabric.rules.policy import decode_terms
@@ -69,7 +70,7 @@ def reclaim_execution(
     grant = stored_grant(row)
     if grant is None or grant.expires_at <= now or grant.worker_id != holder.worker_id:
         return Decision(GrantNotFound(row.execution_id))
-    return reclaimed(row, holder)
+    return while_granted(reclaimed(row, holder), grant)
 
 
 def take_over(

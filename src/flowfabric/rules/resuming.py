@@ -10,12 +10,14 @@ import msgspec
 from flowfabric import errors
 from flowfabric.model.execution import Execution
 from flowfabric.model.states import AttemptRecordState, BlockingReason, LifecyclePhase, PublicState, TerminalOutcome
-from flowfabric.model.suspension import NO_TIMEOUT, Signal, Suspension, TimeoutBehavior
+from flowfabric.model.suspension import NO_TIMEOUT, Remembered, Signal, Suspension, TimeoutBehavior
 from flowfabric.rules import closing, gates, step, waits
 from flowfabric.rules.change import NOW, Change, Decision, Insert, Patch, Write, at, refuse, seen
 from flowfabric.rules.waits import Place
 
 AUTO_RESUMED = "timed_out_auto_resume"
+SCOPE = "resume"
+TRACE_LIFE_MS = 2 * 60 * 1000  # how long a resume can be asked for after its answer got lost
 
 
 class Resumed(msgspec.Struct, frozen=True):
@@ -34,13 +36,22 @@ class Expiry(StrEnum):
     ESCALATED = "escalated"
 
 
-def resume_execution(row: Execution | None, root: Suspension | None, delay_ms: int) -> Decision[Resumed]:
-    """Let a suspended execution go on, whatever it waits for. The signals that came so far are not handed to it."""
+def resume_execution(
+    row: Execution | None, root: Suspension | None, delay_ms: int, call_id: str | None = None
+) -> Decision[Resumed]:
+    """Let a suspended execution go on, whatever it waits for. The signals that came so far are not handed to it.
+
+    No feed tells of it. A call that names itself leaves a trace: when its answer gets lost, and the work waits for
+    something else by the time somebody looks, it must not be resumed from that as well.
+    """
     if row is None:
         return refuse(errors.NotFound("execution"))
     if row.lifecycle_phase is not LifecyclePhase.SUSPENDED or root is None or not waits.is_open(root):
         return refuse(errors.ExecutionNotSuspended(execution_id=row.execution_id))
-    change = _resumed(row, root, {"close_reason": waits.RESUMED, "satisfied_at": NOW}, delay_ms)
+    trace: tuple[Write, ...] = ()
+    if call_id is not None:
+        trace = (Insert(Remembered(row.execution_id, SCOPE, call_id, at(TRACE_LIFE_MS), "")),)
+    change = _resumed(row, root, {"close_reason": waits.RESUMED, "satisfied_at": NOW}, delay_ms, trace)
     return Decision(Resumed(PublicState.DELAYED if delay_ms > 0 else PublicState.WAITING), change)
 
 

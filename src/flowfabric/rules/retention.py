@@ -22,9 +22,10 @@ from flowfabric.rules.change import Change, Decision, Delete, FromNow, Patch, se
 from flowfabric.rules.policy import decode_terms
 from flowfabric.rules.step import retention_ms
 
-OWNED: tuple[type[msgspec.Struct], ...] = (Attempt, Result, Payload, Dependency)
+# Children leave word of their ends whether or not anybody waits for them, so no mark tells of that.
+OWNED: tuple[type[msgspec.Struct], ...] = (Attempt, Result, Payload, Dependency, ChildEnd)
 STREAMS: tuple[type[msgspec.Struct], ...] = (Frame, Summary, Stream)
-WAITS: tuple[type[msgspec.Struct], ...] = (Signal, Remembered, GateMemo, Mail, ChildEnd, Suspension)
+WAITS: tuple[type[msgspec.Struct], ...] = (Signal, Remembered, GateMemo, Mail, Suspension)
 
 A_MOMENT_MS = 1000
 

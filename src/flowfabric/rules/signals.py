@@ -84,6 +84,7 @@ class Scene(msgspec.Struct, frozen=True):
     waitpoint: Waitpoint | None
     remembered: Remembered | None
     keys: Sequence[SigningKey]
+    call: str = ""  # names the delivery: a sender may send the very same signal twice
 
 
 def deliver(scene: Scene, ask: SignalArgs, now: int) -> Decision[Accepted | Duplicate]:
@@ -100,7 +101,7 @@ def deliver(scene: Scene, ask: SignalArgs, now: int) -> Decision[Accepted | Dupl
     assert waitpoint is not None  # a token for one that does not exist is refused
     kept = scene.remembered
     if ask.dedups and kept is not None and kept.expires_at > now:
-        told = event(row, kept.answer, waitpoint.waitpoint_id, ask.source_identity, DEDUPED)
+        told = event(row, kept.answer, waitpoint.waitpoint_id, ask.source_identity, DEDUPED, scene.call)
         return Decision(Duplicate(kept.answer), Change(guards=(seen(row),), events=(told,)))
     if row.lifecycle_phase is LifecyclePhase.TERMINAL:
         return refuse(errors.TargetNotSignalable(execution_id=row.execution_id))
@@ -164,7 +165,7 @@ def _accepted(
             *((kept,) if ask.dedups else ()),
             *writes,
         ),
-        events=(event(row, ask.signal_id, waitpoint.waitpoint_id, ask.source_identity, effect),),
+        events=(event(row, ask.signal_id, waitpoint.waitpoint_id, ask.source_identity, effect, scene.call),),
         not_before=_earliest(scene, ask),
         not_after=_latest(scene, ask),
     )
@@ -281,9 +282,16 @@ def resumed_by(root: Suspension | None, attempt_index: int) -> list[Place]:
     return waits.closers(root)
 
 
-def event(row: Execution, signal_id: str, waitpoint_id: str | None, source_identity: str, effect: str) -> Event:
-    """An entry of the signal feed."""
-    details = {"signal_id": signal_id, "waitpoint_id": waitpoint_id, "source_identity": source_identity or None}
+def event(
+    row: Execution, signal_id: str, waitpoint_id: str | None, source_identity: str, effect: str, call: str = ""
+) -> Event:
+    """An entry of the signal feed; by the call's name it is known again when the answer got lost."""
+    details = {
+        "signal_id": signal_id,
+        "waitpoint_id": waitpoint_id,
+        "source_identity": source_identity or None,
+        "call": call or None,
+    }
     return Event(
         execution_id=row.execution_id,
         namespace=row.namespace,

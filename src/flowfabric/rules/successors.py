@@ -51,6 +51,12 @@ def successor(
     return Successor(edge_id, execution_id, alone, bool(ref), _told(line) if alone and line else ())
 
 
+def only(edge: Dependency, inbound: int) -> str:
+    """The field of a sheet with this applied edge and no other; `inbound` counts the edges to its downstream."""
+    kind, ref = edge.dependency_kind, edge.data_passing_ref
+    return listed([successor(edge.edge_id, edge.downstream_execution_id, kind, inbound=inbound, ref=ref, line=None)])
+
+
 def _told(line: LineKey) -> tuple[str | int | bool, ...]:
     """A line as its values, without those at the end that most lines have."""
     values = msgspec.structs.astuple(line)
@@ -102,8 +108,13 @@ def settle(downstream: str, edge_id: str, outcome: TerminalOutcome) -> Patch:
 
 
 def taken_back(row: Execution) -> tuple[Write, ...]:
-    """What another life of this execution takes back of what its end left: edges that were not told of it yet.
+    """What another life of this execution takes back of what its end left: notes that nobody has counted yet.
 
-    Those on which it is noted are looked at by whoever comes to count them, and left alone.
+    Of many edges only those that were not told of it; where it is noted, whoever comes to count it looks again.
     """
-    return (Delete(Dispatch, (row.execution_id,)),) if row.successors == MANY else ()
+    if row.successors == MANY:
+        return (Delete(Dispatch, (row.execution_id,)),)
+    fields = {"outcome": None, "unfolded_at": None}
+    return tuple(
+        Patch(Dependency, (one.execution_id, one.edge_id), fields, unless="last_resolved_at") for one in named(row)
+    )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
 
 from flowfabric.model.answers import AttemptView
+from flowfabric.model.event import Event, FeedEvent
 from flowfabric.model.execution import Attempt, Execution, Payload
 from flowfabric.model.states import (
     AttemptRecordState,
@@ -19,6 +20,8 @@ from flowfabric.model.states import (
 )
 from flowfabric.rules import lease, notes
 from flowfabric.rules.policy import decode_terms
+
+REPLAY_INITIATED = "replay_initiated"
 
 
 class CurrentAttempt(msgspec.Struct, frozen=True):
@@ -209,6 +212,26 @@ def attempts(row: Execution | None, ended: Iterable[Attempt]) -> list[AttemptVie
         )
     )
     return views
+
+
+def own_history(row: Execution, told: Sequence[FeedEvent]) -> Sequence[FeedEvent]:
+    """What the lease feed tells of this execution, without what it tells of an earlier one of the same name.
+
+    Events outlive a purge, and clocks are set back, so instants do not say whose they are. But every execution begins
+    with its first lease, and before that it can only have been replayed.
+    """
+    begins = len(told)
+    if row.lease_epoch:
+        first = (place for place in reversed(range(len(told))) if _is_first_lease(told[place].event))
+        begins = next(first, 0)  # of a long life the beginning may be kept no more; nothing older is then, either
+    own = told[begins:]
+    replays = row.replay_count - sum(one.event.lease == REPLAY_INITIATED for one in own)
+    before = [one for one in told[:begins] if one.event.lease == REPLAY_INITIATED]
+    return [*before[-replays:], *own] if replays > 0 else own
+
+
+def _is_first_lease(event: Event) -> bool:
+    return event.lease == "acquired" and event.lease_epoch == 1
 
 
 def core_fields(row: Execution, payload: Payload) -> dict[str, Any]:

@@ -89,11 +89,11 @@ class Attempts:
             task = self._app.tasks.get(kind)
             if task is None:
                 logger.warning("%s: no task %r here; left for a worker that knows it", claimed.execution_id, kind)
-                outcome = Later(UNKNOWN_TASK_DELAY_MS)
+                outcome = Later(UNKNOWN_TASK_DELAY_MS, f"the worker that had it knows no task {kind!r}")
             elif self._app.stubs and task in self._app.stubs:
                 outcome = await self._stubbed(claimed, task)
             elif task.isolation == "process" and self._app.isolates:
-                outcome = await self._in_cell(claimed, task)
+                outcome = await self._in_cell(own, task)
             else:
                 outcome = await self._attempt(claimed, task, own)
         except Exception:
@@ -198,8 +198,9 @@ class Attempts:
 
         call.add_done_callback(over)
 
-    async def _in_cell(self, claimed: Claimed, task: Task[..., Any]) -> Outcome:
-        handle = claimed.handle
+    async def _in_cell(self, own: Pending, task: Task[..., Any]) -> Outcome:
+        claimed, handle = own.claimed, own.claimed.handle
+        own.is_starting = True
         order = Order(
             module=task.module,
             task=task.name,
@@ -211,7 +212,11 @@ class Attempts:
             budgets=named_budgets(claimed.payload),
             lease_until=claimed.lease_expires_at,
         )
-        return await self._cells.perform(order, task.timeout_s)
+
+        def begun() -> None:
+            own.is_starting = False
+
+        return await self._cells.perform(order, task.timeout_s, begun)
 
 
 async def _failed(claimed: Claimed, task: Task[..., Any], own: Pending, failure: BaseException) -> Outcome:

@@ -30,6 +30,7 @@ from flowfabric.sdk.task import Task
 from flowfabric.sdk.threads import DaemonThreads
 
 BEGUN = b"begun"
+START_S = 60.0  # that a process may take to start and to import what its handler needs
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -53,15 +54,22 @@ class Cells:
         self._threads = DaemonThreads("flowfabric-cell")
         self._idle: list[_Cell] = []
 
-    async def perform(self, order: Order, timeout_s: float | None) -> Outcome:
-        """What comes of the order. When it takes too long, or nobody wants it any more, its process is killed."""
+    async def perform(self, order: Order, timeout_s: float | None, begun: Callable[[], None]) -> Outcome:
+        """What comes of the order. When it takes too long, or nobody wants it any more, its process is killed.
+
+        Its time begins when the handler does, and `begun` is called then: a process may take long to start.
+        """
         loop = asyncio.get_running_loop()
-        cell = self._idle.pop() if self._idle else None
-        if cell is None:
-            cell = await loop.run_in_executor(self._threads, _Cell)
+        cell = self._idle.pop() if self._idle else await self._start()
         try:
-            if not await loop.run_in_executor(self._threads, cell.begin, order):  # its time begins when it does
+            beginning = loop.run_in_executor(self._threads, cell.begin, order)
+            await asyncio.wait((beginning,), timeout=START_S)
+            if not beginning.done():
+                words = f"the process of {order.task} has not begun after {START_S:g} s; it was killed"
+                return Failed(words, "infra_crash")
+            if not beginning.result():
                 return _died(order, cell)
+            begun()
             answer = loop.run_in_executor(self._threads, cell.end)
             await asyncio.wait((answer,), timeout=timeout_s)
             if not answer.done():
@@ -74,12 +82,24 @@ class Cells:
             return outcome
         finally:
             if cell not in self._idle:
-                cell.kill()
+                self._end(cell)
+
+    async def _start(self) -> _Cell:
+        starting = asyncio.get_running_loop().run_in_executor(self._threads, _Cell)
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:  # it is there in a moment, and nobody would know of it
+            starting.add_done_callback(lambda started: self._end(started.result()))
+            raise
+
+    def _end(self, cell: _Cell) -> None:
+        cell.kill()
+        self._threads.submit(cell.bury)
 
     def close(self) -> None:
         """End the cells that have nothing to do; the others were killed or end with this process."""
         for cell in self._idle:
-            cell.kill()
+            self._end(cell)
         self._idle.clear()
         self._threads.shutdown()
 
@@ -94,22 +114,25 @@ class _Cell:
         self._process = spawn.Process(target=live, args=(far,), name="flowfabric-cell", daemon=True)
         self._process.start()
         far.close()
+        self._in_use = threading.Lock()  # by the thread that waits for its answer
 
     def begin(self, order: Order) -> bool:
         """Hand an order over; True when it has begun, False when the process died. Blocks its thread."""
-        try:
-            self._wire.send_bytes(msgspec.msgpack.encode(order))
-            return self._wire.recv_bytes() == BEGUN
-        except (EOFError, OSError):
-            return False
+        with self._in_use:
+            try:
+                self._wire.send_bytes(msgspec.msgpack.encode(order))
+                return self._wire.recv_bytes() == BEGUN
+            except (EOFError, OSError):
+                return False
 
     def end(self) -> Outcome | None:
         """What comes of the order; None when the process died. Blocks its thread."""
-        try:
-            outcome: Outcome = msgspec.msgpack.decode(self._wire.recv_bytes(), type=Outcome)
-            return outcome
-        except (EOFError, OSError):
-            return None
+        with self._in_use:
+            try:
+                outcome: Outcome = msgspec.msgpack.decode(self._wire.recv_bytes(), type=Outcome)
+                return outcome
+            except (EOFError, OSError):
+                return None
 
     def how_it_ended(self) -> str:
         """Its end in words."""
@@ -123,6 +146,13 @@ class _Cell:
     def kill(self) -> None:
         """End it at once; the thread that waits for its answer hears of it."""
         self._process.kill()
+
+    def bury(self) -> None:
+        """Let go of what was held for a process that was killed. Blocks its thread until that is gone."""
+        with self._in_use:  # who waits for its answer hears first: a closed wire could be somebody else's by then
+            self._process.join()
+            self._process.close()
+            self._wire.close()
 
 
 def _died(order: Order, cell: _Cell) -> Outcome:

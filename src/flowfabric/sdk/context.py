@@ -226,13 +226,14 @@ class Context(Waiting, Saying, Spending):
 class Pending:
     """An attempt at what was claimed. Its context is made when somebody asks for it: many handlers never do."""
 
-    __slots__ = ("_make", "claimed", "context", "root")
+    __slots__ = ("_make", "claimed", "context", "is_starting", "root")
 
     def __init__(self, claimed: Claimed, make: Callable[[Pending], Context]) -> None:
         self.claimed = claimed
         self._make = make
         self.context: Context | None = None
         self.root: asyncio.Task[Any] | None = None  # the task that runs the handler, once it has begun
+        self.is_starting = False  # a process for it, which is none of the time that the handler has
 
     def get(self) -> Context:
         """The context; a thread of the handler's may be the first to ask."""

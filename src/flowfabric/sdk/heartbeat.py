@@ -34,11 +34,11 @@ class Leases:
     """What a worker holds, and until when; asked and told by several threads."""
 
     def __init__(self, time_of: Callable[[Claimed], float | None]) -> None:
-        """`time_of` tells how many seconds a handler has; None for one that has all the time, or is over."""
+        """`time_of` tells how many seconds a handler has; None for one whose time does not run."""
         self._time_of = time_of
         self._held: dict[str, Claimed] = {}
         self._until: dict[str, int] = {}  # of those that were renewed
-        self._seen_at: dict[str, float] = {}  # when a renewal first came by
+        self._seen_at: dict[str, float] = {}  # of those whose time runs: when a renewal first came by
         self._lock = threading.Lock()
         self.any_held = asyncio.Event()  # set on the worker's loop only
 
@@ -96,12 +96,12 @@ class Leases:
         """Let go of leases whose handlers should have ended; they have the length of a lease to come to their end."""
         now = asyncio.get_running_loop().time()
         with self._lock:
-            self._seen_at = {lease_id: self._seen_at.get(lease_id, now) for lease_id in self._held}
             held = list(self._held.values())
+        timed = [(claimed, limit_s) for claimed in held if (limit_s := self._time_of(claimed)) is not None]
+        self._seen_at = {claimed.lease_id: self._seen_at.get(claimed.lease_id, now) for claimed, _ in timed}
         given_up: list[tuple[str, FabricError]] = []
-        for claimed in held:
-            limit_s = self._time_of(claimed)
-            if limit_s is not None and now - self._seen_at[claimed.lease_id] > limit_s + ttl_ms / 1000:
+        for claimed, limit_s in timed:
+            if now - self._seen_at[claimed.lease_id] > limit_s + ttl_ms / 1000:
                 words = f"its handler goes on although its {limit_s:g} s are over: its lease is renewed no more"
                 logger.error("%s: %s", claimed.execution_id, words)
                 self.let_go([claimed])

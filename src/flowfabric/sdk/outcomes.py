@@ -37,6 +37,7 @@ class Later(msgspec.Struct, frozen=True, tag="later"):
     """It wants to go on after a while, as the same attempt."""
 
     after_ms: int
+    why: str = ""  # for people
 
 
 class Away(msgspec.Struct, frozen=True, tag="away"):
@@ -84,8 +85,8 @@ async def _told(engine: Engine, handle: Handle, outcome: Outcome) -> None:
             await engine.complete(handle, result=result, encoding="json")
         case Failed(reason=reason, category=category):
             await engine.fail(handle, reason=reason, category=category)
-        case Later(after_ms=after_ms):
-            await engine.delay_for(handle, after_ms)
+        case Later(after_ms=after_ms, why=why):
+            await engine.delay_for(handle, after_ms, reason=why)
         case Away():
             pass
 

@@ -7,7 +7,8 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
+from typing import Any
 
 from flowfabric.engine.engine import Engine
 from flowfabric.errors import FabricError, InvalidInput, StoreUnavailable
@@ -27,6 +28,7 @@ logger = logging.getLogger("flowfabric.worker")
 PULL_WAIT_MS = 10_000
 PAUSE_S = 1.0
 DEAF_AFTER_S = 5.0  # how long handlers that were cancelled have to come to their end
+FAREWELL_S = 5.0  # how long a store that is away is waited for when there is nothing to do but to tell it the end
 ROUNDS = 2  # how many ends a slot may be ahead of what is told
 
 
@@ -93,7 +95,7 @@ class Worker:
         try:
             await self.work()
         finally:
-            await self._app.close()
+            await _in_time(self._app.close())
 
     def stop(self) -> None:
         """Take no more work and finish what runs; called again, hand it back at once."""
@@ -126,8 +128,8 @@ class Worker:
         heartbeat.start()
         try:
             await self._pull(engine, ends)
-            await self._drain(engine, ends)
-            await self._presence.leave(engine)
+            left = await self._drain(ends)
+            await _in_time(self._take_leave(engine, ends, left))
         finally:
             await heartbeat.stop()
             self._attempts.close()
@@ -173,10 +175,10 @@ class Worker:
             self._begin(claimed)
         pull.close()
 
-    async def _drain(self, engine: Engine, ends: Ends) -> None:
-        """Finish what runs within the grace time, and hand the rest back: it goes on elsewhere and costs nothing."""
+    async def _drain(self, ends: Ends) -> list[Claimed]:
+        """Finish what runs within the grace time; the rest is cancelled, and returned to be handed back."""
         if not self._running and not ends:
-            return
+            return []
         logger.info("draining: %d running, %g s of grace", len(self._running), self._grace_s)
         hurry = asyncio.create_task(self._hurry.wait())
         finished = asyncio.create_task(self._finish(ends))
@@ -188,13 +190,13 @@ class Worker:
         self._cancel_all("the worker stops")
         if roots := [own.root for own in running if own.root is not None]:
             await asyncio.wait(roots, timeout=DEAF_AFTER_S)  # whoever does not listen is not waited for
+        return left
+
+    async def _take_leave(self, engine: Engine, ends: Ends, left: list[Claimed]) -> None:
+        """Hand back what is left, so that it goes on elsewhere and costs nothing, and leave the registry."""
         await ends.all_told()  # a handler may have had something to say all the same
-        for claimed in left:
-            try:
-                await engine.delay_for(claimed.handle, 0)
-                logger.info("%s was handed back", claimed.execution_id)
-            except FabricError as gone:
-                logger.info("%s could not be handed back: %s", claimed.execution_id, gone)
+        await asyncio.gather(*(_hand_back(engine, claimed) for claimed in left))
+        await self._presence.leave(engine)
 
     async def _finish(self, ends: Ends) -> None:
         """Wait until every handler is over and every end is told."""
@@ -221,8 +223,9 @@ class Worker:
             self._ends.add(claimed, outcome)
 
     def _time_of(self, claimed: Claimed) -> float | None:
-        """How many seconds its handler has; None when it has all the time, or is over and only its end is untold."""
-        if claimed.lease_id not in self._running or claimed.payload is None:
+        """How many seconds its handler has; None when it has all the time, has yet to begin, or is over and untold."""
+        own = self._running.get(claimed.lease_id)
+        if own is None or own.is_starting or claimed.payload is None:
             return None
         task = self._app.tasks.get(claimed.payload.execution_kind)
         return None if task is None else task.timeout_s
@@ -239,6 +242,23 @@ class Worker:
         if (own := self._running.get(lease_id)) is not None:  # an end that is just being told lets the lease go, too
             logger.warning("%s was taken away: %s", own.claimed.execution_id, why)
             self._attempts.cancel(own, f"lease lost: {why}")
+
+
+async def _hand_back(engine: Engine, claimed: Claimed) -> None:
+    try:
+        await engine.delay_for(claimed.handle, 0)
+        logger.info("%s was handed back", claimed.execution_id)
+    except FabricError as gone:
+        logger.info("%s could not be handed back: %s", claimed.execution_id, gone)
+
+
+async def _in_time(last: Coroutine[Any, Any, None]) -> None:
+    """Do the last things, unless they take too long: then the process ends, and its leases do so by their own time."""
+    try:
+        async with asyncio.timeout(FAREWELL_S):
+            await last
+    except TimeoutError:
+        logger.warning("the store does not answer; the worker stops, and what it could not hand back is taken over")
 
 
 def _lanes_of(app: Fabric) -> tuple[str, ...]:

@@ -274,7 +274,8 @@ class Store(Protocol):
     async def commit(self, changes: Sequence[Change], hint: frozenset[str] = frozenset()) -> list[int | None]:
         """Per change: the commit's time when all its guards held and all was written, None when nothing was.
 
-        No two changes of one call guard or write the same root. When something was written, other processes are told
+        No two changes of one call guard or write the same root, but that one may delete all roots that begin like a
+        key and another one write one of those. When something was written, other processes are told
         to look at the topics of `hint`, as by `notify`: with the commit or right after it, as suits the store.
         """
         ...

@@ -356,7 +356,8 @@ class MemoryStore:
     def _holds(self, guard: Guard, now: int) -> bool:
         row = self._shelves[guard.row].rows.get(guard.key)
         if guard.like is not None:
-            return row is not None and all(getattr(row, name) == value for name, value in guard.like.fields.items())
+            looks = guard.like.fields | dict(zip(guard.like.own, guard.own, strict=True))
+            return row is not None and all(getattr(row, name) == value for name, value in looks.items())
         if row is None or guard.revision is None:
             return row is None and guard.revision is None
         return row.revision == guard.revision and (guard.lease is None or _has_lease(row, guard.lease, now))

@@ -178,10 +178,14 @@ def _broken_details(row: Execution, *, terminal: bool, active: bool) -> Iterator
 
 
 def places(row: Execution) -> set[str]:
-    """The scheduling indexes that the row's columns put it into."""
+    """The scheduling indexes that the row's columns put it into.
+
+    What budgets or quotas limit has one line for both: there it waits, and there it is taken over once it was active.
+    """
+    takes_over = row.lifecycle_phase is LifecyclePhase.ACTIVE or place.line_of(row) != place.takeover_line(row)
     found = {
-        "line": row.line is not None and not row.line.decided,
-        "takeover": row.line is not None and row.line.decided,
+        "line": row.line is not None and not (row.line.decided and takes_over),
+        "takeover": row.line is not None and row.line.decided and takes_over,
         "delayed": row.delay_until is not None,
         "lease": row.lease_expires_at is not None,
         "kept": row.purge_at is not None,

@@ -154,6 +154,7 @@ class DelayBody(Held, frozen=True):
 
     delay_until: Natural | None = None
     delay_ms: Natural | None = None
+    reason: str = ""  # told to who asks why it does not run; with `delay_ms` only
 
 
 @holding("delay", variants(answers.Delayed), DelayBody)
@@ -163,7 +164,7 @@ async def delay(ask: Ask[DelayBody]) -> Reply:
     if (body.delay_until is None) == (body.delay_ms is None):
         raise bad_request("either delay_until or delay_ms is needed")
     if body.delay_until is None:
-        answer = await ask.engine.delay_for(body.holder, body.delay_ms or 0)
+        answer = await ask.engine.delay_for(body.holder, body.delay_ms or 0, reason=body.reason)
     else:
         answer = await ask.engine.delay(body.holder, delay_until=body.delay_until)
     ask.attempt_over("delayed")

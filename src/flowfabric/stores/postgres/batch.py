@@ -3,14 +3,17 @@
 Rows are gathered by shape and turned into columns. Within a piece the guards stand in key order, which is the order
 in which they are locked.
 
-Most batches are written by one statement. Two kinds are not:
+Most batches are written by one statement. Three kinds are not:
 
 * A delete of all rows that begin like a key, and a patch of a row that is no root, look for rows by the statement's
   snapshot. While the statement waited for a lock, someone with a lock beside ours may have added such a row. So these
   batches lock and judge in a first statement, and write in a second one, which sees everything that was committed
   before the locks were held.
+  A root that a change patches or deletes without guarding it is there already: it came with a change that wrote a root
+  which this one guards.
 * A change that writes one row twice (deletes all and puts one back) needs its writes one after the other; the second
   writes go into a further statement.
+* So do deletes of all roots that begin like a key, beside a change that writes one of them.
 """
 
 from __future__ import annotations
@@ -68,12 +71,11 @@ class Batch:
             habits = habits.alone
         self.guards = _judged(changes, habits)
         changes, copied = _copied(changes, habits)
-        rounds = _rounds(changes)
-        self.rounds = [_written(writes, habits) for writes in rounds]
+        self.rounds = [part for writes in _rounds(changes) for part in _in_parts(_written(writes, habits))]
         self.rounds[0] += copied
         self.rounds[0] += _formed(changes, habits)
         self.told = _told(changes, habits)
-        self.in_steps = len(rounds) > 1 or any(_needs_new_snapshot(piece) for piece, _ in self.rounds[0])
+        self.in_steps = len(self.rounds) > 1 or any(_needs_new_snapshot(piece) for piece, _ in self.rounds[0])
 
 
 def _needs_new_snapshot(piece: Writes) -> bool:
@@ -81,7 +83,7 @@ def _needs_new_snapshot(piece: Writes) -> bool:
         return False
     table = TABLE[piece.row]
     if type(piece) is Deleted:
-        return not table.is_root or piece.width < len(table.key)
+        return not table.is_root or piece.empties_roots
     return type(piece) is Patched and not table.is_root
 
 
@@ -111,7 +113,10 @@ def _judged(changes: Sequence[Change], habits: Habits) -> list[tuple[Guards, Val
         columns = list(zip(*keys, strict=True))
         types: tuple[str, ...] = KEY_TYPES[row]
         leased = False
-        if lock != "none" and like is None:
+        if like is not None:
+            columns += zip(*(guard.own for guard in guarded), strict=True)
+            types += tuple(COLUMN_TYPES[row][name] for name in like.own)
+        elif lock != "none":
             columns.append(tuple([guard.revision for guard in guarded]))
             types += ("bigint",)
             leases = [guard.lease for guard in guarded]
@@ -130,7 +135,7 @@ def _judged(changes: Sequence[Change], habits: Habits) -> list[tuple[Guards, Val
 
 def _in_order(kind: tuple[Row, Lock, Like | None]) -> tuple[Any, ...]:
     row, lock, like = kind
-    return TABLE[row].name, lock != "update", lock, [] if like is None else sorted(like.fields)
+    return TABLE[row].name, lock != "update", lock, [] if like is None else sorted((*like.fields, *like.own))
 
 
 def _asked(leases: Sequence[LeaseCheck | None]) -> list[tuple[Any, ...]]:
@@ -182,7 +187,7 @@ def _rounds(changes: Sequence[Change]) -> list[list[tuple[int, int, Write]]]:
     rounds: list[list[tuple[int, int, Write]]] = [[]]
     first = rounds[0]
     for no, change in enumerate(changes, start=1):
-        writes = change.writes
+        writes = _as_guarded(change)
         if len(writes) == 1:
             first.append((no, change.id, writes[0]))
             continue
@@ -203,6 +208,15 @@ def _rounds(changes: Sequence[Change]) -> list[list[tuple[int, int, Write]]]:
                 rounds.append([])
             rounds[level].append((no, change.id, write))
     return rounds
+
+
+def _as_guarded(change: Change) -> tuple[Write, ...]:
+    """Its writes; what has to be absent is inserted: of two who put it at once neither would be refused."""
+    writes = change.writes
+    if Put not in map(type, writes):  # as in most changes
+        return writes
+    absent = {(guard.row, guard.key) for guard in change.guards if guard.revision is None and guard.like is None}
+    return tuple(Insert(one.row) if type(one) is Put and target(one) in absent else one for one in writes)
 
 
 def _meet(one: tuple[Row, tuple[Any, ...]], other: tuple[Row, tuple[Any, ...]]) -> bool:
@@ -236,6 +250,20 @@ def _written(writes: list[tuple[int, int, Write]], habits: Habits) -> list[tuple
     for (row, put), inserts in _in_turn(rows):
         found.append(_inserted(row, put, inserts, habits))
     return found
+
+
+def _in_parts(pieces: list[tuple[Writes, Values]]) -> list[list[tuple[Writes, Values]]]:
+    """A round, and apart from it the deletes of roots that begin like a key, where other changes write such roots.
+
+    An execution goes with the edges that lead to it while the end of another one is noted on one of these. A single
+    statement would write that row once, for one of the two.
+    """
+    emptied = {piece.row for piece, _ in pieces if type(piece) is Deleted and piece.empties_roots}
+    if not emptied:
+        return [pieces]
+    emptied &= {piece.row for piece, _ in pieces if type(piece) is Patched or type(piece) is Inserted}
+    later = [one for one in pieces if type(one[0]) is Deleted and one[0].row in emptied]
+    return [[one for one in pieces if one not in later], later] if later else [pieces]
 
 
 def _in_turn(shapes: dict[S, list[Any]]) -> Iterable[tuple[S, list[Any]]]:

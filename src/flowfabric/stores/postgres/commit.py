@@ -14,7 +14,8 @@ snapshot, the second refused by the row as it became. A locked row is the row as
 so only locked rows are judged, and everything that is written asks the one verdict.
 
 A row that must be absent cannot be locked. It is looked for, and if two batches insert it at once, the second one
-fails as a whole on the unique key (`Collision`); whoever sent it sends the halves again.
+fails as a whole on the unique key (`Collision`); whoever sent it sends the halves again. A change that puts it inserts
+it, therefore.
 
 The join of guards and rows is lateral, so that the server can only walk the given keys one by one through the primary
 key, in the given order. Verdicts travel as an array that each part picks from by the number of the change: no part

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec.structs import astuple
 
 from flowfabric.model.execution import LineKey
+from flowfabric.stores.codec import LineAt
 from flowfabric.stores.postgres.links import Links
 from flowfabric.stores.postgres.sql import numbered, pieces
+
+T = TypeVar("T")
 
 _COLUMNS = LineKey.__struct_fields__
 _STATEMENTS = pieces("lines.sql")
@@ -70,6 +73,14 @@ class Lines:
         """All lines, or those of a lane, in order."""
         found = await self._links.read(lambda connection: connection.fetch(_READ, lane_id))
         return sorted(self._learn(found))
+
+    async def decoded(self, decode: Callable[[LineAt], T]) -> T:
+        """Decode rows; when one stands in a line that another process made, learn the lines first."""
+        try:
+            return decode(self.key)
+        except UnknownLine:
+            await self.read(None)
+            return decode(self.key)
 
     async def lanes(self, after: str | None, limit: int) -> list[str]:
         """The lanes that have a line, ascending."""

@@ -94,13 +94,17 @@ class Judged(NamedTuple):
     like: Like | None  # what they must look like, in place of a revision
     leased: bool
     counted: bool
-    habit: tuple[int, ...]  # of the key, of the revision if asked for, and if leased of what is asked of the lease
+    habit: tuple[
+        int, ...
+    ]  # of the key, of the revision or the own columns, and if leased of what is asked of the lease
 
     def words(self, name: str, before: str | None, parameters: Parameters) -> str:
         """A table expression with `no` and `holds` a guard; of a lease's end only what the clock has still to judge."""
         table = TABLE[self.row]
         kinds = {f"key {key}": kind for key, kind in zip(table.key, KEY_TYPES[self.row], strict=True)}
-        if self.lock != "none" and self.like is None:
+        if self.like is not None:
+            kinds |= {f"own {column}": COLUMN_TYPES[self.row][column] for column in self.like.own}
+        elif self.lock != "none":
             kinds["revision"] = "bigint"
         if self.leased:
             kinds |= LEASE_TYPES
@@ -116,8 +120,10 @@ class Judged(NamedTuple):
         if self.like is None:
             seen, holds, ends = ["revision"], f"{given['revision']} = t.revision", ""
         else:
-            seen, ends = [table.key[0], *self.like.fields], ""
-            holds = " and ".join([f't."{table.key[0]}" is not null', *map(_looks, self.like.fields.items())])
+            seen, ends = [table.key[0], *self.like.fields, *self.like.own], ""
+            looks = [f't."{table.key[0]}" is not null', *map(_looks, self.like.fields.items())]
+            looks += [f't."{column}" is not distinct from {given[f"own {column}"]}' for column in self.like.own]
+            holds = " and ".join(looks)
         if self.leased:
             seen += ["lease_id", "lease_epoch", "lease_expires_at"]
             same = f"{given['lease_id']} = t.lease_id and {given['lease_epoch']} = t.lease_epoch"
@@ -232,6 +238,12 @@ class Deleted(NamedTuple):
     width: int
     counted: bool
     habit: tuple[int, ...]
+
+    @property
+    def empties_roots(self) -> bool:
+        """Whether it may take any number of roots for one key."""
+        table = TABLE[self.row]
+        return table.is_root and self.width < len(table.key)
 
     def words(self, parameters: Parameters) -> str:
         table = TABLE[self.row]

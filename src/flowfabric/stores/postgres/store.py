@@ -15,7 +15,7 @@ schema.py    the schema and how it grows (migrations/)
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -39,7 +39,7 @@ from flowfabric.stores.base import (
     Want,
     Where,
 )
-from flowfabric.stores.codec import CODEC, LineAt, tallied
+from flowfabric.stores.codec import CODEC, tallied
 from flowfabric.stores.postgres import read, schema
 from flowfabric.stores.postgres import take as taking
 from flowfabric.stores.postgres.batch import Batch, lines_of
@@ -53,8 +53,6 @@ from flowfabric.stores.postgres.links import Links, in_transaction
 from flowfabric.stores.postgres.pieces import CLOCK
 from flowfabric.stores.postgres.wake import Wake
 from flowfabric.stores.postgres.within import Within, link_to
-
-T = TypeVar("T")
 
 
 def _by_rank(taken: tuple[Execution, Payload]) -> tuple[int, str]:
@@ -98,7 +96,7 @@ class PostgresStore:
 
     async def load(self, wants: Sequence[Want]) -> Loaded:
         answer = await self._links.read(lambda connection: read.load(connection, wants, self._now()))
-        return await self._decoded(lambda line_at: read.loaded(answer, wants, line_at))
+        return await self._lines.decoded(lambda line_at: read.loaded(answer, wants, line_at))
 
     def peek(self, wants: Sequence[Want]) -> Loaded | None:
         return None
@@ -119,7 +117,7 @@ class PostgresStore:
         verdicts, answer = await self._commit(batch, hint)
         if batch.handing is None:
             return Handed(verdicts, [])
-        rows = await self._decoded(lambda line_at: rows_told(answer, 3, take, take.stamps, line_at))
+        rows = await self._lines.decoded(lambda line_at: rows_told(answer, 3, take, take.stamps, line_at))
         return Handed(verdicts, sorted(rows, key=_by_rank), emptied=bool(rows))  # nobody else stood there
 
     async def _batch(self, changes: Sequence[Change]) -> Batch:
@@ -155,10 +153,10 @@ class PostgresStore:
             missing = [stamp for stamp in take.stamps if stamp.lease_id not in used]
             try:
                 again, _ = await self._take(take, missing, lines, taking.LONG_REACH)
-            except StoreUnavailable:
-                if not taken.rows:
-                    raise
-                return taken  # these are claimed, whatever became of the others
+            except StoreUnavailable as lost:
+                if lost.in_doubt or not taken.rows:
+                    raise  # all rows, those of the first look among them, can be found by their stamps
+                return taken  # these are claimed, and nothing else is
             rows = sorted(taken.rows + again.rows, key=_by_rank)
             taken = Taken(again.now, rows)
         return taken
@@ -170,7 +168,7 @@ class PostgresStore:
             lambda connection: taking.take(connection, take, stamps, lines, limit, self._now(), self._lines.number)
         )
         claim = taking.claim(take, lines)
-        rows = await self._decoded(lambda line_at: claim.rows(answer, take, stamps, line_at))
+        rows = await self._lines.decoded(lambda line_at: claim.rows(answer, take, stamps, line_at))
         return Taken(answer[0]["now"], rows), answer[0]["more"]
 
     async def renew(self, leases: Sequence[Held]) -> list[int | None]:
@@ -182,14 +180,14 @@ class PostgresStore:
         await self._seen(where)
         words, values = read.due_words(row, column, limit, where, self._now(), self._line_or_none)
         answer = await self._links.read(lambda connection: connection.fetchrow(words, *values))
-        return await self._decoded(lambda line_at: read.due(answer, row, line_at))
+        return await self._lines.decoded(lambda line_at: read.due(answer, row, line_at))
 
     async def scan(self, scan: Scan) -> list[Any]:
         await self._seen(scan.where)
         words, values = read.scan_words(scan, self._line_or_none)
         found = await self._links.read(lambda connection: connection.fetch(words, *values))
         decode = CODEC[scan.row].decode
-        return await self._decoded(lambda line_at: [decode(row, line_at) for row in found])
+        return await self._lines.decoded(lambda line_at: [decode(row, line_at) for row in found])
 
     async def tally(self, tally: Tally) -> dict[tuple[Any, ...], int]:
         await self._lines.known(read.lines_in(tally.each or ()))
@@ -234,11 +232,3 @@ class PostgresStore:
         """Look up the lines that conditions name."""
         named = [value for one in where for value in (one.value if one.op == "in" else (one.value,))]
         await self._lines.known(read.lines_in(named))
-
-    async def _decoded(self, decode: Callable[[LineAt], T]) -> T:
-        """Decode rows; when one stands in a line that another process made, learn the lines first."""
-        try:
-            return decode(self._lines.key)
-        except UnknownLine:
-            await self._lines.read(None)
-            return decode(self._lines.key)

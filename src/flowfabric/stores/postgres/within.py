@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any, Protocol
 
-from flowfabric.errors import InvalidInput
+from flowfabric.errors import InvalidInput, RetryExhausted
 from flowfabric.rules.change import Change
 from flowfabric.stores.base import Loaded, Want
 from flowfabric.stores.postgres import read
@@ -46,7 +46,8 @@ class Within:
 
     async def load(self, wants: Sequence[Want]) -> Loaded:
         """The rows asked for, those of this transaction among them."""
-        return read.loaded(await read.load(self._link, wants, self._clock()), wants, self._lines.key)
+        answer = await read.load(self._link, wants, self._clock())
+        return await self._lines.decoded(lambda line_at: read.loaded(answer, wants, line_at))
 
     async def commit(self, change: Change) -> int | None:
         """Write a change as part of the transaction; None when a guard does not hold."""
@@ -59,12 +60,20 @@ class Within:
             state = getattr(error, "sqlstate", None)
             await self._link.execute("rollback to savepoint ff_submit")
             if state == UNIQUE:
+                await self._refuse_old_snapshot(error)
                 return None  # somebody else has just committed such a row
             if state == UNDEFINED_TABLE:
                 raise InvalidInput("using: this connection leads to another database than the store") from error
             raise
         await self._link.execute("release savepoint ff_submit")
         return now if accepted else None
+
+    async def _refuse_old_snapshot(self, collision: Exception) -> None:
+        """Raise when the row that was met will never be seen here, so that no other look would tell of it."""
+        [isolation] = await self._link.fetchrow("show transaction_isolation")
+        if isolation not in ("read committed", "read uncommitted"):
+            detail = f"using: somebody has committed the same since this {isolation} transaction began; begin it anew"
+            raise RetryExhausted(detail) from collision
 
     async def notify(self, topics: frozenset[str]) -> None:
         """Hints that are sent when the transaction commits, and not if it does not."""

@@ -64,11 +64,13 @@ def refused_guards(row: type[msgspec.Struct], *, lease: bool) -> Rows:
 
 @lru_cache(64)
 def refused_looks(row: type[msgspec.Struct], like: Like) -> Rows:
-    """Which roots do not look like this: rows of (number, key…)."""
+    """Which roots do not look like this: rows of (number, key…, own columns…)."""
     table = TABLE[row]
-    looks = " AND ".join(f"r.{name} IS {_formed(value)}" for name, value in like.fields.items())
+    width = len(table.key) + 1
+    looks = [f"r.{name} IS {_formed(value)}" for name, value in like.fields.items()]
+    looks += [f"r.{name} IS g.column{place}" for place, name in enumerate(like.own, width + 1)]
     shared = {"table": table.name, "same_key": _same_key(table, 2), "first_key": table.key[0]}
-    return _filled("refused_looks", len(table.key) + 1, **shared, looks=looks)
+    return _filled("refused_looks", width + len(like.own), **shared, looks=" AND ".join(looks))
 
 
 @cache

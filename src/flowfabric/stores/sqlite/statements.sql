@@ -25,7 +25,7 @@ SELECT g.column1
         OR (r.lease_expires_at > ?) IS NOT g.column{live});
 
 -- name: refused_looks
--- The number of each row that does not look as it should, among rows of (number, key…).
+-- The number of each row that does not look as it should, among rows of (number, key…, what each holds of its own…).
 SELECT g.column1
   FROM (VALUES {rows}) AS g
   LEFT JOIN {table} AS r ON {same_key}

@@ -20,7 +20,16 @@ from flowfabric.model.event import Event
 from flowfabric.model.execution import LineKey
 from flowfabric.rules.change import Change, Copies, Delete, Form, Insert, LeaseWant, Like, Patch, Put, Write
 from flowfabric.stores.base import Held, Take, Taken, Unstorable
-from flowfabric.stores.codec import CODEC, columns_of_copies, encode_column, encode_row, row_of, target, told_singly
+from flowfabric.stores.codec import (
+    CODEC,
+    columns_of_copies,
+    encode_column,
+    encode_row,
+    no_line,
+    row_of,
+    target,
+    told_singly,
+)
 from flowfabric.stores.rows import TABLE
 from flowfabric.stores.sqlite import claimed, sql
 from flowfabric.stores.sqlite.lines import UNKNOWN, LinesOfWriter
@@ -119,7 +128,8 @@ def _refused(db: apsw.Connection, changes: Sequence[Change], now: int) -> set[in
         for guard in change.guards:
             lease = guard.lease
             if guard.like is not None:
-                looks.setdefault((guard.row, guard.like), []).append((number, *guard.key))
+                own = encode_row(guard.own, no_line, now)
+                looks.setdefault((guard.row, guard.like), []).append((number, *guard.key, *own))
             elif lease is None or guard.revision is None:
                 roots.setdefault(guard.row, []).append((number, *guard.key, guard.revision))
             else:
