@@ -27,3 +27,7 @@ async def test_chains_fans_cancels_and_graphs_are_measured(
     assert 0 < report.fan_out_and_join.p50_ms <= report.fan_out_and_join.p99_ms
     assert 0 < report.quorum_cancel.p50_ms <= report.quorum_cancel.p99_ms
     assert (report.fan_out_and_join.samples, report.graph_nodes, report.steps) == (2, 300, 3)
+    has_control = kind != "memory"
+    assert (report.chains_ratio is not None, report.control_cancel is not None) == (has_control, has_control)
+    if report.control_cancel is not None:
+        assert 0 < report.control_cancel.p50_ms <= report.control_cancel.p99_ms

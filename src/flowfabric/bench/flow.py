@@ -9,6 +9,7 @@ import platform
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from itertools import pairwise
+from operator import truediv
 from statistics import median, quantiles
 from time import perf_counter
 from uuid import uuid4
@@ -17,7 +18,7 @@ import msgspec
 
 from flowfabric import CreateExecution, Engine, __version__, connect
 from flowfabric.bench.drive import LEASE_MS, RESULT, WORKER
-from flowfabric.bench.ground import ground
+from flowfabric.bench.ground import Control, ground
 from flowfabric.bench.throughput import Progress, Steps
 from flowfabric.engine.asks import Change, outcome_of
 from flowfabric.engine.flows import GraphEdge
@@ -50,10 +51,13 @@ class FlowReport(msgspec.Struct, frozen=True):
     steps: int
     in_flight: int
     chains_per_s: float
+    control_chains_per_s: float | None  # bare rows: no fence, no graph, no history, no events
+    chains_ratio: float | None
     fan: int
     fan_out_and_join: Spread  # from the call that creates the graph to the end of the join
     siblings: int
     quorum_cancel: Spread  # from the call that completes the winner to the cancel of the last sibling
+    control_cancel: Spread | None  # one statement that cancels as many bare rows
     graph_nodes: int
     graph_create_s: float
 
@@ -71,21 +75,26 @@ async def flow(
     progress: Progress | None = None,
 ) -> FlowReport:
     """Measure on a scratch store beside the named one."""
-    tell = Steps(progress, rounds + 3)
+    tell = Steps(progress, 2 * rounds + 4)
     async with AsyncExitStack() as stack:
         place = await stack.enter_async_context(ground(url))
         engine = await stack.enter_async_context(await connect(place.url))
         await _chains(engine, "bench-warm", IN_FLIGHT * 4, steps)
-        rates = []
+        rates, bare = [], []
         for number in range(rounds):
             tell(f"round {number + 1}: {chains} chains of {steps}")
             gc.collect()
             rates.append(await _chains(engine, f"bench-chains-{number}", chains, steps))
+            tell(f"round {number + 1}: bare chains")
+            if place.control is not None:
+                bare.append(await _bare_chains(place.control, chains, steps))
         tell(f"fan-out of {fan} and join")
         async with _worker(engine, "bench-fan", slots=fan) as ended:
             fans = [await _fan(engine, "bench-fan", fan, ended) for _ in range(samples + 2)]
         tell(f"cancel of {siblings - 1} siblings")
         cancels = [await _quorum(engine, f"bench-quorum-{number}", siblings) for number in range(samples + 2)]
+        tell(f"cancel of {siblings - 1} bare rows")
+        bare_cancels = [] if place.control is None else [await place.control.cancel(siblings - 1) for _ in cancels]
         tell(f"one graph of {graph} nodes")
         created_s = await _graph(engine, graph)
         tell.finish()
@@ -98,10 +107,13 @@ async def flow(
         steps=steps,
         in_flight=IN_FLIGHT,
         chains_per_s=round(median(rates), 1),
+        control_chains_per_s=round(median(bare), 1) if bare else None,
+        chains_ratio=round(median(map(truediv, rates, bare)), 3) if bare else None,
         fan=fan,
         fan_out_and_join=_spread(fans[2:]),
         siblings=siblings,
         quorum_cancel=_spread(cancels[2:]),
+        control_cancel=_spread(bare_cancels[2:]) if bare_cancels else None,
         graph_nodes=graph,
         graph_create_s=round(created_s, 2),
     )
@@ -127,6 +139,15 @@ async def _chains(engine: Engine, lane: str, chains: int, steps: int) -> float:
         began = perf_counter()
         await asyncio.gather(*(one_after_another() for _ in range(IN_FLIGHT)))
         return chains / (perf_counter() - began)
+
+
+async def _bare_chains(control: Control, chains: int, steps: int) -> float:
+    began = perf_counter()
+    ended = await control.chains(chains, steps, IN_FLIGHT)
+    took = perf_counter() - began
+    if ended != chains * steps:
+        raise AssertionError(f"{chains * steps} bare steps were created and {ended} ended")
+    return chains / took
 
 
 async def _fan(engine: Engine, lane: str, fan: int, ended: _Ends) -> float:

@@ -33,6 +33,14 @@ class Control(Protocol):
         """Milliseconds from the insert of one row to its claim by whoever was told of it, at a low rate."""
         ...
 
+    async def chains(self, chains: int, steps: int, in_flight: int) -> int:
+        """Create chains and work them off, so many at a time: each end starts the next step; how many steps ended."""
+        ...
+
+    async def cancel(self, rows: int) -> float:
+        """Seconds that it takes to cancel so many rows that wait."""
+        ...
+
     async def tidy(self) -> None:
         """Do now what the server does by itself within a minute: clear away rows that are dead."""
         ...

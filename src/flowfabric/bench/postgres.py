@@ -25,6 +25,11 @@ create table job (
 );
 create index job_ready on job (queue, priority, id) where status = 0;
 create index job_lease on job (lease_until) where status = 1;
+create table step (
+    id bigint generated always as identity primary key, chain bigint not null, place integer not null,
+    status smallint not null, result bytea, worker text, lease_until timestamptz, done_at timestamptz,
+    unique (chain, place)
+);
 """
 _INSERT = "insert into job (payload) select unnest($1::bytea[])"
 _SUBMIT = "with new as (insert into job (payload) values ($1) returning id) select pg_notify('job', '') from new"
@@ -39,6 +44,26 @@ update job set status = 2, result = x.result, done_at = now(), lease_until = nul
   from unnest($1::bigint[], $2::bytea[]) as x (id, result)
  where job.id = x.id and job.status = 1 and job.worker = 'w'
 """
+# Chains as one would write them by hand: the first step runs at once, and each end starts the step behind it.
+_BEGIN = """
+insert into step (chain, place, status)
+select chain, place, case place when 1 then 1 else 0 end
+  from generate_series($1::bigint, $2) as chain, generate_series(1, $3::int) as place
+"""
+_FIRST = "select id from step where chain between $1 and $2 and place = 1"
+_GO_ON = """
+with ended as (
+    update step set status = 2, result = x.result, done_at = now(), lease_until = null
+      from unnest($1::bigint[], $2::bytea[]) as x (id, result)
+     where step.id = x.id and step.status = 1
+ returning step.chain, step.place
+)
+update step set status = 1, worker = 'w', lease_until = now() + interval '30 s'
+  from ended
+ where step.chain = ended.chain and step.place = ended.place + 1 and step.status = 0
+returning step.id
+"""
+_CANCEL = "update step set status = 3, done_at = now() where chain = $1 and status = 0"
 
 SILENCE_S = 10.0  # after which nobody will be told any more
 
@@ -49,6 +74,7 @@ class PostgresControl:
     def __init__(self, connection: Any, url: str) -> None:
         self._connection = connection
         self._url = url
+        self._chains = 0  # that there are
 
     async def insert(self, payloads: Sequence[bytes]) -> None:
         statement = await self._connection.prepare(_INSERT)
@@ -83,6 +109,30 @@ class PostgresControl:
             return taken
         finally:
             await worker.close()
+
+    async def chains(self, chains: int, steps: int, in_flight: int) -> int:
+        first, go_on = await self._connection.prepare(_FIRST), await self._connection.prepare(_GO_ON)
+        ended = 0
+        for begun in range(0, chains, in_flight):
+            numbers = await self._begin(min(in_flight, chains - begun), steps)
+            running = await first.fetch(*numbers)
+            while running:
+                ended += len(running)
+                running = await go_on.fetch([row[0] for row in running], [b"done"] * len(running))
+        return ended
+
+    async def cancel(self, rows: int) -> float:
+        chain, _ = await self._begin(1, rows + 1)
+        began = perf_counter()
+        await self._connection.execute(_CANCEL, chain)
+        return perf_counter() - began
+
+    async def _begin(self, chains: int, steps: int) -> tuple[int, int]:
+        """The numbers of the first and the last one."""
+        numbers = self._chains + 1, self._chains + chains
+        self._chains += chains
+        await self._connection.execute(_BEGIN, *numbers, steps)
+        return numbers
 
     async def tidy(self) -> None:
         await self._connection.execute("vacuum")

@@ -19,6 +19,10 @@ create table job (
 ) strict;
 create index job_ready on job (queue, priority, id) where status = 0;
 create index job_lease on job (lease_until) where status = 1;
+create table step (
+    id integer primary key, chain integer not null, place integer not null, status integer not null, result blob,
+    worker text, lease_until integer, done_at integer, unique (chain, place)
+) strict;
 """
 _INSERT = "insert into job (payload) values (?)"
 _CLAIM = """
@@ -29,6 +33,16 @@ returning id, payload
 _FINISH = """
 update job set status = 2, result = ?, done_at = 1, lease_until = null where id = ? and status = 1 and worker = 'w'
 """
+# Chains as one would write them by hand: the first step runs at once, and each end starts the step behind it.
+_BEGIN = "insert into step (chain, place, status) values (?, ?, ?) returning id"
+_END = """
+update step set status = 2, result = ?, done_at = 1, lease_until = null where id = ? and status = 1
+returning chain, place + 1
+"""
+_START = """
+update step set status = 1, worker = 'w', lease_until = 30000 where chain = ? and place = ? and status = 0 returning id
+"""
+_CANCEL = "update step set status = 3, done_at = 1 where chain = ? and status = 0"
 
 
 class SQLiteControl:
@@ -40,6 +54,7 @@ class SQLiteControl:
         self._db.pragma("synchronous", "FULL")
         for _ in self._db.execute(_TABLE):
             pass
+        self._chains = 0  # that there are
 
     async def insert(self, payloads: Sequence[bytes]) -> None:
         for begin in range(0, len(payloads), BATCH):
@@ -69,6 +84,34 @@ class SQLiteControl:
             taken.append((perf_counter() - began) * 1000)
             self._db.execute(_FINISH, (b"done", row[0]))
         return taken
+
+    async def chains(self, chains: int, steps: int, in_flight: int) -> int:
+        ended = 0
+        for begun in range(0, chains, in_flight):
+            running = self._begin(min(in_flight, chains - begun), steps)
+            while running:
+                self._db.execute("begin immediate")
+                behind = list(self._db.executemany(_END, [(b"done", row) for row in running]))
+                running = [row for (row,) in self._db.executemany(_START, behind)]
+                self._db.execute("commit")
+                ended += len(behind)
+        return ended
+
+    async def cancel(self, rows: int) -> float:
+        self._begin(1, rows + 1)
+        began = perf_counter()
+        self._db.execute(_CANCEL, (self._chains,))
+        return perf_counter() - began
+
+    def _begin(self, chains: int, steps: int) -> list[int]:
+        """The first steps of new chains."""
+        new = range(self._chains + 1, self._chains + chains + 1)
+        self._chains += chains
+        rows = [(chain, place, int(place == 1)) for chain in new for place in range(1, steps + 1)]
+        self._db.execute("begin immediate")
+        ids = [row for (row,) in self._db.executemany(_BEGIN, rows)]
+        self._db.execute("commit")
+        return ids[::steps]
 
     async def tidy(self) -> None:
         """Nothing is left behind here: a row is written over in its place."""

@@ -13,7 +13,7 @@ from flowfabric.cli.telling import JsonOption, console, document, table, telling
 
 if TYPE_CHECKING:
     from flowfabric.bench.capability import CapabilityReport, Routing
-    from flowfabric.bench.flow import FlowReport
+    from flowfabric.bench.flow import FlowReport, Spread
     from flowfabric.bench.sdk import SdkReport
     from flowfabric.bench.suspend import Report as WaitReport
     from flowfabric.bench.throughput import Progress, Report
@@ -220,18 +220,29 @@ def _progress(*, quiet: bool) -> Iterator[Progress | None]:
 
 
 def _print_flow(report: FlowReport) -> None:
-    fan, cancel = report.fan_out_and_join, report.quorum_cancel
+    fan, control = report.fan_out_and_join, report.control_cancel
+    chains = f"chains of {report.steps}, {report.in_flight} in flight"
+    bare = _rate(report.control_chains_per_s)
     rows: list[tuple[object, ...]] = [
-        (f"chains of {report.steps}, {report.in_flight} in flight", f"{report.chains_per_s:,}/s"),
-        (f"fan-out of {report.fan} and join, p50 / p99", f"{fan.p50_ms} / {fan.p99_ms} ms"),
-        (f"cancel of {report.siblings - 1} siblings, p50 / p99", f"{cancel.p50_ms} / {cancel.p99_ms} ms"),
-        (f"a graph of {report.graph_nodes:,} nodes in one call", f"{report.graph_create_s} s"),
+        (chains, f"{report.chains_per_s:,}/s", bare, report.chains_ratio),
+        (f"fan-out of {report.fan} and join, p50 / p99", _spread(fan), "", None),
+        (
+            f"cancel of {report.siblings - 1} siblings, p50 / p99",
+            _spread(report.quorum_cancel),
+            "" if control is None else _spread(control),
+            None,
+        ),
+        (f"a graph of {report.graph_nodes:,} nodes in one call", f"{report.graph_create_s} s", "", None),
     ]
-    table("", ("", "engine"), rows)
+    table("", ("", "engine", "control", "ratio"), rows)
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
     typer.echo(f"{report.rounds} rounds, {fan.samples} samples, {report.cores} cores")
     typer.echo(f"versions: {versions}")
     typer.echo(f"durability: {report.durability}")
+
+
+def _spread(times: Spread) -> str:
+    return f"{times.p50_ms} / {times.p99_ms} ms"
 
 
 def _print_sdk(report: SdkReport) -> None:
