@@ -242,6 +242,16 @@ async def test_a_refused_insert_is_no_collision(store: Store) -> None:
     assert await store.commit([change(Insert(execution("a")), guards=[absent(Execution, "a")])]) == [None]
 
 
+@pytest.mark.parametrize("first", [Put, Insert])
+async def test_a_row_that_has_to_be_absent_can_be_written_and_replaced(
+    store: Store, clock: ManualClock, first: type[Put | Insert]
+) -> None:
+    twice = (first(execution("a")), Put(execution("a", priority=7)))
+
+    assert await store.commit([change(*twice, guards=[absent(Execution, "a")])]) == [clock.now]
+    assert (await one(store, Execution, "a")).priority == 7
+
+
 async def test_a_poisoned_change_whose_guard_fails_does_no_harm_by_its_rows(store: Store, clock: ManualClock) -> None:
     await write(store, Insert(execution("a")))
 

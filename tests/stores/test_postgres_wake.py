@@ -87,6 +87,9 @@ BUSY = [frozenset(f"end:{batch}-{number:03}" for number in range(wake.MUCH)) for
 async def test_who_has_much_to_tell_waits_for_more(ears: tuple[Ear, Ear], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wake, "LATER_S", 3600)
     one, other = ears
+    one.store.notify(frozenset({"ready"}))  # one that has just begun to listen would send whatever there is
+    await other.until(lambda: bool(other.heard))
+    other.heard.clear()
 
     for topics in BUSY:
         one.store.notify(topics)

@@ -211,12 +211,22 @@ def _rounds(changes: Sequence[Change]) -> list[list[tuple[int, int, Write]]]:
 
 
 def _as_guarded(change: Change) -> tuple[Write, ...]:
-    """Its writes; what has to be absent is inserted: of two who put it at once neither would be refused."""
+    """Its writes; what has to be absent is inserted: of two who put it at once neither would be refused.
+
+    Once only: what the change itself has written is there, and may be replaced.
+    """
     writes = change.writes
     if Put not in map(type, writes):  # as in most changes
         return writes
     absent = {(guard.row, guard.key) for guard in change.guards if guard.revision is None and guard.like is None}
-    return tuple(Insert(one.row) if type(one) is Put and target(one) in absent else one for one in writes)
+    found: list[Write] = []
+    for write in writes:
+        if (type(write) is Put or type(write) is Insert) and (place := target(write)) in absent:
+            absent.remove(place)
+            found.append(Insert(write.row))
+        else:
+            found.append(write)
+    return tuple(found)
 
 
 def _meet(one: tuple[Row, tuple[Any, ...]], other: tuple[Row, tuple[Any, ...]]) -> bool:
