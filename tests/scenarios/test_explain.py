@@ -14,6 +14,7 @@ from flowfabric.model.gate import GateKind
 from flowfabric.model.obstacles import Obstacle
 from flowfabric.model.states import TerminalOutcome
 from tests.scenarios.flowing import Flowing
+from tests.scenarios.functions import Function
 from tests.scenarios.play import GRANT_MS, LEASE_MS, Play
 from tests.scenarios.test_ex_grants import MISSING, requires
 from tests.scenarios.test_reservations import R1, R2, reserve
@@ -207,8 +208,25 @@ async def test_it_is_parked_on_gates(play: Play) -> None:
     await play.engine.open_gate(held.handle, GateArgs(name="word", kind=GateKind.MAILBOX, mailbox="steer"))
     await play.engine.park(held.handle, ("nap", "word"))
 
-    waits = obstacles.Suspended("waiting_for_signal", ("nap", "word"), play.now + 700)
+    what = ("time to pass", "a message to steer")
+    waits = obstacles.Suspended("waiting_for_signal", ("nap", "word"), play.now + 700, what)
     assert await why(play, held.execution_id) == waits
+    assert waits.sentence() == f"It waits until {play.now + 700} for time to pass or a message to steer."
+
+
+async def test_it_waits_for_children_or_an_answer(function: Function, play: Play) -> None:
+    children = [await function.child() for _ in range(7)]
+    ids = [child.execution_id for child in children]
+    await function.children("all", *ids)
+    await function.approval("approval:ship#0")
+    await function.park("all", "approval:ship#0")
+    await function.engine.complete(children[0].handle)
+    await function.engine.folds_done()
+
+    what = (f"the end of {', '.join(ids[1:6])} and 1 more", "an answer to approval:ship")
+    waits = obstacles.Suspended("waiting_for_signal", ("all", "approval:ship#0"), None, what)
+    assert await why(play, function.e) == waits
+    assert waits.sentence() == f"It waits for {what[0]} or {what[1]}."
 
 
 def test_every_obstacle_there_is_has_a_test() -> None:

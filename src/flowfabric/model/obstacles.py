@@ -71,10 +71,13 @@ class Suspended(Obstacle, frozen=True):
     reason: str
     waits_on: tuple[str, ...] = ()  # the keys of its waitpoints, or the names of its gates
     until: int | None = None  # when it stops waiting
+    waits_for: tuple[str, ...] = ()  # what each of its gates is about, in words
 
     def sentence(self) -> str:
-        named = f" on {', '.join(self.waits_on)}" if self.waits_on else ""
         until = f" until {self.until}" if self.until else ""
+        if self.waits_for:
+            return f"It waits{until} for {' or '.join(self.waits_for)}."
+        named = f" on {', '.join(self.waits_on)}" if self.waits_on else ""
         return f"It is suspended{named}{until}: {self.reason}."
 
 
