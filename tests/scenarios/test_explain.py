@@ -214,6 +214,15 @@ async def test_it_is_parked_on_gates(play: Play) -> None:
     assert waits.sentence() == f"It waits until {play.now + 700} for time to pass or a message to steer."
 
 
+async def test_it_sleeps(function: Function, play: Play) -> None:
+    await function.timer("nap", 700)
+    await function.park("nap")
+
+    waits = obstacles.Suspended("waiting_for_signal", ("nap",), play.now + 700, (obstacles.PASSING,))
+    assert await why(play, function.e) == waits
+    assert waits.sentence() == f"It sleeps until {play.now + 700}."
+
+
 async def test_it_waits_for_children_or_an_answer(function: Function, play: Play) -> None:
     children = [await function.child() for _ in range(7)]
     ids = [child.execution_id for child in children]

@@ -67,6 +67,9 @@ class Dependencies(Obstacle, frozen=True):
         return f"It waits for other executions: {', '.join(self.execution_ids)}."
 
 
+PASSING = "time to pass"
+
+
 class Suspended(Obstacle, frozen=True):
     reason: str
     waits_on: tuple[str, ...] = ()  # the keys of its waitpoints, or the names of its gates
@@ -75,6 +78,8 @@ class Suspended(Obstacle, frozen=True):
 
     def sentence(self) -> str:
         until = f" until {self.until}" if self.until else ""
+        if self.waits_for == (PASSING,):
+            return f"It sleeps{until}."
         if self.waits_for:
             return f"It waits{until} for {' or '.join(self.waits_for)}."
         named = f" on {', '.join(self.waits_on)}" if self.waits_on else ""

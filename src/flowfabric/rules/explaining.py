@@ -67,7 +67,7 @@ def _waits_for(name: str, gate: Gate) -> str:
     """What opens this gate, in words."""
     match gate.kind:
         case GateKind.TIMER:
-            return "time to pass"
+            return obstacles.PASSING
         case GateKind.MAILBOX:
             return f"a message to {gate.mailbox}"
         case GateKind.SIGNALS:
