@@ -200,6 +200,24 @@ async def test_a_line_is_remembered_when_nothing_stands_in_it_any_more(store: St
     assert await store.lines() == [LINES[0]]
 
 
+async def test_the_lines_in_which_something_stands_are_told_apart(store: Store) -> None:
+    for number, line in enumerate(LINES):
+        await write(store, Insert(waiting(f"n{number}", line=line)), Insert(waiting(f"m{number}", line=line)))
+    await write(store, Delete(Execution, ("n0",)), Patch(Execution, ("m0",), {"line": None}))
+    await write(store, Delete(Execution, ("n3",)))
+    await write(store, Patch(Execution, ("n4",), {"line": LINES[1]}), Patch(Execution, ("m4",), {"line": LINES[1]}))
+
+    assert await store.standing("mail") == LINES[1:4]
+    assert await store.standing("sms") == [LINES[5]]
+    assert await store.standing("none") == []
+
+
+async def test_nothing_stands_in_an_empty_store(store: Store) -> None:
+    await write(store, Insert(execution("none")))
+
+    assert await store.standing("mail") == []
+
+
 async def test_a_change_may_make_lines_known_in_which_nothing_stands_yet(store: Store) -> None:
     known, refused = change(lines=(LINES[3], LINES[5])), change(lines=(LINES[0],), not_before=2**62)
     assert (await store.commit([known, refused]))[1] is None

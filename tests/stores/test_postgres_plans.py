@@ -37,6 +37,7 @@ from flowfabric.stores.postgres.batch import Batch
 from flowfabric.stores.postgres.commit import commit
 from flowfabric.stores.postgres.habits import Habits
 from flowfabric.stores.postgres.hand import handing
+from flowfabric.stores.postgres.lines import STANDING
 from flowfabric.stores.postgres.links import TUNING
 from flowfabric.stores.postgres.schema import migrations
 from tests.conftest import migrate
@@ -198,6 +199,13 @@ async def test_a_take_reads_few_pages_whatever_the_table_holds(planner: Planner,
 
     (plan,) = analyst.plans
     assert plan["Shared Hit Blocks"] + plan["Shared Read Blocks"] < 50 * 100, words
+
+
+async def test_lines_with_work_are_found_from_one_to_the_next(planner: Planner) -> None:
+    plan = await planner.connection.fetchval(f"explain (analyze, buffers, format json) {STANDING}", "mail")
+
+    read = json.loads(plan)[0]["Plan"]
+    assert read["Shared Hit Blocks"] + read["Shared Read Blocks"] < 100, plan
 
 
 async def test_a_renewal_finds_its_rows_by_key(planner: Planner) -> None:

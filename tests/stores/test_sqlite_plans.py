@@ -64,7 +64,7 @@ class Watched(SQLiteStore):
         plain = apsw.Connection(str(self._path))
 
         def note(cursor: apsw.Cursor, statement: str, bindings: Any) -> bool:
-            if statement.split()[0] in ("SELECT", "UPDATE", "INSERT", "DELETE"):
+            if statement.split()[0] in ("SELECT", "WITH", "UPDATE", "INSERT", "DELETE"):
                 steps = plain.execute(f"EXPLAIN QUERY PLAN {statement}", bindings)
                 self.plans[statement] = [step[3] for step in steps]
             return True
@@ -103,6 +103,13 @@ async def test_a_take_reads_the_heads_of_its_lines_in_order(filled: Path) -> Non
         assert only_searches([heads])
         writes = [plan for plan in plans if plan is not heads]
         assert only_searches(writes)
+
+
+async def test_lines_with_work_are_found_from_one_to_the_next(filled: Path) -> None:
+    [plan] = await plans_of(filled, lambda store: store.standing("mail"))
+
+    assert sum("USING COVERING INDEX ff_exec_core_line (line>?)" in step for step in plan) == 2, plan
+    assert not [step for step in plan if re.match(r"SCAN (ff_\w+|[el])\b", step)], plan
 
 
 async def test_rows_are_loaded_by_their_key(filled: Path) -> None:

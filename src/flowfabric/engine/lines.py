@@ -49,7 +49,10 @@ class Lines(Executions):
 
     async def look_around(self, lane_id: str) -> None:
         """Put lapsed leases of the lane into their lines, and hear of lines that other processes began."""
-        await asyncio.gather(self.mark_lapsed_leases(lane_id), self.hear_of_lane(lane_id))
+        if self.sees_whole(lane_id):
+            await asyncio.gather(self.mark_lapsed_leases(lane_id), self.hear_of_lane(lane_id))
+        else:  # where there are very many, every claim asks which of them have work
+            await self.mark_lapsed_leases(lane_id)
         self._looked_at[lane_id] = self.estimate.now()
 
     def has_looked(self, lane_id: str) -> bool:
@@ -91,10 +94,15 @@ class Lines(Executions):
             logger.warning("%s cannot be claimed: %s", execution_id, fault)
 
     async def lines_of(self, lane_id: str) -> list[LineKey]:
-        """The lines of a lane that this process knows of, in a fixed order."""
+        """The lines of a lane that this process knows of, in a fixed order; of very many, those with work in them.
+
+        Lines are never forgotten. Where each user of an application has a key, most of them are empty at any time.
+        """
         if lane_id not in self._lines:
             await self.hear_of_lane(lane_id)
-        return sorted(self._lines.get(lane_id, ()))
+        if self.sees_whole(lane_id):
+            return sorted(self._lines.get(lane_id, ()))
+        return await self.patiently(lambda: self.store.standing(lane_id))
 
     def sees_whole(self, lane_id: str) -> bool:
         """Whether one look sees all lines of a lane, so that what it did not find is not there."""

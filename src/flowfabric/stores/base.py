@@ -318,6 +318,10 @@ class Store(Protocol):
         """The lines that were ever written to, of one lane or of all."""
         ...
 
+    async def standing(self, lane_id: str) -> list[LineKey]:
+        """The lines of a lane in which something stands, in order; however many there ever were."""
+        ...
+
     async def lanes(self, after: str | None, limit: int) -> list[str]:
         """The lanes that were ever written to, ascending."""
         ...

@@ -294,6 +294,12 @@ class MemoryStore:
         with self._lock:
             return sorted(line for line in self._lines if lane_id in (None, line.lane_id))
 
+    async def standing(self, lane_id: str) -> list[LineKey]:
+        with self._lock:
+            entries = self._shelves[Execution].indexes["line"]
+            taken = {number for number, *_ in entries}
+            return sorted(line for line, number in self._lines.items() if number in taken and line.lane_id == lane_id)
+
     async def lanes(self, after: str | None, limit: int) -> list[str]:
         with self._lock:
             lanes = sorted({line.lane_id for line in self._lines})

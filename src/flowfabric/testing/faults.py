@@ -193,6 +193,9 @@ class FlakyStore:
     async def lines(self, lane_id: str | None = None) -> list[LineKey]:
         return await self._sent("lines", lambda: self.inner.lines(lane_id))
 
+    async def standing(self, lane_id: str) -> list[LineKey]:
+        return await self._sent("standing", lambda: self.inner.standing(lane_id))
+
     async def lanes(self, after: str | None, limit: int) -> list[str]:
         return await self._sent("lanes", lambda: self.inner.lanes(after, limit))
 

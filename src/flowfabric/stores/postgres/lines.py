@@ -21,6 +21,7 @@ _STATEMENTS = pieces("lines.sql")
 _ADD = numbered(_STATEMENTS["add"], ("digests", *_COLUMNS))
 _FIND = numbered(_STATEMENTS["find"], ("digests",))
 _READ = numbered(_STATEMENTS["read"], ("lane_id",))
+STANDING = numbered(_STATEMENTS["standing"], ("lane_id",))
 _LANES = numbered(_STATEMENTS["lanes"], ("after", "limit"))
 
 
@@ -73,6 +74,10 @@ class Lines:
         """All lines, or those of a lane, in order."""
         found = await self._links.read(lambda connection: connection.fetch(_READ, lane_id))
         return sorted(self._learn(found))
+
+    async def standing(self, lane_id: str) -> list[LineKey]:
+        """The lines of a lane in which something stands, in order."""
+        return sorted(self._learn(await self._links.read(lambda connection: connection.fetch(STANDING, lane_id))))
 
     async def decoded(self, decode: Callable[[LineAt], T]) -> T:
         """Decode rows; when one stands in a line that another process made, learn the lines first."""

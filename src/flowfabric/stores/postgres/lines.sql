@@ -20,6 +20,19 @@ select line, lane_id, required, fairness_key, fairness_weight, decided
   from ff_line
  where :lane_id::text is null or lane_id = :lane_id;
 
+-- name: standing
+-- The lines of a lane in which something stands: from line to line, each found by one step through the index.
+with recursive taken as (
+    (select e.line from ff_exec_core e where e.line is not null order by e.line limit 1)
+    union all
+    select (select e.line from ff_exec_core e where e.line > taken.line order by e.line limit 1)
+      from taken
+     where taken.line is not null
+)
+select l.line, l.lane_id, l.required, l.fairness_key, l.fairness_weight, l.decided
+  from taken
+ cross join lateral (select * from ff_line l where l.line = taken.line and l.lane_id = :lane_id offset 0) l;
+
 -- name: lanes
 -- The lanes that have a line, ascending, after a given one: each found by one step through the index.
 with recursive lane as (

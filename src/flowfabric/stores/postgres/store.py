@@ -197,6 +197,9 @@ class PostgresStore:
     async def lines(self, lane_id: str | None = None) -> list[LineKey]:
         return await self._lines.read(lane_id)
 
+    async def standing(self, lane_id: str) -> list[LineKey]:
+        return await self._lines.standing(lane_id)
+
     async def lanes(self, after: str | None, limit: int) -> list[str]:
         return await self._lines.lanes(after, limit)
 

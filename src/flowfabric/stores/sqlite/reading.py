@@ -143,7 +143,15 @@ def tally(db: apsw.Connection, lines: Lines, tally: Tally) -> dict[tuple[Any, ..
 
 def all_lines(db: apsw.Connection, lane_id: str | None) -> list[LineKey]:
     """The lines of one lane or of all."""
-    found = db.execute(sql.plain("lines"), (lane_id,))
+    return _lines(db.execute(sql.plain("lines"), (lane_id,)))
+
+
+def standing(db: apsw.Connection, lane_id: str) -> list[LineKey]:
+    """The lines of a lane in which something stands."""
+    return _lines(db.execute(sql.plain("standing"), (lane_id,)))
+
+
+def _lines(found: Iterable[Any]) -> list[LineKey]:
     return [LineKey(lane, required, key, weight, bool(decided)) for lane, required, key, weight, decided in found]
 
 

@@ -158,6 +158,19 @@ SELECT lane_id, required, fairness_key, fairness_weight, decided FROM ff_line
  WHERE ?1 IS NULL OR lane_id = ?1
  ORDER BY lane_id, required, fairness_key, fairness_weight, decided;
 
+-- name: standing
+-- The lines of a lane in which something stands: from line to line, each found by one step through the index.
+WITH RECURSIVE taken (line) AS (
+    SELECT min(line) FROM ff_exec_core WHERE line > 0
+    UNION ALL
+    SELECT (SELECT min(e.line) FROM ff_exec_core AS e WHERE e.line > taken.line) FROM taken WHERE taken.line IS NOT NULL
+)
+SELECT l.lane_id, l.required, l.fairness_key, l.fairness_weight, l.decided
+  FROM taken
+ CROSS JOIN ff_line AS l ON l.line_id = taken.line
+ WHERE l.lane_id = ?
+ ORDER BY l.lane_id, l.required, l.fairness_key, l.fairness_weight, l.decided;
+
 -- name: lanes
 SELECT DISTINCT lane_id FROM ff_line WHERE ?1 IS NULL OR lane_id > ?1 ORDER BY lane_id LIMIT ?2;
 

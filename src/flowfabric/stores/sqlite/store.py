@@ -125,6 +125,9 @@ class SQLiteStore:
     async def lines(self, lane_id: str | None = None) -> list[LineKey]:
         return await self._loader.do(lambda db: reading.all_lines(db, lane_id))
 
+    async def standing(self, lane_id: str) -> list[LineKey]:
+        return await self._lister.do(lambda db: reading.standing(db, lane_id))
+
     async def lanes(self, after: str | None, limit: int) -> list[str]:
         return await self._lister.do(lambda db: reading.lanes(db, after, limit))
 
