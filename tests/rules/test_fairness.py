@@ -96,13 +96,17 @@ def test_ageing_raises_a_priority_by_one_step_for_each_length_of_waiting() -> No
     )
 
 
-def test_a_plan_of_few_keys_leaves_the_others_their_turn() -> None:
-    rows = [row(f"{key}{n}", key) for key in "abcd" for n in range(2)]
+def test_a_plan_ends_where_a_row_that_was_not_read_might_be_next() -> None:
+    rows = [row(f"{key}{n}", key) for key in "abc" for n in range(2)]
 
-    picks, turns = plan(rows, {}, NOW, 8, most_keys=3)
-    assert names(picks) == ["a0", "b0", "c0"]
-    rows = [one for one in rows if one not in picks]
-    assert names(plan(rows, turns, NOW, 2)[0]) == ["d0", "a1"]
+    picks, turns = plan(rows, {}, NOW, 9, cut={"b"})
+    assert names(picks) == ["a0", "b0", "c0", "a1", "b1", "c1"], "b may have more, and is not next before that"
+    assert names(plan(rows[:-1], {}, NOW, 9, cut={"c"})[0]) == ["a0", "b0", "c0", "a1", "b1"]
+
+    urgent = row("u", "urgent", priority=1)
+    picks, turns = plan([*rows, urgent], {}, NOW, 9, cut={"urgent"})
+    assert names(picks) == ["u"], "another one may be as urgent"
+    assert names(plan(rows, turns, NOW, 2)[0]) == ["a0", "b0"]
 
 
 KEYS = st.sampled_from(["", "a", "b", "c"])
@@ -130,3 +134,40 @@ def test_a_plan_is_a_selection_in_order_within_each_key(given: list[tuple[str, i
     assert priorities == sorted(priorities, reverse=True), (
         "nothing of lower priority is claimed before something higher"
     )
+
+
+def told_plainly(rows: list[Any], turns: dict[str, int], limit: int) -> tuple[list[str], dict[str, int]]:
+    """The same as a plan, one turn after the other for all keys."""
+    left = sorted(rows, key=lambda one: (one.rank, one.execution_id))
+    in_hand = {one.line.fairness_key: turns.get(one.line.fairness_key, 0) for one in left}
+    picks: list[str] = []
+    while left and len(picks) < limit:
+        heads = {one.line.fairness_key: one for one in reversed(left)}
+        highest = max(effective_priority(one, NOW) for one in heads.values())
+        equals = {key: one for key, one in heads.items() if effective_priority(one, NOW) == highest}
+        if len(equals) > 1:
+            for key, one in equals.items():
+                in_hand[key] += one.line.fairness_weight
+        chosen = min(equals, key=lambda key: (-in_hand[key], equals[key].rank, equals[key].execution_id))
+        if len(equals) > 1:
+            in_hand[chosen] -= sum(one.line.fairness_weight for one in equals.values())
+        picks.append(equals[chosen].execution_id)
+        left.remove(equals[chosen])
+    return picks, in_hand
+
+
+AGED = st.tuples(KEYS, st.integers(1, 4), st.integers(0, 2), st.integers(0, 50), st.none() | st.integers(1, 20))
+
+
+@given(st.lists(AGED, max_size=30), st.dictionaries(KEYS, st.integers(-9, 9)), st.integers(0, 40))
+def test_a_plan_gives_the_turns_that_it_would_give_one_by_one(
+    given: list[tuple[str, int, int, int, int | None]], turns: dict[str, int], limit: int
+) -> None:
+    rows = [
+        row(f"{key}{n:03}", key, weight=weight, priority=priority, age=age, ageing=ageing)
+        for n, (key, weight, priority, age, ageing) in enumerate(given)
+    ]
+
+    picks, after = plan(rows, turns, NOW, limit)
+
+    assert (names(picks), after) == told_plainly(rows, turns, limit)

@@ -11,7 +11,7 @@ from flowfabric.engine import lines
 from flowfabric.engine.engine import Engine
 from flowfabric.ids import SeededMinter
 from flowfabric.settings import Settings
-from tests.scenarios.play import Play
+from tests.scenarios.play import LEASE_MS, Play
 from tests.scenarios.test_ex_grants import requires
 from tests.scenarios.test_s_quotas import Q, policy
 from tests.scenarios.test_s_scheduling import ROADS, ask, pull
@@ -181,3 +181,33 @@ async def test_very_many_lines_are_all_reached(
         got.update(claimed)
 
     assert got == waiting
+
+
+@pytest.mark.parametrize("road", ["admitted", "bare", "namespaces"])
+@pytest.mark.parametrize("compared", [1024, 64])
+async def test_one_claim_serves_as_many_tenants_as_there_is_room_for(
+    play: Play, monkeypatch: pytest.MonkeyPatch, road: str, compared: int
+) -> None:
+    monkeypatch.setattr(lines, "MOST_LINES", 10)
+    monkeypatch.setattr(lines, "MOST_COMPARED", compared)
+    names: dict[str, str] = {}
+    for _ in range(3):
+        for n in range(30):
+            names[await play.create(policy=tenant(f"t{n:02}"))] = f"t{n:02}"
+        play.clock.pass_ms(1)
+    urgent = {await play.create(priority=1, policy=tenant("urgent")) for _ in range(5)}
+
+    async def claimed(count: int) -> list[str]:
+        if road != "bare":
+            return await pull(play, count, namespaces={"default"} if road == "namespaces" else None)
+        got = await play.engine.claim_many(
+            "default", count, worker_id="w", worker_instance_id="w", lease_ttl_ms=LEASE_MS
+        )
+        return [one.execution_id for one in got]
+
+    first, second, rest = await claimed(20), await claimed(20), await claimed(100)
+
+    assert set(first[:5]) == urgent, "priority comes before turns"
+    assert len({names[e] for e in first[5:]}) == 15
+    assert len({names[e] for e in [*first[5:], *second[:15]]}) == 30, "everybody once before somebody twice"
+    assert len({*first, *second, *rest}) == 95

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from functools import cached_property
 
 from flowfabric import errors
@@ -30,8 +30,8 @@ CANDIDATES = 10
 LAPSED_BATCH = 100
 BY_RANK = ("rank", "execution_id")
 MOST_LINES = 64  # that are taken from in one trip
-MOST_KEYS = 8  # whose work one claim takes: each key costs a trip of its own
-MOST_COMPARED = 1024  # whose first rows are looked at to see which come first
+MOST_KEYS = 8  # whose work is taken key by key: each costs a trip of its own
+MOST_COMPARED = 1024  # whose first rows are looked at to see which come first, and how many rows of all of them
 
 
 class Lines(Executions):
@@ -138,23 +138,26 @@ class Lines(Executions):
         *,
         without: Set[str] = frozenset(),
         where: tuple[Where, ...] = (),
-    ) -> list[Execution]:
-        """The rows of these lines among which the next `wanted` are.
+    ) -> tuple[list[Execution], Set[str]]:
+        """The rows of these lines among which the next `wanted` are, and the keys of which more may stand there.
 
-        Of the lines of many keys, or of very many lines, only those that come first are read so far; the first row of
-        each other one is there, too, so that nobody's turn is forgotten.
+        Of many lines some rows each are read. When the next ones of a key are needed before enough is found, those of
+        the keys that come first are read as far as can be needed.
         """
-        if len(lines) <= MOST_LINES and len({line.fairness_key for line in lines}) <= MOST_KEYS:
-            return await self.heads(lines, wanted, without=without, where=where)
-        firsts = await self.heads(lines, 1, without=without, where=where, ahead=0)
-        if wanted == 1 or len(firsts) <= 1:
-            return firsts
-        picks, _ = fairness.plan(firsts, self.turns_of(lane_id), self.estimate.now(), wanted, most_keys=MOST_KEYS)
-        keys = {fairness.key_of(row) for row in picks}
-        foremost = [row.line for row in firsts if fairness.key_of(row) in keys][:MOST_LINES]
-        near = {line for line in foremost if line is not None}
-        further = await self.heads([*near], wanted, without=without, where=where)
-        return further + [row for row in firsts if row.line not in near]
+        few = len(lines) <= MOST_LINES and len({line.fairness_key for line in lines}) <= MOST_KEYS
+        depth = wanted if few else min(wanted, max(1, MOST_COMPARED // len(lines)))
+        rows = await self.heads(lines, depth, without=without, where=where, ahead=CANDIDATES if few else 0)
+        if depth == wanted:
+            return rows, frozenset()
+        cut = {line.fairness_key for line, count in Counter(_lines(rows)).items() if count >= depth}
+        picks, _ = fairness.plan(rows, self.turns_of(lane_id), self.estimate.now(), wanted, cut=cut)
+        if len(picks) in (wanted, len(rows)):
+            return rows, cut
+        next_ones = [key for key in dict.fromkeys(map(fairness.key_of, picks)) if key in cut][:MOST_KEYS]
+        near = [line for line in dict.fromkeys(_lines(rows)) if line.fairness_key in next_ones][:MOST_LINES]
+        further = await self.heads(near, wanted, without=without, where=where)
+        left = {line.fairness_key for line in _lines(rows) if line not in near}
+        return further + [row for row in rows if row.line not in near], cut & left
 
     async def heads(
         self,
@@ -232,6 +235,11 @@ class Lines(Executions):
 def most_of(lines: Sequence[LineKey], limit: int) -> int:
     """How many of these lines can be claimed together: the best so many stand in the first portion."""
     return limit if len(lines) <= MOST_LINES else min(limit, MOST_LINES)
+
+
+def _lines(rows: Iterable[Execution]) -> Iterator[LineKey]:
+    """The lines in which these rows stand."""
+    return (row.line for row in rows if row.line is not None)
 
 
 def _portions(lines: Sequence[LineKey], size: int) -> list[Sequence[LineKey]]:

@@ -142,14 +142,14 @@ class Taking(Lines):
             wanted = limit - len(claimed)
             decided = [line for line in lines if line.decided]
             uniform = [line for line in lines if not line.decided]
-            waiting = await self.contenders(order.lane_id, decided, wanted, without=tried)
+            waiting, cut = await self.contenders(order.lane_id, decided, wanted, without=tried)
             if not waiting:
                 await self.forget_decided(order.lane_id)
                 if not _take_turns(uniform):
                     return claimed + await self._take(uniform, order, wanted)
-            waiting += await self.contenders(order.lane_id, uniform, wanted)
+            more, cut_too = await self.contenders(order.lane_id, uniform, wanted)
             now, turns = self.estimate.now(), self.turns_of(order.lane_id)
-            picks, turns = fairness.plan(waiting, turns, now, wanted, most_keys=MOST_KEYS)
+            picks, turns = fairness.plan(waiting + more, turns, now, wanted, cut=cut | cut_too)
             self.keep_turns(order.lane_id, turns)
             tried.update(row.execution_id for row in picks if _is_decided(row))
             try:
@@ -166,8 +166,10 @@ class Taking(Lines):
     async def _claim_picks(
         self, picks: Sequence[Execution], uniform: Sequence[LineKey], order: ClaimOrder
     ) -> list[answers.Claimed]:
-        """Claim these rows; of the uniform ones, as many of each key, whichever are first by now."""
+        """Claim these rows; of the uniform ones of few keys, as many of each, whichever are first by now."""
         counts = Counter(fairness.key_of(row) for row in picks if not _is_decided(row))
+        if len(counts) > MOST_KEYS:
+            return await self._claim_decided(picks, order)
         takes = [
             self._take([line for line in uniform if line.fairness_key == key], order, count)
             for key, count in counts.items()

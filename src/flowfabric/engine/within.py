@@ -12,7 +12,6 @@ from functools import cached_property
 
 from flowfabric import errors
 from flowfabric.engine.intake import ClaimOrder
-from flowfabric.engine.lines import MOST_KEYS
 from flowfabric.engine.taking import Taking
 from flowfabric.model import answers
 from flowfabric.model.execution import LineKey
@@ -61,11 +60,11 @@ class Within(Taking):
         own = (Where("namespace", "in", tuple(sorted(order.namespaces or ()))),)
         tried: set[str] = set()
         while (wanted := limit - len(claimed)) > 0:
-            rows = await self.contenders(order.lane_id, lines, wanted, without=tried, where=own)
+            rows, cut = await self.contenders(order.lane_id, lines, wanted, without=tried, where=own)
             if not rows:
                 return
             now, turns = self.estimate.now(), self.turns_of(order.lane_id)
-            picks, turns = fairness.plan(rows, turns, now, wanted, most_keys=MOST_KEYS)
+            picks, turns = fairness.plan(rows, turns, now, wanted, cut=cut)
             self.keep_turns(order.lane_id, turns)
             tried.update(row.execution_id for row in picks)
             claimed += await self._claim_decided(picks, order)
