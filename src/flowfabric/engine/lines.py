@@ -117,7 +117,7 @@ class Lines(Executions):
         if len(lines) <= MOST_LINES:
             return _portions(lines, MOST_LINES)
         [compared, *others] = self.windows(lines)
-        firsts = await self.heads(compared, 1, ahead=0)
+        firsts = await self.heads(compared, 1)
         in_order = [line for line in dict.fromkeys(row.line for row in firsts) if line is not None]
         return [portion for some in (in_order, *others) for portion in _portions(some, MOST_LINES)]
 
@@ -146,7 +146,7 @@ class Lines(Executions):
         """
         few = len(lines) <= MOST_LINES and len({line.fairness_key for line in lines}) <= MOST_KEYS
         depth = wanted if few else min(wanted, max(1, MOST_COMPARED // len(lines)))
-        rows = await self.heads(lines, depth, without=without, where=where, ahead=CANDIDATES if few else 0)
+        rows = await self.heads(lines, depth, without=without, where=where)
         if depth == wanted:
             return rows, frozenset()
         cut = {line.fairness_key for line, count in Counter(_lines(rows)).items() if count >= depth}
@@ -166,15 +166,14 @@ class Lines(Executions):
         *,
         without: Set[str] = frozenset(),
         where: tuple[Where, ...] = (),
-        ahead: int = CANDIDATES,
     ) -> list[Execution]:
         """The first rows of each of the lines, without those granted to somebody and those named, best rank first.
 
-        `ahead` more of each are read at once, since some may have to be passed over.
+        Of few lines some more rows are read at once, since some may have to be passed over.
         """
         if not lines:
             return []
-        size = limit + ahead
+        size = limit + (CANDIDATES if len(lines) <= MOST_LINES else 0)
         conditions = (Where("line", "in", tuple(lines)), *where)
         page = await self.scan(Scan(Execution, conditions, BY_RANK, None, size, each="line"))
         rows = self._claimable(page, without)

@@ -18,7 +18,7 @@ from flowfabric.engine import intake
 from flowfabric.engine.admitting import Admitted, Admitting, Seen
 from flowfabric.engine.claims import Claims, signed_claim, signed_reclaim
 from flowfabric.engine.intake import ClaimOrder
-from flowfabric.engine.lines import CANDIDATES, HOUSEKEEPING_MS, MOST_KEYS
+from flowfabric.engine.lines import CANDIDATES, HOUSEKEEPING_MS, MOST_KEYS, MOST_LINES
 from flowfabric.engine.taking import claimed_of
 from flowfabric.engine.waiting import PAGE
 from flowfabric.engine.workers import LiveWorkers, Workers
@@ -82,7 +82,7 @@ class Scheduler(Claims, Admitting, Workers):
         lines = await self.lines_of(order.lane_id)
         others = [line for line in lines if not capabilities.covers(line.required, order.capabilities)]
         live: LiveWorkers = {}
-        for row in await self.heads(others, CANDIDATES, where=ELIGIBLE):
+        for row in await self.heads(others, _depth(others), where=ELIGIBLE):
             await self.close_route(row, live)
 
     async def _claim_decided(self, rows: Sequence[Execution], order: ClaimOrder) -> list[answers.Claimed]:
@@ -156,11 +156,28 @@ class Scheduler(Claims, Admitting, Workers):
 
         Of the others the first are looked at, once: they are not for this worker, however many there are.
         """
-        seen, tried = Seen(), set[str]()
-        mine = await self.covered(order.lane_id, order.capabilities)
-        others = [line for line in await self.lines_of(order.lane_id) if line not in mine]
-        beyond = await self.heads(others, CANDIDATES, where=ELIGIBLE + own)
-        while rows := await self.heads(mine, CANDIDATES, without=tried, where=own) + beyond:
+        seen = Seen()
+        lines = await self.lines_of(order.lane_id)
+        mine = [line for line in lines if capabilities.covers(line.required, order.capabilities)]
+        others = [line for line in lines if not capabilities.covers(line.required, order.capabilities)]
+        beyond = await self.heads(others, _depth(others), where=ELIGIBLE + own)
+        for portion in self.windows(mine) or [()]:
+            if (granted := await self._best_of(portion, beyond, order, key, own, seen)) is not None:
+                return granted
+            beyond = []
+        return None
+
+    async def _best_of(
+        self,
+        mine: Sequence[LineKey],
+        beyond: list[Execution],
+        order: GrantOrder,
+        key: Any,
+        own: tuple[Where, ...],
+        seen: Seen,
+    ) -> answers.ClaimGrant | answers.ReclaimGrant | None:
+        tried, depth = set[str](), _depth(mine)
+        while rows := await self.heads(mine, depth, without=tried, where=own) + beyond:
             counts = Counter(row.line for row in rows)
             while rows:
                 [row], after = fairness.plan(rows, self.turns_of(order.lane_id), self.estimate.now(), 1)
@@ -174,7 +191,7 @@ class Scheduler(Claims, Admitting, Workers):
                 if seen.refusals > refusals:
                     await self._refuse_alike([row], mine, seen, own)
                     break
-                if counts[row.line] >= CANDIDATES and row not in beyond and all(one.line != row.line for one in rows):
+                if counts[row.line] >= depth and row not in beyond and all(one.line != row.line for one in rows):
                     break  # what stands behind these in their line may come before the rest
             beyond = [row for row in beyond if row.execution_id not in tried]
         return None
@@ -213,6 +230,11 @@ class Scheduler(Claims, Admitting, Workers):
         except errors.FabricError:
             return None  # granted to somebody else
         return answer if isinstance(answer, answers.ReclaimGrant) else None
+
+
+def _depth(lines: Sequence[LineKey]) -> int:
+    """How many rows of each of these lines are read at once."""
+    return CANDIDATES if len(lines) <= MOST_LINES else 1
 
 
 def _of_namespaces(names: frozenset[str] | None) -> tuple[Where, ...]:
