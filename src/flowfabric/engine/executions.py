@@ -204,7 +204,9 @@ class Executions(Purging, Creating):
         by = intake.source(source)
         until = limits.instant("delay_until", delay_until)
         return await self.settle_execution(
-            execution, lambda row, now: delay.delay(row, shown, by, until, now), trust=self._untimed(execution)
+            execution,
+            lambda row, now: delay.delay(row, shown, by, until, now),
+            trust=handle is not None and self._untimed(execution),
         )
 
     async def delay_for(self, handle: Handle, length_ms: int, *, reason: str = "") -> answers.Delayed:
@@ -229,7 +231,8 @@ class Executions(Purging, Creating):
         """Put the work away until its dependencies are resolved."""
         execution, shown = self.who(handle, execution_id, fence)
         by = intake.source(source)
-        seen = self._seen.get(execution) if self._untimed(execution) else None
+        # Only for a holder: an operator means the lease of now, and the one that is remembered here may be long over.
+        seen = self._seen.get(execution) if handle is not None and self._untimed(execution) else None
         return await self.settle(
             (Want(Execution, (execution,)),),
             lambda rows, now: dependents.wait_children(first(rows[0]), first(rows[1]), shown, by, now),
