@@ -53,7 +53,10 @@ class Executions(Purging, Creating):
     async def create_executions(
         self, asks: Iterable[CreateExecution]
     ) -> list[answers.Created | answers.Duplicate | errors.FabricError]:
-        """Create many in as few round trips as there are batches; each answer stands for itself, refusals included."""
+        """Create many in as few round trips as there are batches; each answer stands for itself, refusals included.
+
+        Of those that share an id or an idempotency key the first wins.
+        """
         return await BulkCreate(self).create(intake.each("asks", asks))
 
     async def create_within(
