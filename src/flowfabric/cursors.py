@@ -30,6 +30,8 @@ def encode_cursor(position: int) -> bytes:
 
 def decode_cursor(cursor: bytes) -> int | None:
     """The position after which to go on, or None for "from now on"; `InvalidInput` for anything that is not ours."""
+    if not isinstance(cursor, bytes | bytearray | memoryview):
+        raise InvalidInput("cursor: not bytes")
     if not cursor:
         return None
     if cursor[0] == _OUTBOX_FORM and len(cursor) == _OUTBOX.size:

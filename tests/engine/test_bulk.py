@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
 from flowfabric import CreateExecution, Engine, FabricError, StoreUnavailable
 from flowfabric.clock import ManualClock
 from flowfabric.engine.bulk import TOGETHER
+from flowfabric.errors import InvalidPolicyJson
 from flowfabric.model.answers import Created, Duplicate
 from flowfabric.model.states import PublicState
 from flowfabric.rules.change import Change
@@ -117,6 +119,30 @@ async def test_the_first_wins_also_when_the_key_was_known_and_forgotten(store: S
 
     assert answers[0] == Created(first.execution_id, "waiting")  # type: ignore[arg-type]
     assert answers[1] == Duplicate(first.execution_id)
+
+
+async def test_one_that_has_to_wait_for_another_still_goes_before_those_behind_it(store: Store) -> None:
+    engine = Engine(store)
+    [first, second] = asks(engine, 2)
+    keyed = msgspec.structs.replace(first, idempotency_key="k", policy='{"dedup_window_ms": 0}')
+    follower = msgspec.structs.replace(second, idempotency_key="k", input_payload=b"the first of its id")
+
+    answers = await engine.create_executions([keyed, follower, second])
+
+    created = [Created(one.execution_id, PublicState.WAITING) for one in (first, second)]
+    assert answers == [*created, Duplicate(second.execution_id)]
+    assert (await engine.read_execution_context(second.execution_id)).input_payload == b"the first of its id"
+
+
+async def test_one_that_is_refused_is_not_taken_for_a_later_one_of_its_id(store: Store) -> None:
+    engine = Engine(store)
+    [good] = asks(engine, 1)
+    bad = msgspec.structs.replace(good, policy="{not json")
+
+    refused, created = await engine.create_executions([bad, good])
+
+    assert isinstance(refused, InvalidPolicyJson)
+    assert created == Created(good.execution_id, PublicState.WAITING)
 
 
 async def test_a_refusal_stands_between_its_neighbours(store: Store) -> None:

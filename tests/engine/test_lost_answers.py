@@ -504,6 +504,31 @@ async def test_what_is_done_again_is_not_taken_for_what_was_done_before(
     assert len(told) == 3, [one.outcome or one.operator for one in told]
 
 
+@pytest.mark.parametrize("loss", [Loss.DOUBT, Loss.ANSWER])
+@pytest.mark.parametrize("verb", ["delay", "wait_children"])
+async def test_an_operator_parks_the_lease_of_now_not_one_that_this_process_remembers(
+    store: Store, clock: ManualClock, verb: str, loss: Loss
+) -> None:
+    losing = LosingStore(store)
+    mine, others = Engine(losing), Engine(store)
+    scene = Scene(others, clock)
+    e = await scene.waiting()
+    assert await mine.claim("default", **WORKER)
+
+    async def park(engine: Engine) -> None:
+        until = {"delay_until": clock.now} if verb == "delay" else {}
+        await getattr(engine, verb)(execution_id=e, source="operator_override", **until)
+
+    await park(others)  # tells what a second one of the same lease would tell
+    await others.promote_delayed(e)
+    await others.issue_grant_and_claim(e, lane_id="default", lease_duration_ms=LEASE_MS)
+    losing.next_loss = loss
+    await park(mine)
+
+    assert await others.read_execution_state(e) != "active"
+    assert [one.event for one in await others.lease_history(e)] == ["acquired", "released"] * 2
+
+
 @pytest.mark.parametrize("poison", ["nul\0", "half \ud800 pair"])
 async def test_a_poison_change_in_a_batch_does_not_fail_its_neighbours(
     store: Store, clock: ManualClock, poison: str

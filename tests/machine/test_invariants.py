@@ -41,6 +41,26 @@ async def damage(engine: Engine, execution_id: str, **fields: Any) -> None:
     assert await engine.store.commit([change]) != [None]
 
 
+async def test_what_is_no_longer_kept_in_the_feed_is_not_missed(store: Store, clock: ManualClock) -> None:
+    engine = Engine(store)
+    old = await claimed(engine, policy=RETRY)
+    await engine.fail(old.handle, reason="flaky")
+    clock.pass_ms(engine.settings.feed_retention_ms + 1)
+    await engine.sweep_once("feed_trimmer")
+    await check_invariants(engine)
+    await engine.cancel_execution(old.execution_id)
+    clock.pass_ms(1)
+    young = await claimed(engine)
+    await check_invariants(engine)
+
+    await damage(engine, old.execution_id, public_state=PublicState.ACTIVE)
+    await damage(engine, young.execution_id, lease_epoch=5)
+    with pytest.raises(InvariantBroken) as broken:
+        await check_invariants(engine)
+    assert f"{old.execution_id}: I10" in str(broken.value)
+    assert f"{young.execution_id}: I7" in str(broken.value)
+
+
 async def test_a_long_life_breaks_nothing(store: Store, clock: ManualClock) -> None:
     engine = Engine(store)
     watch = Watch(engine)

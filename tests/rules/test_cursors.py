@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -45,6 +47,12 @@ def test_later_positions_have_greater_cursors(one: int, other: int) -> None:
 )
 def test_a_cursor_that_is_not_ours_is_refused(cursor: bytes) -> None:
     with pytest.raises(InvalidInput, match="cursor"):
+        decode_cursor(cursor)
+
+
+@pytest.mark.parametrize("cursor", [None, "", "020000000000003039", 12345, [2]])
+def test_what_is_no_bytes_is_no_cursor(cursor: Any) -> None:
+    with pytest.raises(InvalidInput, match="cursor: not bytes"):
         decode_cursor(cursor)
 
 

@@ -231,6 +231,15 @@ async def test_ex_013_rejected_policy_leaves_nothing_behind(play: Play) -> None:
 
 
 @pytest.mark.parametrize(
+    "no_json", [float("nan"), float("inf"), b"gpu", "\ud800", object()], ids=["nan", "inf", "bytes", "half", "object"]
+)
+@pytest.mark.parametrize("part", ["fairness_key", "max_replay_count", "a name nobody knows"])
+async def test_a_policy_that_is_no_json_is_refused_as_a_mapping_too(play: Play, part: str, no_json: Any) -> None:
+    async with play.refused(errors.InvalidPolicyJson, "malformed"):
+        await play.create(policy={"retry_policy": {}, part: no_json})
+
+
+@pytest.mark.parametrize(
     ("routing", "error", "detail"),
     [
         ({"required_capabilities": "gpu"}, errors.InvalidCapabilities, "required:not_array"),

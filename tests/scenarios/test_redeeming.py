@@ -67,6 +67,25 @@ async def test_a_grant_that_could_not_be_redeemed_takes_no_place(play: Play) -> 
     assert isinstance(await one.claim_from_grant(await play.next_for("wa")), Claimed)
 
 
+async def test_a_task_that_lost_its_lease_keeps_its_place_beside_the_one_that_took_over(play: Play) -> None:
+    one = worker(play, lease_ttl_ms=LEASE_MS, max_concurrent_tasks=2)
+    lost = await one.claim_from_grant(await granted(play))
+    assert isinstance(lost, Claimed)
+    await play.expired(lost)
+    taken = await one.claim_from_grant(await play.next_for("wa"))
+    assert isinstance(taken, Claimed)
+    assert taken.execution_id == lost.execution_id
+    grant = await granted(play)
+
+    async with play.refused(errors.WorkerAtCapacity):  # both tasks run
+        await one.claim_from_grant(grant)
+    one.finished(lost.handle)
+    assert isinstance(await one.claim_from_grant(grant), Claimed)
+    further = await granted(play)
+    async with play.refused(errors.WorkerAtCapacity):
+        await one.claim_from_grant(further)
+
+
 async def test_a_resume_grant_goes_on_with_the_attempt_and_takes_a_place(play: Play) -> None:
     one = worker(play, lease_ttl_ms=LEASE_MS)
     handle = await one.claim_from_resume_grant(await granted(play, "resume"))

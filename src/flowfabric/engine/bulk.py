@@ -189,10 +189,11 @@ class BulkCreate:
                 self._answers[place] = refused
                 continue
             names = _names(ask) if own is None else own[:1]
-            if not self._named.isdisjoint(names) or (decision is not None and decision.change is None):
+            is_first = self._named.isdisjoint(names)
+            self._named.update(names)  # also of one that has to wait: those behind it must not overtake it
+            if not is_first or (decision is not None and decision.change is None):
                 self._again.append(Unsettled(place, intake.creation(ask)))
                 continue
-            self._named.update(names)
             if decision is not None and decision.change is not None:
                 change = msgspec.structs.replace(decision.change, id=mint())
                 decided.append(Creation(place, ask, decision, change, self._model))

@@ -53,7 +53,10 @@ class Executions(Purging, Creating):
     async def create_executions(
         self, asks: Iterable[CreateExecution]
     ) -> list[answers.Created | answers.Duplicate | errors.FabricError]:
-        """Create many in as few round trips as there are batches; each answer stands for itself, refusals included."""
+        """Create many in as few round trips as there are batches; each answer stands for itself, refusals included.
+
+        Of those that share an id or an idempotency key the first wins.
+        """
         return await BulkCreate(self).create(intake.each("asks", asks))
 
     async def create_within(
@@ -204,7 +207,9 @@ class Executions(Purging, Creating):
         by = intake.source(source)
         until = limits.instant("delay_until", delay_until)
         return await self.settle_execution(
-            execution, lambda row, now: delay.delay(row, shown, by, until, now), trust=self._untimed(execution)
+            execution,
+            lambda row, now: delay.delay(row, shown, by, until, now),
+            trust=handle is not None and self._untimed(execution),
         )
 
     async def delay_for(self, handle: Handle, length_ms: int, *, reason: str = "") -> answers.Delayed:
@@ -229,7 +234,8 @@ class Executions(Purging, Creating):
         """Put the work away until its dependencies are resolved."""
         execution, shown = self.who(handle, execution_id, fence)
         by = intake.source(source)
-        seen = self._seen.get(execution) if self._untimed(execution) else None
+        # Only for a holder: an operator means the lease of now, and the one that is remembered here may be long over.
+        seen = self._seen.get(execution) if handle is not None and self._untimed(execution) else None
         return await self.settle(
             (Want(Execution, (execution,)),),
             lambda rows, now: dependents.wait_children(first(rows[0]), first(rows[1]), shown, by, now),

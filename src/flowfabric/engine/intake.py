@@ -5,6 +5,7 @@ Whatever is wrong with it, the answer is a `ValidationError`; what comes out can
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -230,8 +231,9 @@ def policy_text(policy: object) -> str | None:
         return limits.text("policy", policy) or None
     if not isinstance(policy, Mapping):
         raise errors.InvalidInput("policy: neither JSON text nor a mapping")
-    try:
-        return limits.text("policy", msgspec.json.encode(policy).decode())
+    try:  # bytes stay bytes, which is no JSON; msgspec's own writer makes a text of them, and null of what is no number
+        plain = msgspec.to_builtins(policy, builtin_types=(bytes, bytearray, memoryview), str_keys=True)
+        return policy_text(json.dumps(plain, ensure_ascii=False, separators=(",", ":")))
     except (TypeError, ValueError, OverflowError, RecursionError) as fault:
         raise errors.InvalidPolicyJson("malformed") from fault
 

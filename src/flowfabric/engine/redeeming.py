@@ -40,7 +40,7 @@ class Redeemer:
         self._lease_ttl_ms = limits.duration("lease_ttl_ms", lease_ttl_ms)
         self._most = limits.integer("max_concurrent_tasks", max_concurrent_tasks, least=1)
         self._asking = 0
-        self._held: set[str] = set()
+        self._held: set[str] = set()  # leases: one that was lost, and the one that took over, are two tasks
 
     async def claim_from_grant(
         self, grant: ClaimGrant | ReclaimGrant
@@ -69,7 +69,7 @@ class Redeemer:
 
     def finished(self, handle: Handle) -> None:
         """The task of this handle has ended, one way or another: there is room for the next."""
-        self._held.discard(handle.fields.execution_id)
+        self._held.discard(handle.fields.lease_id)
 
     async def _redeemed(self, redeem: Callable[[], Awaitable[T]]) -> T:
         if len(self._held) + self._asking >= self._most:
@@ -80,7 +80,7 @@ class Redeemer:
         finally:
             self._asking -= 1
         if isinstance(answer, Claimed):
-            self._held.add(answer.execution_id)
+            self._held.add(answer.lease_id)
         return answer
 
     async def _claim(self, grant: ClaimGrant) -> Claimed:

@@ -62,6 +62,7 @@ class Watch:
         self._rows: dict[str, Execution] = {}
         self._told: dict[str, list[FeedEvent]] = defaultdict(list)
         self._position = 0
+        self._whole_after = -1  # what was created later was heard of from its beginning
 
     async def check(self) -> None:
         """Raises `InvariantBroken` with every sentence that does not hold now."""
@@ -85,16 +86,20 @@ class Watch:
 
     async def _listen(self) -> None:
         news: dict[int, FeedEvent] = {}
-        end = self._position
+        end, lost = self._position, False
         for topic in Topic:
             position = self._position
             while True:
                 page = await self._store.feed(topic, position, PAGE)
+                lost = lost or page.lost
                 news.update((told.position, told) for told in page.events)
                 position = page.position
                 if not page.events:
                     break
             end = max(end, position)
+        if lost:  # events are kept for a while only, and executions may be older
+            kept_from = min((told.at for told in news.values()), default=await self._store.ping())
+            self._whole_after = max(self._whole_after, kept_from)
         for position in sorted(news):
             self._told[news[position].event.execution_id].append(news[position])
         self._position = end
@@ -103,7 +108,8 @@ class Watch:
         told = [one for one in self._told[row.execution_id] if one.at >= row.created_at]
         yield from broken_row(row)
         yield from broken_attempts(row, attempts)
-        yield from broken_story(row, told)
+        if row.created_at > self._whole_after:
+            yield from broken_story(row, told)
         before = self._rows.get(row.execution_id)
         if before is not None and before.created_at == row.created_at:
             for name in ("lease_epoch", "total_attempt_count", "retry_count", "replay_count", "lease_reclaim_count"):
