@@ -79,3 +79,21 @@ async def test_very_many_readers_are_looked_up(flow: Flowing, monkeypatch: pytes
     await flow.succeed("z")
     flow.clock.pass_ms(DAY_MS)
     assert await flow.sweep("retention_trimmer") == [2]
+
+
+@pytest.mark.parametrize("few", [1, 128])
+async def test_an_end_that_was_left_to_the_reconciler_is_not_forgotten_with_the_execution(
+    flow: Flowing, monkeypatch: pytest.MonkeyPatch, few: int
+) -> None:
+    monkeypatch.setattr(successors, "FEW", few)
+    await flow.begin("bc")
+    await flow.add("a", policy={"stream_policy": {"retention_ttl_ms": 0}})
+    await flow.edge("a", "b")
+    await flow.edge("a", "c", dependency_kind="any_outcome")
+    await flow.engine.cancel_execution(flow.names["a"], reason="r", source="flow_cascade")
+    flow.clock.pass_ms(1)
+
+    assert await flow.sweep("retention_trimmer") == [1]
+    await flow.sweep("dependency_reconciler")
+
+    assert await flow.state("b", "c") == "skipped waiting"
