@@ -58,7 +58,9 @@ async def test_others_go_when_their_own_time_is_over(flow: Flowing) -> None:
     await flow.cancel("f")
     flow.clock.pass_ms(DAY_MS)
 
-    assert await flow.sweep("retention_trimmer") == [2], "nobody said that a is read, and f has nothing to read"
+    assert await flow.sweep("retention_trimmer") == [1]
+    assert await flow.engine.describe_execution(flow.names["a"]) is None, "nobody said that it is read"
+    assert await flow.state("f") == "cancelled", "b may run without its result, and has to see that it left none"
 
 
 async def test_very_many_readers_are_looked_up(flow: Flowing, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,9 +70,7 @@ def purge(
 def kept_for(row: Execution) -> tuple[str, ...] | None:
     """The executions that may still need this one; None when they are too many for its sheet to name them."""
     parent = () if row.parent_id is None else (row.parent_id,)
-    if row.successors is None or row.terminal_outcome is not TerminalOutcome.SUCCESS:
-        return parent
-    if not decode_terms(row.terms).kept_for_successors:
+    if row.successors is None or not decode_terms(row.terms).kept_for_successors:
         return parent
     if row.successors == successors.MANY:
         return None
