@@ -61,6 +61,19 @@ async def test_others_go_when_their_own_time_is_over(flow: Flowing) -> None:
     assert await flow.sweep("retention_trimmer") == [1]
     assert await flow.engine.describe_execution(flow.names["a"]) is None, "nobody said that it is read"
     assert await flow.state("f") == "cancelled", "b may run without its result, and has to see that it left none"
+    await flow.cancel("b")
+    flow.clock.pass_ms(DAY_MS)
+    assert await flow.sweep("retention_trimmer") == [2], "nobody goes on without it any more"
+
+
+async def test_a_chain_that_was_skipped_goes_at_once(flow: Flowing) -> None:
+    await flow.begin("abcdef", policy={"kept_for_successors": True, "retry_policy": {"max_retries": 0}})
+    await flow.chain("abcdef")
+    await flow.fail("a")
+    await flow.cascade("a")
+    flow.clock.pass_ms(DAY_MS)
+
+    assert await flow.sweep("retention_trimmer") == [6]
 
 
 async def test_very_many_readers_are_looked_up(flow: Flowing, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,7 @@ def purge(
     """
     if row is None or not is_over(row, now, default_ms):
         return Decision(False)
-    if needing := [one for one in others if one.terminal_outcome is not TerminalOutcome.SUCCESS]:
+    if needing := [one for one in others if needs(one, row)]:
         ends = [one.purge_at for one in needing if one.purge_at is not None]
         wait_ms = max(0, max(ends) - now) + A_MOMENT_MS if len(ends) == len(needing) else retention_ms(row)
         later = Patch(Execution, (row.execution_id,), {"purge_at": FromNow(max(wait_ms, A_MOMENT_MS))})
@@ -65,6 +65,19 @@ def purge(
     if row.cancelled_by == cancel.FLOW_CASCADE:  # left to a reconciler that may not have come by yet
         writes = (*successors.settled(row, row.terminal_outcome), *writes)
     return Decision(True, Change(guards=(seen(row),), writes=writes, not_before=kept_until(row, default_ms)))
+
+
+def needs(one: Execution, ended: Execution) -> bool:
+    """Whether one of those that an execution is kept for may still look at it.
+
+    One that ended without success has no result to read again: it is there for those of its successors that go on
+    without it, so that they do not take it for one that is gone.
+    """
+    if one.terminal_outcome is TerminalOutcome.SUCCESS:
+        return False
+    if one.execution_id == ended.parent_id or ended.terminal_outcome is TerminalOutcome.SUCCESS:
+        return True
+    return one.lifecycle_phase is not LifecyclePhase.TERMINAL
 
 
 def kept_for(row: Execution) -> tuple[str, ...] | None:
