@@ -65,6 +65,35 @@ async def test_a_step_that_hands_its_result_on_looks_at_the_input_only(
     assert after.payload.input_payload == b"r"
 
 
+async def test_a_step_that_has_no_result_to_hand_on_is_one_commit_too(
+    crew: Crew, asked: list[tuple[str, int]]
+) -> None:
+    one_of = {"kind": "any_of", "on_satisfied": "let_run"}
+    await crew.graph([*"ab"], [("a", "b")], data_passing_ref="r", policies={"b": one_of})
+    [held] = await crew.claim()
+    asked.clear()
+
+    await crew.engine.complete(held.handle)
+    await crew.engine.dispatched()
+
+    assert asked == [("load", 3), ("commit", 1)]
+    assert await crew.states("a", "b") == "completed waiting"
+
+
+@pytest.mark.parametrize("k", [1, 2])
+async def test_the_input_of_a_child_that_has_ended_stays_when_its_only_upstream_succeeds(crew: Crew, k: int) -> None:
+    one_of = {"kind": "quorum", "k": k, "on_satisfied": "let_run"}
+    await crew.graph([*"ab"], [("a", "b")], data_passing_ref="r", policies={"b": one_of})
+    [held] = await crew.claim()
+    await crew.engine.cancel_execution(crew.names["b"])
+
+    await crew.engine.complete(held.handle, result=b"r")
+    await crew.engine.dispatched()
+
+    assert (await crew.engine.read_execution_context(crew.names["b"])).input_payload == b""
+    assert (await crew.group("b")).succeeded == 1
+
+
 async def test_a_diamond_joins_and_a_failure_skips_to_any_depth(crew: Crew) -> None:
     tail = [f"t{number:03}" for number in range(120)]
     nodes = ["a", "b", "c", "d", *tail]

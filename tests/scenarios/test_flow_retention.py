@@ -58,7 +58,22 @@ async def test_others_go_when_their_own_time_is_over(flow: Flowing) -> None:
     await flow.cancel("f")
     flow.clock.pass_ms(DAY_MS)
 
-    assert await flow.sweep("retention_trimmer") == [2], "nobody said that a is read, and f has nothing to read"
+    assert await flow.sweep("retention_trimmer") == [1]
+    assert await flow.engine.describe_execution(flow.names["a"]) is None, "nobody said that it is read"
+    assert await flow.state("f") == "cancelled", "b may run without its result, and has to see that it left none"
+    await flow.cancel("b")
+    flow.clock.pass_ms(DAY_MS)
+    assert await flow.sweep("retention_trimmer") == [2], "nobody goes on without it any more"
+
+
+async def test_a_chain_that_was_skipped_goes_at_once(flow: Flowing) -> None:
+    await flow.begin("abcdef", policy={"kept_for_successors": True, "retry_policy": {"max_retries": 0}})
+    await flow.chain("abcdef")
+    await flow.fail("a")
+    await flow.cascade("a")
+    flow.clock.pass_ms(DAY_MS)
+
+    assert await flow.sweep("retention_trimmer") == [6]
 
 
 async def test_very_many_readers_are_looked_up(flow: Flowing, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,3 +94,21 @@ async def test_very_many_readers_are_looked_up(flow: Flowing, monkeypatch: pytes
     await flow.succeed("z")
     flow.clock.pass_ms(DAY_MS)
     assert await flow.sweep("retention_trimmer") == [2]
+
+
+@pytest.mark.parametrize("few", [1, 128])
+async def test_an_end_that_was_left_to_the_reconciler_is_not_forgotten_with_the_execution(
+    flow: Flowing, monkeypatch: pytest.MonkeyPatch, few: int
+) -> None:
+    monkeypatch.setattr(successors, "FEW", few)
+    await flow.begin("bc")
+    await flow.add("a", policy={"stream_policy": {"retention_ttl_ms": 0}})
+    await flow.edge("a", "b")
+    await flow.edge("a", "c", dependency_kind="any_outcome")
+    await flow.engine.cancel_execution(flow.names["a"], reason="r", source="flow_cascade")
+    flow.clock.pass_ms(1)
+
+    assert await flow.sweep("retention_trimmer") == [1]
+    await flow.sweep("dependency_reconciler")
+
+    assert await flow.state("b", "c") == "skipped waiting"

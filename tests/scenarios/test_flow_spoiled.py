@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from flowfabric import errors
 from flowfabric.clock import ManualClock
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.flow_cancels import WaitIndefinite
+from flowfabric.engine.sweeper import Pass
 from flowfabric.ids import SeededMinter
 from flowfabric.model.execution import Execution
 from flowfabric.model.flow import EdgeGroup
-from flowfabric.model.flow_answers import CascadeOutcome, PartiallyCancelled
+from flowfabric.model.flow_answers import Cancelled, CascadeOutcome, PartiallyCancelled
 from flowfabric.rules.change import Patch
+from flowfabric.rules.feeds import Filter
 from flowfabric.settings import Settings
-from flowfabric.stores.base import Store
+from flowfabric.stores.base import Loaded, Store, Want
 from tests.scenarios.flowing import Flowing, any_of
 
 
@@ -33,6 +37,19 @@ async def lively(store: Store, clock: ManualClock) -> Flowing:
 async def spoil(flow: Flowing, name: str) -> None:
     """Terms that nobody could have written."""
     await flow.write(Patch(Execution, (flow.names[name],), {"terms": "[]"}))
+
+
+def unreadable(flow: Flowing, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A row with something in it that stands for nothing."""
+    load = flow.engine.store.load
+
+    async def loads(wants: Sequence[Want]) -> Loaded:
+        if Want(Execution, (flow.names[name],)) in wants:
+            raise errors.Corruption("exec_core: attempt_state: 99 stands for nothing")
+        return await load(wants)
+
+    monkeypatch.setattr(flow.engine.store, "peek", lambda _: None)
+    monkeypatch.setattr(flow.engine.store, "load", loads)
 
 
 async def join_with_too_many_ends(flow: Flowing) -> None:
@@ -77,6 +94,27 @@ async def test_a_sweep_of_few_edges_comes_to_those_behind_a_join_that_cannot_be_
     assert await still.state("b", "c", "d") == "waiting_children waiting waiting"
 
 
+@pytest.mark.parametrize(
+    ("sweep", "unread", "chosen"),
+    [
+        ("completion_dispatch", "x", None),
+        ("dependency_reconciler", "x", None),
+        ("dependency_reconciler", "b", Filter(namespace="default")),
+    ],
+)
+async def test_a_sweep_goes_on_past_an_execution_that_cannot_be_read(
+    still: Flowing, monkeypatch: pytest.MonkeyPatch, sweep: str, unread: str, chosen: Filter | None
+) -> None:
+    await still.begin("abcdx")
+    for upstream, downstream in ("xb", "ac", "ad"):
+        await still.edge(upstream, downstream)
+    await still.cancel("a", "x")
+    unreadable(still, monkeypatch, unread)
+
+    assert await still.engine.sweep_once(sweep, chosen) == Pass(2, 1)
+    assert await still.state("c", "d") == "skipped skipped"
+
+
 async def test_an_end_reaches_the_others_past_a_join_that_cannot_be_counted(lively: Flowing) -> None:
     await join_with_too_many_ends(lively)
 
@@ -113,3 +151,19 @@ async def test_a_member_that_cannot_be_cancelled_is_told_and_given_up(still: Flo
     still.clock.pass_ms(30_000)
     assert (await still.engine.sweep_once("cancel_reconciler")).errors == 1
     assert await still.backlog() == (None, [])
+
+
+@pytest.mark.parametrize(("policy", "failed"), [("cancel_all", "b"), ("cancel_pending", ""), ("flow_only", "")])
+async def test_a_flow_with_a_member_that_cannot_be_read_is_cancelled(
+    still: Flowing, monkeypatch: pytest.MonkeyPatch, policy: str, failed: str
+) -> None:
+    await still.begin("abc")
+    with monkeypatch.context() as meanwhile:
+        unreadable(still, meanwhile, "b")
+        answer = await still.engine.cancel_flow(still.id, policy=policy, wait=WaitIndefinite())
+
+    told = (policy, still.ids("abc"))
+    assert answer == (PartiallyCancelled(*told, still.ids(failed)) if failed else Cancelled(*told))  # type: ignore[arg-type]
+    ended = "waiting waiting waiting" if policy == "flow_only" else "cancelled waiting cancelled"
+    assert await still.state("a", "b", "c") == ended
+    assert (await still.backlog())[1] == [*failed]

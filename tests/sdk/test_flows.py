@@ -116,6 +116,22 @@ async def test_a_quorum_is_enough_and_the_rest_is_cancelled() -> None:
         assert await run.result() == {"total": 5}
 
 
+@pytest.mark.parametrize("handled", [True, False])
+async def test_a_failure_is_handled_when_a_join_was_met_without_the_branch_that_it_ended(handled: bool) -> None:
+    flow = app.flow("branches")
+    broken = flow.add(rank, flow.add(scrub, [1], least=-1))
+    flow.add(total, [broken, flow.add(slow, 2)] if handled else [flow.add(slow, 2)], join=AnyOf())
+    async with World(app) as world:
+        run = await flow.submit()
+        await world.advance("1m")
+        assert (await run.states())["rank"] is PublicState.SKIPPED
+        if handled:
+            assert await run.result() == {"total": 2}
+        else:
+            with pytest.raises(RunFailed, match="scrubbing failed"):
+                await run.result()
+
+
 async def test_a_key_makes_submitting_idempotent() -> None:
     flow = app.flow("nightly")
     flow.add(rank, flow.add(extract, "monday"))
@@ -213,4 +229,22 @@ async def test_a_node_that_waits_for_days_still_has_its_input_and_finds_the_resu
         await world.advance("20h")
         assert await run.result() == {"publish": "[6, 2, 3] 3"}, "although the first ones are gone by now"
         assert ran.count("extract") == 2
+    del app.tasks[patient.name]
+
+
+async def test_a_node_that_runs_without_some_results_does_so_days_after_their_ends() -> None:
+    @app.task
+    async def patient(ctx: Context, parts: list[int | None]) -> int:
+        await ctx.sleep("30h")  # and then its input is read again
+        return sum(part or 0 for part in parts)
+
+    flow = app.flow("some")
+    ranked = flow.add(rank, flow.add(scrub, [1], least=-1))  # skipped, since its upstream fails at once
+    late = flow.add(slow, 48 * 3600)
+    flow.add(patient, [ranked, flow.add(slow, 7 * 24 * 3600), late], join=AnyOf(cancel_rest=True))
+
+    async with World(app) as world:
+        run = await flow.submit()
+        await world.advance("79h")
+        assert await run["patient"].result() == 48 * 3600
     del app.tasks[patient.name]

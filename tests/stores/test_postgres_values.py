@@ -9,13 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowfabric.model.execution import Execution, Result
+from flowfabric.model.flow import CancelBacklog, PendingCancel
 from flowfabric.model.states import AttemptType
-from flowfabric.rules.change import Change, FromNow, Guard, Insert, Patch, Put, at
+from flowfabric.rules.change import Change, Delete, FromNow, Guard, Insert, Patch, Put, at
 from flowfabric.stores.base import Unstorable, Want
 from flowfabric.stores.postgres import PostgresStore
 from flowfabric.stores.postgres.batch import Batch
 from flowfabric.stores.postgres.habits import DIFFER, Habits
-from flowfabric.stores.postgres.pieces import Inserted
+from flowfabric.stores.postgres.pieces import Deleted, Inserted
 from flowfabric.stores.postgres.sql import Parameters
 from tests.stores.samples import change, event, execution, one, write
 
@@ -142,3 +143,13 @@ def test_a_change_that_is_written_alone_has_no_lists_whatever_others_had() -> No
     assert piece.counted
     assert "unnest" not in piece.words(Parameters())
     assert "1" in values
+
+
+def test_deletes_of_single_rows_are_not_compared_with_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flowfabric.stores.postgres.batch._meet", lambda *_: pytest.fail("each with each of very many"))
+    names = [f"{number}" for number in range(100)]
+    ack = Change((), (Delete(CancelBacklog, ("f",)), *(Delete(PendingCancel, ("f", name)) for name in names)), id=1)
+
+    [deletes] = Batch([ack], Habits(lambda line: 1)).rounds
+
+    assert [piece.row for piece, _ in deletes if isinstance(piece, Deleted)] == [CancelBacklog, PendingCancel]

@@ -315,8 +315,9 @@ def _unseen(row: Execution, one: Successor, handed: tuple[Payload, Result] | Non
 def _seen(
     row: Execution, one: Successor, group: EdgeGroup, child: Execution, handed: tuple[Payload, Result] | None
 ) -> Change | None:
-    # The only edge of a group that has counted nothing: what its dependency says is known without looking.
-    ref = "…" if one.passes else None
+    # The only edge of a group that has counted nothing: what its dependency says is known without looking. One that
+    # has nothing to hand on is like one that hands nothing on.
+    ref = "…" if handed is not None else None
     dependency = Dependency(
         child.execution_id,
         one.edge_id,

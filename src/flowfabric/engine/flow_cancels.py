@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from flowfabric import errors
 from flowfabric.engine import intake
+from flowfabric.engine.core import Core
 from flowfabric.engine.flows import FlowVerbs
 from flowfabric.engine.folding import Child
 from flowfabric.engine.noting import Rows, first
@@ -100,7 +102,8 @@ class FlowCancels(FlowVerbs):
 
         async def members(rows: Rows) -> Rows:
             names = [member.execution_id for member in rows[1]]
-            return [[row for each in (await self._rows_of(names)) for row in each]]
+            found = await readable(self, names)
+            return [[row for row in found.values() if row is not None], [name for name in names if name not in found]]
 
         return await self.settle(
             (Want(Flow, (flow,)), Want(FlowMember, (flow,))),
@@ -108,6 +111,7 @@ class FlowCancels(FlowVerbs):
                 first(rows[0]),
                 rows[1],
                 {row.execution_id: row for row in rows[2]},
+                unread=rows[3],
                 reason=why,
                 policy=wanted,
                 grace_ms=grace_ms,
@@ -170,6 +174,21 @@ class FlowCancels(FlowVerbs):
             task.cancel()
         await asyncio.gather(*late, return_exceptions=True)
         return len(late)
+
+
+async def readable(core: Core, names: Sequence[str]) -> dict[str, Execution | None]:
+    """These executions, None for one that is gone; one that cannot be read is told of and left out."""
+    if not names:
+        return {}
+    try:
+        rows = (await core.load([Want(Execution, (name,)) for name in names])).rows
+    except errors.Corruption as fault:
+        if len(names) == 1:
+            logger.error("%s is passed over: %s", names[0], fault)
+            return {}
+        half = len(names) // 2  # until the one that cannot be read is alone
+        return await readable(core, names[:half]) | await readable(core, names[half:])
+    return {name: first(row) for name, row in zip(names, rows, strict=True)}
 
 
 def _longest_ms(wait: Wait) -> int | None:

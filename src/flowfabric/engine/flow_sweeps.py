@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from flowfabric import errors, ids
-from flowfabric.engine.flow_cancels import FlowCancels
+from flowfabric.engine.flow_cancels import FlowCancels, readable
 from flowfabric.engine.flow_reads import FlowReads
 from flowfabric.engine.folding import Child, Settled
 from flowfabric.engine.noting import first
@@ -108,17 +108,19 @@ class FlowSweeps:
     async def dispatch_completions(self, batch: int) -> Pass:
         """Carry on with ends that a process wrote and did not live to follow up."""
         delivered = await self._deliver(batch)
-        folded = await self._fold(await self._ended(await self._noted.page(self._engine, batch)))
-        return Pass(delivered.processed + folded.processed, delivered.errors + folded.errors)
+        settled, unread = await self._ended(await self._noted.page(self._engine, batch))
+        folded = await self._fold(settled)
+        return Pass(delivered.processed + folded.processed, delivered.errors + unread + folded.errors)
 
     async def reconcile_dependencies(self, choice: Choice) -> Pass:
         """Resolve edges whose upstream has ended, whether or not anybody noted it, and cascade the skips."""
-        settled = await self._ended(await self._renoted.page(self._engine, GROUPS * EDGES))
+        settled, unread = await self._ended(await self._renoted.page(self._engine, GROUPS * EDGES))
         # An end with many edges goes to all of them, whoever may be chosen.
         delivered = await self._deliver(GROUPS) if not choice.filters else Pass(0, 0)
-        settled += await self._unnoticed(await self._waiting.page(self._engine, GROUPS))
-        folded = await self._fold(await self._accepted(settled, choice))
-        return Pass(folded.processed, delivered.errors + folded.errors)
+        more, unread_too = await self._unnoticed(await self._waiting.page(self._engine, GROUPS))
+        accepted, unread_children = await self._accepted(settled + more, choice)
+        folded = await self._fold(accepted)
+        return Pass(folded.processed, unread + unread_too + unread_children + delivered.errors + folded.errors)
 
     async def _deliver(self, limit: int) -> Pass:
         """Go on with the ends that have many edges, and cascade the skips; what is processed are edges."""
@@ -134,36 +136,42 @@ class FlowSweeps:
                 faults += 1
         return Pass(processed, faults)
 
-    async def _unnoticed(self, groups: Sequence[EdgeGroup]) -> list[Settled]:
-        """Unresolved edges of waiting groups whose upstream is terminal."""
+    async def _unnoticed(self, groups: Sequence[EdgeGroup]) -> tuple[list[Settled], int]:
+        """Unresolved edges of waiting groups whose upstream is terminal, and how many upstreams cannot be read."""
         if not groups:
-            return []
+            return [], 0
         found = await self._load([Want(Dependency, (group.downstream_execution_id,)) for group in groups])
         self._looks += 1
         open_edges = [one for each in found for one in _some([one for one in each if one.outcome is None], self._looks)]
         ended: dict[Child, list[Settled]] = {}
-        for one in await self._ended(open_edges):
+        settled, unread = await self._ended(open_edges)
+        for one in settled:
             ended.setdefault(one.child, []).append(one)
-        return [one for each in ended.values() for one in each[:EDGES]]
+        return [one for each in ended.values() for one in each[:EDGES]], unread
 
-    async def _ended(self, edges: Sequence[Dependency]) -> list[Settled]:
-        """Those of these edges whose upstream has ended, and does not live again by now."""
+    async def _ended(self, edges: Sequence[Dependency]) -> tuple[list[Settled], int]:
+        """Those of these edges whose upstream has ended, and does not live again by now; how many cannot be read."""
         names = sorted({one.upstream_execution_id for one in edges})
-        upstreams = dict(zip(names, await self._load([Want(Execution, (name,)) for name in names]), strict=True))
+        upstreams = await readable(self._engine, names)
         settled = []
         for one in edges:
-            outcome = joins.end_of(one, first(upstreams[one.upstream_execution_id]))
+            if one.upstream_execution_id not in upstreams:
+                continue
+            outcome = joins.end_of(one, upstreams[one.upstream_execution_id])
             if outcome is not None:
                 noted = one.unfolded_at is not None and one.outcome is outcome  # and counted only while it still is
                 child = Child(one.flow_id, one.downstream_execution_id)
                 settled.append(Settled(child, one.edge_id, None if noted else outcome))
-        return settled
+        return settled, len(names) - len(upstreams)
 
-    async def _accepted(self, settled: list[Settled], choice: Choice) -> list[Settled]:
+    async def _accepted(self, settled: list[Settled], choice: Choice) -> tuple[list[Settled], int]:
+        """Those of these edges whose child may be touched; how many children cannot be read."""
         if not choice.filters:
-            return settled
-        rows = await self._load([Want(Execution, (one.child.execution_id,)) for one in settled])
-        return [one for one, row in zip(settled, rows, strict=True) if choice.accepts(first(row))]
+            return settled, 0
+        names = sorted({one.child.execution_id for one in settled})
+        rows = await readable(self._engine, names)
+        chosen = {name for name, row in rows.items() if choice.accepts(row)}
+        return [one for one in settled if one.child.execution_id in chosen], len(names) - len(rows)
 
     async def _fold(self, settled: list[Settled]) -> Pass:
         folds = await self._engine.folding.fold(settled)

@@ -7,7 +7,6 @@ from flowfabric.engine.core import Core
 from flowfabric.engine.noting import Rows, first
 from flowfabric.model.execution import Execution
 from flowfabric.model.flow import Edge
-from flowfabric.model.states import TerminalOutcome
 from flowfabric.model.suspension import Waitpoint
 from flowfabric.rules import retention
 from flowfabric.stores.base import Scan, Want, Where
@@ -60,7 +59,7 @@ class Purging(Core):
         while True:
             edges = await self.scan(Scan(Edge, where, ("upstream_execution_id", "edge_id"), after, EDGES_PAGE))
             found = (await self.load([Want(Execution, (one.downstream_execution_id,)) for one in edges])).rows
-            needing = [one for one in found if one and one[0].terminal_outcome is not TerminalOutcome.SUCCESS]
+            needing = [one for one in found if one and retention.needs(one[0], row)]
             if needing or len(edges) < EDGES_PAGE:
                 return needing
             after = (row.execution_id, edges[-1].edge_id)

@@ -74,17 +74,24 @@ def header(
     members: Sequence[FlowMember],
     rows: Mapping[str, Execution],
     *,
+    unread: Sequence[str] = (),
     reason: str,
     policy: CancellationPolicy,
     grace_ms: int = GRACE_MS,
 ) -> Decision[HeaderCancelled | HeaderAlreadyTerminal]:
-    """Flip the flow to cancelled and put the members that the policy selects into its backlog."""
+    """Flip the flow to cancelled and put the members that the policy selects into its backlog.
+
+    Of those that cannot be read nobody knows what they are doing: they are selected when that makes no difference.
+    """
     if flow is None:
         return refuse(errors.NotFound("flow"))
     everyone = [member.execution_id for member in members]
     if flow.public_flow_state in TERMINAL:
         return Decision(HeaderAlreadyTerminal(flow.cancellation_policy, flow.cancel_reason, everyone))
-    chosen = [name for name in everyone if name in rows and selects(policy, rows[name])]
+    wanted = {name for name, row in rows.items() if selects(policy, row)}
+    if policy is CancellationPolicy.CANCEL_ALL:
+        wanted.update(unread)
+    chosen = [name for name in everyone if name in wanted]
     fields = {
         "public_flow_state": FlowState.CANCELLED,
         "cancelled_at": NOW,

@@ -174,7 +174,7 @@ class Surroundings(msgspec.Struct, frozen=True):
     """What a fold has to know besides group, child and dependencies, as far as its tally asks for it."""
 
     siblings: Sequence[str] = ()  # the upstreams that have not ended, when they are flagged
-    carried: tuple[Payload, Result] | None = None  # the child's input, and the result that replaces it
+    carried: tuple[Payload, Result] | None = None  # the child's input, and the result that replaces it if it may
     flow: Flow | None = None  # when the child is skipped
     cancel_pending: bool = False  # the child is about to be cancelled with its flow
 
@@ -217,12 +217,14 @@ def fold(group: EdgeGroup, child: Execution | None, counts: Tally, around: Surro
     events: tuple[Event, ...] = ()
     if counts.flags_siblings(group):
         writes.append(Put(PendingCancelGroup(*key, at(0))))
-    if child is not None and (counts.fired_by is not None or around.carried is not None):
+    carriers = counts.carriers(group, child)
+    carried = around.carried if carriers else None
+    if child is not None and (counts.fired_by is not None or carried is not None):
         # Also when the child is left as it is: its worker may be about to park it until this group fires.
         guards.append(seen(child))
-    guards += map(seen_dependency, _without_result(counts.carriers(group, child), around.carried))
-    if around.carried is not None:
-        writes.append(_carry(*around.carried))
+    guards += map(seen_dependency, _without_result(carriers, carried))
+    if carried is not None:
+        writes.append(_carry(*carried))
     skips = counts.skips(child) and not around.cancel_pending
     if skips and child is not None:
         ended = skip(child)

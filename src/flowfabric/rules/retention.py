@@ -17,7 +17,7 @@ from flowfabric.model.gate import ChildEnd, GateMemo, Mail, StepMemo
 from flowfabric.model.states import LifecyclePhase, TerminalOutcome
 from flowfabric.model.stream import Frame, Stream, Summary
 from flowfabric.model.suspension import Remembered, Signal, Suspension, Waitpoint
-from flowfabric.rules import successors
+from flowfabric.rules import cancel, successors
 from flowfabric.rules.change import Change, Decision, Delete, FromNow, Patch, seen
 from flowfabric.rules.policy import decode_terms
 from flowfabric.rules.step import retention_ms
@@ -48,7 +48,7 @@ def purge(
     """
     if row is None or not is_over(row, now, default_ms):
         return Decision(False)
-    if needing := [one for one in others if one.terminal_outcome is not TerminalOutcome.SUCCESS]:
+    if needing := [one for one in others if needs(one, row)]:
         ends = [one.purge_at for one in needing if one.purge_at is not None]
         wait_ms = max(0, max(ends) - now) + A_MOMENT_MS if len(ends) == len(needing) else retention_ms(row)
         later = Patch(Execution, (row.execution_id,), {"purge_at": FromNow(max(wait_ms, A_MOMENT_MS))})
@@ -62,15 +62,28 @@ def purge(
     owned += (StepMemo,) if row.has_steps else ()
     waitpoints = (Delete(Waitpoint, (one, row.partition)) for one in waitpoint_ids or ())
     writes = (*(Delete(kind, key) for kind in owned), *waitpoints, Delete(Execution, key))
+    if row.cancelled_by == cancel.FLOW_CASCADE:  # left to a reconciler that may not have come by yet
+        writes = (*successors.settled(row, row.terminal_outcome), *writes)
     return Decision(True, Change(guards=(seen(row),), writes=writes, not_before=kept_until(row, default_ms)))
+
+
+def needs(one: Execution, ended: Execution) -> bool:
+    """Whether one of those that an execution is kept for may still look at it.
+
+    One that ended without success has no result to read again: it is there for those of its successors that go on
+    without it, so that they do not take it for one that is gone.
+    """
+    if one.terminal_outcome is TerminalOutcome.SUCCESS:
+        return False
+    if one.execution_id == ended.parent_id or ended.terminal_outcome is TerminalOutcome.SUCCESS:
+        return True
+    return one.lifecycle_phase is not LifecyclePhase.TERMINAL
 
 
 def kept_for(row: Execution) -> tuple[str, ...] | None:
     """The executions that may still need this one; None when they are too many for its sheet to name them."""
     parent = () if row.parent_id is None else (row.parent_id,)
-    if row.successors is None or row.terminal_outcome is not TerminalOutcome.SUCCESS:
-        return parent
-    if not decode_terms(row.terms).kept_for_successors:
+    if row.successors is None or not decode_terms(row.terms).kept_for_successors:
         return parent
     if row.successors == successors.MANY:
         return None

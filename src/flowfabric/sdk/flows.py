@@ -235,7 +235,7 @@ class FlowRun:
         """What the last nodes returned, by name, once all have ended; what was skipped is left out.
 
         Raises what the first failed node would raise, unless some node of the flow waited for that failure or ran
-        without it. A node that retention has removed is not missed when one after it succeeded.
+        without it, or without those that it skipped. A node that retention has removed is not missed when one after it succeeded.
         """
         nodes = list(self.flow.nodes.values())
         longest_s = to_seconds(timeout)
@@ -252,6 +252,9 @@ class FlowRun:
             if not isinstance(node.join, AllOf) and not isinstance(end, BaseException)
             for edge in node.edges
         }
+        for node, end in zip(reversed(nodes), reversed(ends), strict=True):
+            if isinstance(end, RunSkipped) and node.name in awaited:  # nor was what kept such a one from running missed
+                awaited |= {edge.node.name for edge in node.edges}
         followed = {edge.node.name for node in nodes for edge in node.edges if edge.kind == "success_only"}
         passed = {
             edge.node.name

@@ -195,8 +195,8 @@ def _rounds(changes: Sequence[Change]) -> list[list[tuple[int, int, Write]]]:
         if all(type(write) is Insert for write in writes) or len({row_of(write) for write in writes}) == len(writes):
             first += [(no, change.id, write) for write in writes]
             continue
-        emptied = {write.row for write in writes if type(write) is Delete}
         targets = [target(write) for write in writes]
+        emptied = _emptied(targets)
         if not emptied and len(set(targets)) == len(targets):
             first += [(no, change.id, write) for write in writes]
             continue
@@ -227,6 +227,12 @@ def _as_guarded(change: Change) -> tuple[Write, ...]:
         else:
             found.append(write)
     return tuple(found)
+
+
+def _emptied(targets: Sequence[tuple[Row, tuple[Any, ...]]]) -> set[Row]:
+    """The kinds of rows that are deleted by the beginning of a key beside others of them: different keys may meet."""
+    widths: dict[Row, int] = {}
+    return {row for row, key in targets if widths.setdefault(row, len(key)) != len(key)}
 
 
 def _meet(one: tuple[Row, tuple[Any, ...]], other: tuple[Row, tuple[Any, ...]]) -> bool:
