@@ -65,9 +65,7 @@ async def test_a_step_that_hands_its_result_on_looks_at_the_input_only(
     assert after.payload.input_payload == b"r"
 
 
-async def test_a_step_that_has_no_result_to_hand_on_is_one_commit_too(
-    crew: Crew, asked: list[tuple[str, int]]
-) -> None:
+async def test_a_step_that_has_no_result_to_hand_on_is_one_commit_too(crew: Crew, asked: list[tuple[str, int]]) -> None:
     one_of = {"kind": "any_of", "on_satisfied": "let_run"}
     await crew.graph([*"ab"], [("a", "b")], data_passing_ref="r", policies={"b": one_of})
     [held] = await crew.claim()

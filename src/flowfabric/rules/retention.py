@@ -18,7 +18,7 @@ from flowfabric.model.states import LifecyclePhase, TerminalOutcome
 from flowfabric.model.stream import Frame, Stream, Summary
 from flowfabric.model.suspension import Remembered, Signal, Suspension, Waitpoint
 from flowfabric.rules import cancel, successors
-from flowfabric.rules.change import Change, Decision, Delete, FromNow, Patch, seen
+from flowfabric.rules.change import Change, Decision, Delete, FromNow, Patch, Write, seen
 from flowfabric.rules.policy import decode_terms
 from flowfabric.rules.step import retention_ms
 
@@ -61,7 +61,7 @@ def purge(
     owned += WAITS if row.has_waits else ()
     owned += (StepMemo,) if row.has_steps else ()
     waitpoints = (Delete(Waitpoint, (one, row.partition)) for one in waitpoint_ids or ())
-    writes = (*(Delete(kind, key) for kind in owned), *waitpoints, Delete(Execution, key))
+    writes: tuple[Write, ...] = (*(Delete(kind, key) for kind in owned), *waitpoints, Delete(Execution, key))
     if row.cancelled_by == cancel.FLOW_CASCADE:  # left to a reconciler that may not have come by yet
         writes = (*successors.settled(row, row.terminal_outcome), *writes)
     return Decision(True, Change(guards=(seen(row),), writes=writes, not_before=kept_until(row, default_ms)))
