@@ -28,6 +28,7 @@ WAITS = "tests/scenarios/test_ss_races.py"
 ANEW = "tests/scenarios/test_gates_anew.py"
 UNSEEN = "tests/engine/test_flow_dispatch.py"
 SIGNALS = "tests/scenarios/test_ss_prose_signals.py"
+STANDS = "tests/rules/test_guards.py"
 
 
 class Fault(NamedTuple):
@@ -48,6 +49,35 @@ class Fault(NamedTuple):
 
 FAULTS = (
     # -- rules
+    Fault(
+        "a lapse is marked though the lease was renewed meanwhile",
+        "rules/lease.py",
+        "guards=(seen(row, lapsed(row)),)",
+        "guards=(seen(row),)",
+        STANDS,
+    ),
+    Fault(
+        "a delayed execution is promoted whatever became of it meanwhile",
+        "rules/delay.py",
+        "Change(guards=(seen(row),), writes=(step.moved(row, fields),), not_before=row.delay_until)",
+        "Change(guards=(), writes=(step.moved(row, fields),), not_before=row.delay_until)",
+        STANDS,
+    ),
+    Fault(
+        "an estimate of the time that runs ahead times an attempt out too early",
+        "rules/expiry.py",
+        "change.events, not_before=instant)",
+        "change.events)",
+        STANDS,
+    ),
+    Fault(
+        "what was blocked while it was granted stays blocked",
+        "rules/claim.py",
+        "    if _is_route_blocked(row):\n        patch =",
+        "    if False:\n        patch =",
+        "tests/scenarios/test_ex_scheduling.py"
+        "::test_ex_027_work_that_is_blocked_by_route_while_it_is_granted_is_unblocked_with_its_grant",
+    ),
     Fault(
         "a sibling is cancelled as if nobody had claimed it",
         "rules/cancel.py",

@@ -1,0 +1,216 @@
+"""What a change stands on: the row as the rule saw it, the lease as it has to be, the instants between which it holds.
+
+Between a look and a commit others write and time passes. A rule that forgot its guard would decide about a row that is
+there no more, and no test without a race would notice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+
+from flowfabric.model.execution import Execution, Grant
+from flowfabric.model.states import (
+    AttemptState,
+    AttemptType,
+    BlockingReason,
+    EligibilityState,
+    LifecyclePhase,
+    OwnershipState,
+    TerminalOutcome,
+    public_state,
+)
+from flowfabric.model.sweep import SweepLease
+from flowfabric.rules import cancel, claim, delay, expiry, finish, notes, operate, reclaim, replay, retention, sweeps
+from flowfabric.rules.change import Change, Decision, Guard, LeaseCheck, LeaseWant
+from flowfabric.rules.claim import GrantOrder
+from flowfabric.rules.lease import Fence, Holder
+
+NOW = 1_700_000_000_000
+EXECUTION = "{fp:86}:11111111-1111-4111-8111-111111111111"
+FENCE = Fence("lease-1", 3, "attempt-1")
+HOLDER = Holder("wa", "wa-1", "default", "lease-2", "attempt-2", 30_000)
+ORDER = GrantOrder(
+    worker_id="wa", worker_instance_id="wa-1", lane_id="default", capabilities=frozenset(), grant_ttl_ms=5000
+)
+GRANT = msgspec.json.encode(Grant("claim", "wa", "wa-1", "default", NOW - 10, NOW + 10)).decode()
+LATE_GRANT = msgspec.json.encode(Grant("claim", "wa", "wa-1", "default", NOW - 10, NOW)).decode()
+
+ACTIVE, RUNNABLE, TERMINAL = LifecyclePhase.ACTIVE, LifecyclePhase.RUNNABLE, LifecyclePhase.TERMINAL
+ELIGIBLE, UNTIL_TIME = EligibilityState.ELIGIBLE_NOW, EligibilityState.NOT_ELIGIBLE_UNTIL_TIME
+LIVE, LAPSED = LeaseWant.LIVE, LeaseWant.LAPSED
+
+
+def row(
+    phase: LifecyclePhase, eligibility: EligibilityState = EligibilityState.NOT_APPLICABLE, **own: Any
+) -> Execution:
+    """An execution in its second attempt or later."""
+    outcome = own.pop("terminal_outcome", TerminalOutcome.NONE)
+    held = phase is ACTIVE
+    fields: dict[str, Any] = {
+        "ownership_state": OwnershipState.LEASED if held else OwnershipState.UNOWNED,
+        "attempt_state": AttemptState.RUNNING_ATTEMPT if held else AttemptState.PENDING_FIRST_ATTEMPT,
+        "lease_expires_at": NOW + 100 if held else None,
+        "blocking_reason": BlockingReason.NONE,
+    }
+    return Execution(
+        execution_id=EXECUTION,
+        partition=86,
+        namespace="n",
+        lane_id="default",
+        priority=0,
+        created_at=NOW - 1000,
+        last_transition_at=NOW - 1000,
+        last_mutation_at=NOW - 1000,
+        lifecycle_phase=phase,
+        eligibility_state=eligibility,
+        terminal_outcome=outcome,
+        public_state=public_state(phase, eligibility, outcome),
+        total_attempt_count=1,
+        attempt_index=0,
+        attempt_id="attempt-1",
+        attempt_type=AttemptType.INITIAL,
+        attempt_started_at=NOW - 500,
+        lease_epoch=3,
+        lease_id="lease-1",
+        worker_id="wa",
+        worker_instance_id="wa-1",
+        revision=7,
+        **(fields | own),
+    )
+
+
+def failed(row: Execution, retries: int) -> Decision[Any]:
+    policy = f'{{"max_retries":{retries}}}'
+    return finish.fail(row, FENCE, None, reason="boom", category="transient", retry_policy=policy, chance=0.5, now=NOW)
+
+
+class Stand(NamedTuple):
+    """A decision about a row, and what its change asks beside the row's revision."""
+
+    decided: Callable[[Execution], Decision[Any]]
+    row: Execution
+    lease: LeaseWant | None = None
+    not_before: int | None = None
+    not_after: int | None = None
+
+
+HELD = row(ACTIVE)
+LOST = row(ACTIVE, lease_expires_at=NOW)
+GONE = row(
+    ACTIVE, ownership_state=OwnershipState.LEASE_EXPIRED_RECLAIMABLE, attempt_state=AttemptState.ATTEMPT_INTERRUPTED
+)
+WAITS = row(RUNNABLE, ELIGIBLE)
+PARKED = row(RUNNABLE, ELIGIBLE, attempt_state=AttemptState.ATTEMPT_INTERRUPTED)
+OFFERED = {"grant": GRANT, "granted_until": NOW + 10}
+
+STANDS = {
+    "complete": Stand(lambda row: finish.complete(row, FENCE, None, b"r", None, NOW), HELD, LIVE),
+    "complete with a stream": Stand(
+        lambda row: finish.complete(row, FENCE, None, b"r", None, NOW), row(ACTIVE, stream_index=0), LIVE
+    ),
+    "fail and retry": Stand(lambda row: failed(row, 5), HELD, LIVE),
+    "fail for good": Stand(lambda row: failed(row, 0), HELD, LIVE),
+    "complete too late": Stand(lambda row: finish.complete(row, FENCE, None, b"r", None, NOW), LOST, LAPSED),
+    "delay": Stand(lambda row: delay.delay(row, FENCE, None, NOW + 5, NOW), HELD, LIVE),
+    "wait for children": Stand(lambda row: delay.wait_children(row, FENCE, None, unresolved=True, now=NOW), HELD, LIVE),
+    "progress": Stand(lambda row: notes.progress(row, FENCE, 50, "half", NOW), HELD, LIVE),
+    "tag": Stand(lambda row: notes.set_tags(row, {"a.b": "c"}), HELD),
+    "promote": Stand(
+        lambda row: delay.promote_delayed(row, NOW), row(RUNNABLE, UNTIL_TIME, delay_until=NOW - 1), None, NOW - 1
+    ),
+    "mark a lapse": Stand(lambda row: expiry.mark_lease_expired_if_due(row, NOW), LOST, LAPSED),
+    "expire": Stand(lambda row: expiry.expire(row, EXECUTION, expiry.ATTEMPT_TIMEOUT), HELD),
+    "time an attempt out": Stand(
+        lambda row: expiry.expire_if_due(row, EXECUTION, expiry.ATTEMPT_TIMEOUT, NOW),
+        row(ACTIVE, attempt_timeout_at=NOW - 1, deadline_at=NOW + 9),
+        None,
+        NOW - 1,
+    ),
+    "end at the deadline": Stand(
+        lambda row: expiry.expire_if_due(row, EXECUTION, expiry.EXECUTION_DEADLINE, NOW),
+        row(ACTIVE, attempt_timeout_at=NOW + 9, deadline_at=NOW - 2),
+        None,
+        NOW - 2,
+    ),
+    "cancel": Stand(lambda row: cancel.cancel(row, FENCE, "operator_override", "stop"), WAITS),
+    "cancel as holder": Stand(lambda row: cancel.cancel(row, FENCE, cancel.WORKER, "stop"), HELD),
+    "revoke": Stand(lambda row: operate.revoke_lease(row, "", "", "bad node"), HELD),
+    "change priority": Stand(lambda row: operate.change_priority(row, 50), WAITS),
+    "block": Stand(lambda row: operate.block(row, "waiting_for_quota", "full"), WAITS),
+    "unblock": Stand(
+        lambda row: operate.unblock(row, None),
+        row(RUNNABLE, EligibilityState.BLOCKED_BY_QUOTA, blocking_reason=BlockingReason.WAITING_FOR_QUOTA),
+    ),
+    "replay": Stand(lambda row: replay.replay(row), row(TERMINAL, terminal_outcome=TerminalOutcome.FAILED)),
+    "offer": Stand(lambda row: claim.issue_claim_grant(row, ORDER, NOW), WAITS),
+    "offer to one who lacks something": Stand(
+        lambda row: claim.issue_claim_grant(row, ORDER, NOW), row(RUNNABLE, ELIGIBLE, required_capabilities="gpu")
+    ),
+    "claim what was offered": Stand(
+        lambda row: claim.claim_execution(row, HOLDER, NOW), row(RUNNABLE, ELIGIBLE, **OFFERED), None, None, NOW + 9
+    ),
+    "resume what was offered": Stand(
+        lambda row: claim.claim_resumed_execution(row, HOLDER, NOW),
+        msgspec.structs.replace(PARKED, **OFFERED),
+        None,
+        None,
+        NOW + 9,
+    ),
+    "resume what was offered too long ago": Stand(
+        lambda row: claim.claim_resumed_execution(row, HOLDER, NOW),
+        msgspec.structs.replace(PARKED, grant=LATE_GRANT, granted_until=NOW),
+    ),
+    "claim": Stand(lambda row: claim.claim_waiting(row, HOLDER, frozenset(), NOW), WAITS),
+    "claim as operator": Stand(lambda row: claim.issue_grant_and_claim(row, HOLDER, NOW), PARKED),
+    "offer what lost its lease": Stand(lambda row: reclaim.issue_reclaim_grant(row, ORDER, NOW), GONE),
+    "reclaim": Stand(
+        lambda row: reclaim.reclaim_execution(row, HOLDER, None, NOW),
+        msgspec.structs.replace(GONE, **OFFERED),
+        None,
+        None,
+        NOW + 9,
+    ),
+    "take over": Stand(lambda row: reclaim.take_over(row, HOLDER, frozenset(), NOW), GONE),
+    "end at the cap": Stand(
+        lambda row: reclaim.end_at_cap(row), msgspec.structs.replace(GONE, terms='{"max_reclaim_count":0}')
+    ),
+    "purge": Stand(
+        lambda row: retention.purge(row, NOW),
+        row(TERMINAL, terminal_outcome=TerminalOutcome.SUCCESS, completed_at=NOW - 10, purge_at=NOW - 3),
+        None,
+        NOW - 3,
+    ),
+    "keep for another": Stand(
+        lambda row: retention.purge(row, NOW, others=[WAITS]),
+        row(TERMINAL, terminal_outcome=TerminalOutcome.SUCCESS, completed_at=NOW - 10, purge_at=NOW - 3),
+    ),
+}
+
+
+@pytest.mark.parametrize("stand", STANDS.values(), ids=STANDS.keys())
+def test_a_change_stands_on_the_row_that_was_seen_and_on_what_the_decision_asked_of_lease_and_time(
+    stand: Stand,
+) -> None:
+    change = stand.decided(stand.row).change
+
+    assert change is not None
+    lease = None if stand.lease is None else LeaseCheck(stand.lease, "lease-1", 3)
+    assert change.guards == (Guard(Execution, (EXECUTION,), 7, lease),)
+    assert (change.not_before, change.not_after) == (stand.not_before, stand.not_after)
+
+
+def test_a_sweep_is_taken_from_another_process_only_when_its_time_is_up_and_kept_at_any_time() -> None:
+    held = SweepLease("purge", "one", NOW - 4, revision=7)
+
+    def taken(holder: str) -> Change | None:
+        return sweeps.hold(held, "purge", holder, 1000, NOW).change
+
+    guards = (Guard(SweepLease, ("purge",), 7),)
+    assert (other := taken("two")) is not None
+    assert (own := taken("one")) is not None
+    assert (other.guards, other.not_before) == (guards, NOW - 4)
+    assert (own.guards, own.not_before) == (guards, None)
