@@ -64,6 +64,21 @@ FAULTS = (
         STANDS,
     ),
     Fault(
+        "work that another worker took over is ended at its cap",
+        "rules/reclaim.py",
+        "    if row is None or not is_reclaimable(row):\n        return Decision(None)\n",
+        "    if row is None:\n        return Decision(None)\n",
+        STANDS,
+    ),
+    Fault(
+        "an attempt whose time has run out has no timer when it goes on",
+        "rules/step.py",
+        "max(1, row.attempt_timeout_at - now)",
+        "max(0, row.attempt_timeout_at - now)",
+        "tests/scenarios/test_ex_cancel_expire.py"
+        "::test_ex_060_time_that_has_run_out_is_not_forgotten_when_the_work_is_put_away",
+    ),
+    Fault(
         "an estimate of the time that runs ahead times an attempt out too early",
         "rules/expiry.py",
         "change.events, not_before=instant)",

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 
+from flowfabric.model.answers import NotReclaimable
 from flowfabric.model.execution import Execution, Grant
 from flowfabric.model.states import (
     AttemptState,
@@ -214,3 +215,59 @@ def test_a_sweep_is_taken_from_another_process_only_when_its_time_is_up_and_kept
     assert (own := taken("one")) is not None
     assert (other.guards, other.not_before) == (guards, NOW - 4)
     assert (own.guards, own.not_before) == (guards, None)
+
+
+# -- the second look -------------------------------------------------------------------------------------------------
+
+CAPPED = {"terms": '{"max_reclaim_count":0}'}
+NEEDS_GPU = {"required_capabilities": "gpu"}
+ENDED = row(TERMINAL, terminal_outcome=TerminalOutcome.SUCCESS)
+BLOCKED = row(RUNNABLE, EligibilityState.BLOCKED_BY_QUOTA, blocking_reason=BlockingReason.WAITING_FOR_QUOTA)
+
+
+def end_at_cap(row: Execution | None) -> Decision[Any]:
+    return reclaim.end_at_cap(row)
+
+
+def take_over(row: Execution | None) -> Decision[Any]:
+    return reclaim.take_over(row, HOLDER, frozenset(), NOW)
+
+
+def take_up(row: Execution | None) -> Decision[Any]:
+    return reclaim.take_up(row, HOLDER, frozenset(), NOW)
+
+
+def changed(row: Execution, fields: dict[str, Any]) -> Execution:
+    return msgspec.structs.replace(row, **fields)
+
+
+LET_BE: dict[str, tuple[Callable[[Execution | None], Decision[Any]], Execution | None, Any]] = {
+    "the cap: gone": (end_at_cap, None, None),
+    "the cap: taken over by another": (end_at_cap, changed(HELD, CAPPED), None),
+    "the cap: put away by another": (end_at_cap, changed(PARKED, CAPPED), None),
+    "the cap: ended by another": (end_at_cap, changed(ENDED, CAPPED), None),
+    "the cap: not reached": (end_at_cap, GONE, None),
+    "taking over: gone": (take_over, None, NotReclaimable()),
+    "taking over: held": (take_over, HELD, NotReclaimable()),
+    "taking over: put away by another": (take_over, PARKED, NotReclaimable()),
+    "taking over: ended by another": (take_over, ENDED, NotReclaimable()),
+    "taking over: offered to another": (take_over, changed(GONE, OFFERED), NotReclaimable()),
+    "taking over: beyond this worker": (
+        take_over,
+        changed(GONE, NEEDS_GPU),
+        NotReclaimable("capability_mismatch: gpu"),
+    ),
+    "claiming: gone": (take_up, None, NotReclaimable()),
+    "claiming: held": (take_up, HELD, None),
+    "claiming: blocked by another": (take_up, BLOCKED, None),
+    "claiming: ended by another": (take_up, ENDED, None),
+    "claiming: offered to another": (take_up, changed(WAITS, OFFERED), None),
+    "claiming: beyond this worker": (take_up, changed(WAITS, NEEDS_GPU), None),
+}
+
+
+@pytest.mark.parametrize(("rule", "row", "answer"), LET_BE.values(), ids=LET_BE.keys())
+def test_what_has_moved_on_since_it_was_found_is_let_be(
+    rule: Callable[[Execution | None], Decision[Any]], row: Execution | None, answer: Any
+) -> None:
+    assert rule(row) == Decision(answer)
