@@ -71,6 +71,13 @@ FAULTS = (
         STANDS,
     ),
     Fault(
+        "two processes create with one key at the same time",
+        "rules/create.py",
+        "        guards += (Guard(IdempotencyKey, (ask.partition, ask.digest), revision),)\n",
+        "",
+        "tests/scenarios/test_ex_create.py::test_ex_011_a_key_that_another_process_uses_meanwhile_is_used_once",
+    ),
+    Fault(
         "an attempt whose time has run out has no timer when it goes on",
         "rules/step.py",
         "max(1, row.attempt_timeout_at - now)",

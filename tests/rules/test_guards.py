@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from flowfabric.model.answers import NotReclaimable
-from flowfabric.model.execution import Execution, Grant
+from flowfabric.model.execution import Execution, Grant, IdempotencyKey
 from flowfabric.model.states import (
     AttemptState,
     AttemptType,
@@ -25,7 +25,20 @@ from flowfabric.model.states import (
     public_state,
 )
 from flowfabric.model.sweep import SweepLease
-from flowfabric.rules import cancel, claim, delay, expiry, finish, notes, operate, reclaim, replay, retention, sweeps
+from flowfabric.rules import (
+    cancel,
+    claim,
+    create,
+    delay,
+    expiry,
+    finish,
+    notes,
+    operate,
+    reclaim,
+    replay,
+    retention,
+    sweeps,
+)
 from flowfabric.rules.change import Change, Decision, Guard, LeaseCheck, LeaseWant
 from flowfabric.rules.claim import GrantOrder
 from flowfabric.rules.lease import Fence, Holder
@@ -215,6 +228,44 @@ def test_a_sweep_is_taken_from_another_process_only_when_its_time_is_up_and_kept
     assert (own := taken("one")) is not None
     assert (other.guards, other.not_before) == (guards, NOW - 4)
     assert (own.guards, own.not_before) == (guards, None)
+
+
+# Each: when to run, the end of what is remembered of the key; the instants between which the create is decided so.
+BIRTHS: dict[str, tuple[int | None, int | None, int | None, int | None]] = {
+    "plain": (None, None, None, None),
+    "delayed": (NOW + 1, None, None, NOW),
+    "due": (NOW, None, NOW, None),
+    "with a key that is over": (None, NOW, NOW, None),
+    "due, with a key that was over earlier": (NOW - 2, NOW - 3, NOW - 2, None),
+    "due, with a key that was over later": (NOW - 3, NOW - 2, NOW - 2, None),
+    "delayed, with a key that is over": (NOW + 1, NOW, NOW, NOW),
+}
+
+
+@pytest.mark.parametrize(("due", "over", "not_before", "not_after"), BIRTHS.values(), ids=BIRTHS.keys())
+@pytest.mark.parametrize("window", [None, 0])
+def test_a_create_stands_on_an_id_and_a_key_that_nobody_has_used_and_on_the_time(
+    window: int | None, due: int | None, over: int | None, not_before: int | None, not_after: int | None
+) -> None:
+    ask = create.CreateExecution(
+        execution_id=EXECUTION,
+        partition=86,
+        namespace="n",
+        lane_id="default",
+        execution_kind="task",
+        idempotency_key="k",
+        delay_until=due,
+        policy=None if window is None else f'{{"dedup_window_ms":{window}}}',
+    )
+    remembered = None if over is None else IdempotencyKey(86, ask.digest, "another", over, revision=7)
+
+    change = create.create(None, remembered, ask, NOW).change
+
+    assert change is not None
+    key = Guard(IdempotencyKey, (86, ask.digest), None if remembered is None else 7)
+    assert change.guards == (Guard(Execution, (EXECUTION,), None), key)
+    assert (change.not_before, change.not_after) == (not_before, not_after)
+    assert bool(change.lines) == (not_after is not None), "a lane is listed though nothing stands in its lines yet"
 
 
 # -- the second look -------------------------------------------------------------------------------------------------
