@@ -71,6 +71,13 @@ FAULTS = (
         STANDS,
     ),
     Fault(
+        "of many that are created together each gets the first one's input",
+        "rules/create.py",
+        "kept = [one or None for one in inputs]",
+        "kept = [inputs[0] or None for _ in inputs]",
+        "tests/engine/test_bulk.py::test_each_of_many_that_are_written_as_one_change_keeps_its_own_input",
+    ),
+    Fault(
         "two processes create with one key at the same time",
         "rules/create.py",
         "        guards += (Guard(IdempotencyKey, (ask.partition, ask.digest), revision),)\n",
