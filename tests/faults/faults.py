@@ -78,6 +78,20 @@ FAULTS = (
         "tests/engine/test_bulk.py::test_each_of_many_that_are_written_as_one_change_keeps_its_own_input",
     ),
     Fault(
+        "a worker that parks does not notice a signal that came in between",
+        "rules/parking.py",
+        "guards = (seen(row, live(row)), waits.guard_of(root, row.execution_id))",
+        "guards = (seen(row, live(row)),)",
+        "tests/rules/test_waits_guards.py",
+    ),
+    Fault(
+        "an estimate of the time that runs ahead ends a wait too early",
+        "rules/resuming.py",
+        "msgspec.structs.replace(change, not_before=root.timeout_at)",
+        "change",
+        "tests/rules/test_waits_guards.py",
+    ),
+    Fault(
         "two processes create with one key at the same time",
         "rules/create.py",
         "        guards += (Guard(IdempotencyKey, (ask.partition, ask.digest), revision),)\n",
