@@ -46,6 +46,18 @@ async def test_a_reservation_counts_against_the_limit_until_it_is_settled(play: 
     assert await report(play, tokens=35) == Ok()
 
 
+async def test_more_than_can_be_counted_is_not_reserved_without_a_limit_either(play: Play) -> None:
+    await budget(play, tokens=0)
+    e = await play.create()
+    assert isinstance(await reserve(play, e, tokens=2**63 - 2), Reserved)
+
+    async with play.refused(errors.InvalidInput):
+        await reserve(play, e, R2, tokens=2)
+
+    assert isinstance(await reserve(play, e, R2, tokens=1), Reserved)
+    assert await reserved(play) == {"tokens": 2**63 - 1}
+
+
 async def test_settling_again_changes_nothing(play: Play) -> None:
     await budget(play, tokens=100)
     e = await play.create()
