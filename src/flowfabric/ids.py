@@ -28,13 +28,8 @@ AttemptId = NewType("AttemptId", str)
 LaneId = NewType("LaneId", str)
 WorkerId = NewType("WorkerId", str)
 WorkerInstanceId = NewType("WorkerInstanceId", str)
-Namespace = NewType("Namespace", str)
 BudgetId = NewType("BudgetId", str)
 QuotaPolicyId = NewType("QuotaPolicyId", str)
-WaitpointId = NewType("WaitpointId", str)
-SuspensionId = NewType("SuspensionId", str)
-SignalId = NewType("SignalId", str)
-EdgeId = NewType("EdgeId", str)
 PartitionKey = NewType("PartitionKey", str)
 
 MAX_LANE_BYTES: Final = 64

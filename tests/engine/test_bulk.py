@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from flowfabric import CreateExecution, Engine, FabricError, StoreUnavailable
 from flowfabric.clock import ManualClock
@@ -181,6 +182,19 @@ async def test_what_is_alike_is_written_as_one_change(store: Store, clock: Manua
     assert answers == [Created(ask.execution_id, PublicState.WAITING) for ask in wanted]
     assert watching.sent[1:] == [2]  # the first by itself, and all that are like it
     assert await found(engine) == MANY + 1
+
+
+async def test_each_of_many_that_are_written_as_one_change_keeps_its_own_input(store: Store) -> None:
+    engine = Engine(watching := Watching(store))
+    await engine.create(asks(engine, 1)[0])
+    inputs = [b"" if number % 7 == 3 else b"%d" % number for number in range(MANY)]
+    wanted = [replace(ask, input_payload=given) for ask, given in zip(asks(engine, MANY), inputs, strict=True)]
+
+    await engine.create_executions(wanted)
+
+    assert watching.sent[1:] == [2]
+    kept = [await engine.read_execution_context(ask.execution_id) for ask in wanted]
+    assert [one.input_payload for one in kept] == inputs
 
 
 async def test_a_few_of_them_are_a_change_each(store: Store) -> None:

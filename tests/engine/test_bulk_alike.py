@@ -16,6 +16,7 @@ from flowfabric.engine.engine import Engine
 from flowfabric.ids import SeededMinter
 from flowfabric.model.answers import Created
 from flowfabric.model.execution import Execution, Payload
+from flowfabric.rules.change import Copies
 from flowfabric.rules.create import Defaults, alike, create, create_all
 from flowfabric.stores.base import Store, Want
 
@@ -54,6 +55,11 @@ def test_a_shared_decision_is_the_one_that_the_rule_would_make(
 
     if shared is not None:
         assert shared.create(OTHER, payload) == by_itself
+        assert by_itself.change is not None
+        together = shared.create_all([OTHER], [payload]).writes
+        assert tuple(one for copies in together if isinstance(copies, Copies) for one in copies.inserts()) == (
+            by_itself.change.writes
+        )
     else:
         assert first.idempotency_key or first.policy or first.delay_until is not None, "only for a reason"
 

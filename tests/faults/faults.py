@@ -28,6 +28,7 @@ WAITS = "tests/scenarios/test_ss_races.py"
 ANEW = "tests/scenarios/test_gates_anew.py"
 UNSEEN = "tests/engine/test_flow_dispatch.py"
 SIGNALS = "tests/scenarios/test_ss_prose_signals.py"
+STANDS = "tests/rules/test_guards.py"
 
 
 class Fault(NamedTuple):
@@ -48,6 +49,78 @@ class Fault(NamedTuple):
 
 FAULTS = (
     # -- rules
+    Fault(
+        "a lapse is marked though the lease was renewed meanwhile",
+        "rules/lease.py",
+        "guards=(seen(row, lapsed(row)),)",
+        "guards=(seen(row),)",
+        STANDS,
+    ),
+    Fault(
+        "a delayed execution is promoted whatever became of it meanwhile",
+        "rules/delay.py",
+        "Change(guards=(seen(row),), writes=(step.moved(row, fields),), not_before=row.delay_until)",
+        "Change(guards=(), writes=(step.moved(row, fields),), not_before=row.delay_until)",
+        STANDS,
+    ),
+    Fault(
+        "work that another worker took over is ended at its cap",
+        "rules/reclaim.py",
+        "    if row is None or not is_reclaimable(row):\n        return Decision(None)\n",
+        "    if row is None:\n        return Decision(None)\n",
+        STANDS,
+    ),
+    Fault(
+        "of many that are created together each gets the first one's input",
+        "rules/create.py",
+        "kept = [one or None for one in inputs]",
+        "kept = [inputs[0] or None for _ in inputs]",
+        "tests/engine/test_bulk.py::test_each_of_many_that_are_written_as_one_change_keeps_its_own_input",
+    ),
+    Fault(
+        "a worker that parks does not notice a signal that came in between",
+        "rules/parking.py",
+        "guards = (seen(row, live(row)), waits.guard_of(root, row.execution_id))",
+        "guards = (seen(row, live(row)),)",
+        "tests/rules/test_waits_guards.py",
+    ),
+    Fault(
+        "an estimate of the time that runs ahead ends a wait too early",
+        "rules/resuming.py",
+        "msgspec.structs.replace(change, not_before=root.timeout_at)",
+        "change",
+        "tests/rules/test_waits_guards.py",
+    ),
+    Fault(
+        "two processes create with one key at the same time",
+        "rules/create.py",
+        "        guards += (Guard(IdempotencyKey, (ask.partition, ask.digest), revision),)\n",
+        "",
+        "tests/scenarios/test_ex_create.py::test_ex_011_a_key_that_another_process_uses_meanwhile_is_used_once",
+    ),
+    Fault(
+        "an attempt whose time has run out has no timer when it goes on",
+        "rules/step.py",
+        "max(1, row.attempt_timeout_at - now)",
+        "max(0, row.attempt_timeout_at - now)",
+        "tests/scenarios/test_ex_cancel_expire.py"
+        "::test_ex_060_time_that_has_run_out_is_not_forgotten_when_the_work_is_put_away",
+    ),
+    Fault(
+        "an estimate of the time that runs ahead times an attempt out too early",
+        "rules/expiry.py",
+        "change.events, not_before=instant)",
+        "change.events)",
+        STANDS,
+    ),
+    Fault(
+        "what was blocked while it was granted stays blocked",
+        "rules/claim.py",
+        "    if _is_route_blocked(row):\n        patch =",
+        "    if False:\n        patch =",
+        "tests/scenarios/test_ex_scheduling.py"
+        "::test_ex_027_work_that_is_blocked_by_route_while_it_is_granted_is_unblocked_with_its_grant",
+    ),
     Fault(
         "a sibling is cancelled as if nobody had claimed it",
         "rules/cancel.py",

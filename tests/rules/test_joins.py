@@ -143,6 +143,17 @@ def test_counting_together_is_counting_one_by_one(outcomes: list[TerminalOutcome
     assert (together.state, together.fired_by) == (state, fired)
 
 
+def test_ends_that_are_handed_over_in_any_order_are_counted_in_the_order_in_which_they_came() -> None:
+    came = [(2, 10), (0, 20), (1, 20)]  # the second and the third at the same instant: then the edges' ids decide
+    ends = [Settlement(edge(number, unfolded_at=at), SUCCESS) for number, at in came]
+
+    for order in permutations(ends):
+        for k in (1, 2, 3):
+            counted = joins.tally(group(PolicyVariant.QUORUM, 3, k), order)
+            assert list(counted.counted) == ends
+            assert counted.fired_by == ends[k - 1].dependency
+
+
 def test_an_edge_that_was_counted_before_is_passed_over() -> None:
     known = Settlement(edge(0, state=DependencyState.SATISFIED), SUCCESS)
 

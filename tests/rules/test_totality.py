@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 
 from flowfabric.errors import FabricError
@@ -35,6 +35,7 @@ HOLDER = Holder("wa", "wa-1", "default", "lease-2", "attempt-2", 30_000)
 ORDER = GrantOrder(
     worker_id="wa", worker_instance_id="wa-1", lane_id="default", capabilities=frozenset({"gpu"}), grant_ttl_ms=5000
 )
+REACHING = settings(max_examples=1000, phases=[Phase.generate], derandomize=True, database=None)
 GRANT = Grant("claim", "wa", "wa-1", "default", NOW - 10, NOW + 10)
 
 
@@ -86,14 +87,77 @@ def executions(draw: st.DrawFn) -> Execution:
     )
 
 
-FENCES = st.builds(
+# Where executions really stand. All else about them is drawn, but most rules say no to a vector that is drawn, too.
+STANDS: list[dict[str, Any]] = [
+    {
+        "lifecycle_phase": LifecyclePhase.ACTIVE,
+        "ownership_state": ownership,
+        "eligibility_state": EligibilityState.NOT_APPLICABLE,
+        "attempt_state": attempt,
+        "lease_expires_at": until,
+    }
+    for ownership, attempt, until in (
+        (OwnershipState.LEASED, AttemptState.RUNNING_ATTEMPT, NOW + 1),
+        (OwnershipState.LEASED, AttemptState.RUNNING_ATTEMPT, NOW),
+        (OwnershipState.LEASE_EXPIRED_RECLAIMABLE, AttemptState.ATTEMPT_INTERRUPTED, NOW - 1),
+        (OwnershipState.LEASE_REVOKED, AttemptState.ATTEMPT_INTERRUPTED, None),
+    )
+]
+STANDS += [
+    {
+        "lifecycle_phase": phase,
+        "ownership_state": OwnershipState.UNOWNED,
+        "eligibility_state": eligibility,
+        "attempt_state": attempt,
+        "lease_expires_at": None,
+    }
+    for phase, eligibility, attempt in (
+        (LifecyclePhase.RUNNABLE, EligibilityState.ELIGIBLE_NOW, AttemptState.PENDING_FIRST_ATTEMPT),
+        (LifecyclePhase.RUNNABLE, EligibilityState.ELIGIBLE_NOW, AttemptState.ATTEMPT_INTERRUPTED),
+        (LifecyclePhase.RUNNABLE, EligibilityState.NOT_ELIGIBLE_UNTIL_TIME, AttemptState.PENDING_RETRY_ATTEMPT),
+        (LifecyclePhase.RUNNABLE, EligibilityState.BLOCKED_BY_QUOTA, AttemptState.PENDING_FIRST_ATTEMPT),
+        (LifecyclePhase.SUSPENDED, EligibilityState.NOT_APPLICABLE, AttemptState.ATTEMPT_INTERRUPTED),
+    )
+]
+
+
+@st.composite
+def standing(draw: st.DrawFn) -> Execution:
+    """An execution that stands where one may stand, with an attempt that has begun."""
+    vector = draw(st.sampled_from(STANDS))
+    public = public_state(vector["lifecycle_phase"], vector["eligibility_state"], TerminalOutcome.NONE)
+    return msgspec.structs.replace(
+        draw(executions()),
+        **vector,
+        terminal_outcome=TerminalOutcome.NONE,
+        public_state=public,
+        lease_id="lease-1",
+        attempt_index=0,
+        attempt_id="attempt-1",
+        attempt_type=AttemptType.INITIAL,
+        attempt_started_at=NOW - 500,
+        total_attempt_count=1,
+    )
+
+
+ROWS = st.none() | executions() | standing()
+FENCES = st.none() | st.builds(
     Fence,
     st.sampled_from([None, "lease-1", "lease-9"]),
     st.sampled_from([None, 0, 1, 2, 3]),
     st.sampled_from([None, "attempt-1", "attempt-9"]),
 )
 
-RULES: dict[str, Callable[[Execution | None, Fence], Decision[Any]]] = {
+
+def shown(fence: Fence | None, row: Execution | None) -> Fence:
+    """What the caller shows; where none was drawn, it is the holder and shows what it has."""
+    if fence is not None or row is None:
+        return fence or Fence()
+    return Fence(row.lease_id, row.lease_epoch, row.attempt_id)
+
+
+Rule: TypeAlias = Callable[[Execution | None, Fence], Decision[Any]]
+RULES: dict[str, Rule] = {
     "complete": lambda row, fence: finish.complete(row, fence, None, b"r", None, NOW),
     "complete by override": lambda row, fence: finish.complete(row, fence, "operator_override", None, None, NOW),
     "fail": lambda row, fence: finish.fail(
@@ -129,17 +193,32 @@ RULES: dict[str, Callable[[Execution | None, Fence], Decision[Any]]] = {
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
 @settings(max_examples=60, deadline=None)
-@given(row=st.none() | executions(), fence=FENCES)
+@given(row=ROWS, fence=FENCES)
 def test_a_rule_is_total_and_writes_only_states_that_may_exist(
-    rule: Callable[[Execution | None, Fence], Decision[Any]], row: Execution | None, fence: Fence
+    rule: Rule, row: Execution | None, fence: Fence | None
 ) -> None:
-    decision = rule(row, fence)
+    _assert_sound(rule, row, shown(fence, row))
 
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
+def test_a_change_of_each_rule_is_among_what_is_drawn(rule: Rule) -> None:
+    def changes(case: tuple[Execution | None, Fence | None]) -> bool:
+        row, fence = case
+        return row is not None and rule(row, shown(fence, row)).change is not None
+
+    row, fence = find(st.tuples(ROWS, FENCES), changes, settings=REACHING)
+
+    _assert_sound(rule, row, shown(fence, row))
+
+
+def _assert_sound(rule: Rule, row: Execution | None, fence: Fence) -> None:
+    decision = rule(row, fence)
     with contextlib.suppress(FabricError):
         decision.unwrap(NOW)
     if decision.change is None or row is None:
         return
-    assert decision.change.guards, "a change is decided on something"
+    [guard] = decision.change.guards
+    assert (guard.row, guard.key, guard.revision) == (Execution, (row.execution_id,), row.revision)
     after = _after(row, decision)
     if after is None:
         return

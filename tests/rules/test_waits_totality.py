@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import find, given, settings
 from hypothesis import strategies as st
 
 from flowfabric.errors import FabricError
@@ -20,13 +20,13 @@ from flowfabric.model.keys import SigningKey
 from flowfabric.model.states import public_state
 from flowfabric.model.suspension import NO_TIMEOUT, Remembered, Suspension, TimeoutBehavior, Waitpoint
 from flowfabric.rules import mailbox, parking, resuming, signals, suspending, tokens, waitpoints, waits
-from flowfabric.rules.change import Decision, FromNow, Patch
+from flowfabric.rules.change import Decision, FromNow, Patch, Put, Write
 from flowfabric.rules.lease import Fence
 from flowfabric.rules.mailbox import MailArgs
 from flowfabric.rules.parking import GateArgs
 from flowfabric.rules.signals import SignalArgs
 from flowfabric.rules.suspend_args import Fresh, SuspendArgs, UsePending
-from tests.rules.test_totality import FENCES, INSTANTS, NOW, executions
+from tests.rules.test_totality import FENCES, INSTANTS, NOW, REACHING, ROWS, shown
 
 E = "{fp:86}:11111111-1111-4111-8111-111111111111"
 W = "22222222-2222-4222-8222-222222222222"
@@ -179,26 +179,49 @@ RULES: dict[str, Rule] = {
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
 @settings(max_examples=80, deadline=None)
-@given(row=st.none() | executions(), root=st.none() | roots(), place=st.none() | places(), fence=FENCES)
+@given(row=ROWS, root=st.none() | roots(), place=st.none() | places(), fence=FENCES)
 def test_a_rule_of_waiting_is_total_and_guards_what_it_writes(
-    rule: Rule, row: Execution | None, root: Suspension | None, place: Waitpoint | None, fence: Fence
+    rule: Rule, row: Execution | None, root: Suspension | None, place: Waitpoint | None, fence: Fence | None
 ) -> None:
-    decision = rule(row, root, place, fence)
+    _assert_sound(rule, row, root, place, shown(fence, row))
 
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
+def test_a_change_of_each_rule_of_waiting_is_among_what_is_drawn(rule: Rule) -> None:
+    def changes(case: tuple[Row, Root, Place, Fence | None]) -> bool:
+        row, root, place, fence = case
+        return row is not None and rule(row, root, place, shown(fence, row)).change is not None
+
+    drawn = st.tuples(ROWS, st.none() | roots(), st.none() | places(), FENCES)
+    row, root, place, fence = find(drawn, changes, settings=REACHING)
+
+    _assert_sound(rule, row, root, place, shown(fence, row))
+
+
+def _assert_sound(rule: Rule, row: Row, root: Root, place: Place, fence: Fence) -> None:
+    decision = rule(row, root, place, fence)
     with contextlib.suppress(FabricError):
         decision.unwrap(NOW)
     if decision.change is None:
         return
-    guarded = {(guard.row, guard.key) for guard in decision.change.guards}
+    guarded = {(guard.row, guard.key): guard.revision for guard in decision.change.guards}
     assert guarded, "a change is decided on something"
     if row is not None:
-        assert (Execution, (E,)) in guarded, "whatever is written of an execution's waits, its sheet is guarded"
+        assert guarded[Execution, (E,)] == row.revision, "whatever is written of its waits, its sheet is guarded"
+    if any(_writes_root(write) for write in decision.change.writes):
+        assert guarded[Suspension, (E,)] == (None if root is None else root.revision)
     for write in decision.change.writes:
         if isinstance(write, Patch) and write.row is Execution and row is not None:
             values = {name: NOW if isinstance(value, FromNow) else value for name, value in write.fields.items()}
             after = msgspec.structs.replace(row, **values)
             derived = public_state(after.lifecycle_phase, after.eligibility_state, after.terminal_outcome)
             assert after.public_state is derived
+
+
+def _writes_root(write: Write) -> bool:
+    if isinstance(write, Put):
+        return isinstance(write.row, Suspension)
+    return isinstance(write, Patch) and write.row is Suspension
 
 
 @given(root=st.none() | roots(), place=places())

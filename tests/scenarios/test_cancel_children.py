@@ -75,6 +75,17 @@ async def test_only_the_holder_of_the_lease_may(play: Play) -> None:
         await play.engine.cancel_children(heir.handle, [child])
 
 
+async def test_a_parent_that_is_gone_ends_nothing(play: Play) -> None:
+    parent = await play.claimed()
+    [child] = await spawned(play, parent, 1)
+    await play.engine.complete(parent.handle)
+    play.clock.pass_ms(24 * 60 * 60 * 1000)
+    assert await play.engine.purge_execution(parent.execution_id)
+
+    async with play.refused(errors.NotFound):
+        await play.engine.cancel_children(parent.handle, [child])
+
+
 async def test_a_parent_that_loses_its_lease_meanwhile_ends_nothing(play: Play, store: Store) -> None:
     parent = await play.claimed()
     [child] = await spawned(play, parent, 1)

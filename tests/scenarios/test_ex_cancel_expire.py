@@ -349,6 +349,34 @@ async def test_ex_060_a_resumed_attempt_has_the_time_it_had_left(play: Play, roa
     await times_out_at(play, e, u + (2000 if road == "longer" else 600))
 
 
+@pytest.mark.parametrize("reason", ["sibling_quorum_satisfied", "sibling_quorum_impossible"])
+@pytest.mark.parametrize("source", ["flow_cascade", "system_timeout", "somebody"])
+async def test_who_cancelled_is_kept_though_the_reason_is_one_of_the_engine_s_own(
+    play: Play, reason: str, source: str
+) -> None:
+    e = await play.create()
+
+    await play.engine.cancel_execution(e, reason=reason, source=source)
+
+    core = await play.core(e)
+    assert (core["cancelled_by"], core["cancellation_reason"]) == (source, reason)
+
+
+@pytest.mark.parametrize("late_ms", [0, 250])
+async def test_ex_060_time_that_has_run_out_is_not_forgotten_when_the_work_is_put_away(
+    play: Play, late_ms: int
+) -> None:
+    held = await timed(play)
+    e = held.execution_id
+    play.clock.pass_ms(1000 + late_ms)
+    await play.delayed(held, 5000)
+    await play.promoted(e)
+
+    await play.resumed(e)
+
+    await times_out_at(play, e, play.now + 1)
+
+
 async def test_ex_060_a_block_does_not_forget_the_time_that_was_left(play: Play) -> None:
     t = play.now
     held = await timed(play)

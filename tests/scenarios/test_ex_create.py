@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -201,6 +202,27 @@ async def test_ex_011_a_key_is_remembered_to_the_last_millisecond_of_its_window(
     assert await again() == Duplicate(first)
     play.clock.pass_ms(1)
     assert isinstance(await again(), Created)
+
+
+@pytest.mark.parametrize("window", [None, 0])
+@pytest.mark.parametrize("before", ["never used", "over"])
+async def test_ex_011_a_key_that_another_process_uses_meanwhile_is_used_once(
+    play: Play, before: str, window: int | None
+) -> None:
+    if before == "over":
+        await play.create(idempotency_key="k", policy={"dedup_window_ms": 5})
+        play.clock.pass_ms(5)
+    elsewhere = Engine(play.store.store, minter=SeededMinter(9))
+    winner, loser = elsewhere.new_execution_id(), play.engine.new_execution_id()
+    policy = None if window is None else {"dedup_window_ms": window}
+    gate = play.slowed("commit")
+    asked = asyncio.ensure_future(play.engine.create_execution(execution_id=loser, idempotency_key="k", policy=policy))
+    async with asyncio.timeout(20):
+        await gate.reached()
+        assert isinstance(await elsewhere.create_execution(execution_id=winner, idempotency_key="k"), Created)
+        gate.open()
+        assert await asked == Duplicate(winner)
+    assert loser not in await play.eligible()
 
 
 async def test_ex_012_priority_clamp_at_create(play: Play) -> None:

@@ -10,6 +10,7 @@ from flowfabric import errors
 from flowfabric.engine.reads import HistoryEntry
 from flowfabric.handles import HandleKind
 from flowfabric.model.answers import Claimed, ClaimGrant
+from flowfabric.model.execution import Grant
 from flowfabric.model.states import AttemptRecordState, AttemptType
 from tests.scenarios.play import ACTIVE, RESUMABLE, WAITING, Play
 
@@ -50,6 +51,25 @@ async def test_ex_017_grant_life_cycle_basics(play: Play) -> None:
             await play.grant(e, worker)
     play.clock.pass_ms(1)
     await play.grant(e, "wb")
+
+
+@pytest.mark.parametrize("kind", ["claim", "reclaim"])
+async def test_ex_017_a_grant_keeps_what_was_said_with_it(play: Play, kind: str) -> None:
+    e = await play.create()
+    offer: Any = play.engine.issue_claim_grant
+    if kind == "reclaim":
+        await play.grant(e)
+        await play.expired(await play.claim(e))
+        offer = play.engine.issue_reclaim_grant
+    notes = {"capability_hash": "h1", "route_snapshot_json": '{"zone":"b"}', "admission_summary": "two of three"}
+    who = {"lane_id": "default", "worker_id": "wb", "worker_instance_id": "wb-1"}
+
+    await offer(e, **who, worker_capabilities=(), grant_ttl_ms=5000, **notes)
+
+    grant = await play.live_grant(e)
+    assert grant is not None
+    t = play.now
+    assert grant == Grant(kind, "wb", "wb-1", "default", t, t + 5000, key_id=grant.key_id, **notes)
 
 
 async def test_ex_017_what_cannot_be_granted(play: Play) -> None:
@@ -165,6 +185,20 @@ async def test_ex_019_fresh_claim(play: Play) -> None:
     assert (attempt.attempt_id, attempt.attempt_state) == (A, AttemptRecordState.STARTED)
     assert (attempt.started_at, attempt.lease_id, attempt.lease_epoch) == (t, L, 1)
     assert (attempt.worker_id, attempt.worker_instance_id, attempt.ended_at) == ("wa", "wa-1", None)
+
+
+async def test_ex_019_a_claim_may_name_another_time_and_another_deadline_and_zero_names_none(play: Play) -> None:
+    policy = {"timeout_policy": {"attempt_timeout_ms": 700}}
+    t = play.now
+
+    async def times(**named: Any) -> tuple[Any, Any]:
+        held = await play.claimed(policy=policy, execution_deadline_at=t + 9000, claim=named)
+        core = await play.core(held.execution_id)
+        return core.get("attempt_timeout_at"), core.get("execution_deadline_at")
+
+    assert await times() == (t + 700, t + 9000)
+    assert await times(attempt_timeout_ms=50, execution_deadline_at=t + 60) == (t + 50, t + 60)
+    assert await times(attempt_timeout_ms=0, execution_deadline_at=0) == (None, t + 9000)
 
 
 async def test_ex_020_grant_ownership_on_claim(play: Play) -> None:

@@ -108,6 +108,23 @@ async def test_ex_027_a_capable_claim_takes_route_blocked_work_at_once(play: Pla
     assert "blocking_detail" not in await play.core(a)
 
 
+async def test_ex_027_work_that_is_blocked_by_route_while_it_is_granted_is_unblocked_with_its_grant(play: Play) -> None:
+    a = await play.create(policy=requires("gpu"))
+    elsewhere = Engine(play.store.store, minter=SeededMinter(2))
+    gate = play.slowed("commit")
+    asked = asyncio.ensure_future(play.next_for("wa", can={"gpu"}))
+    async with asyncio.timeout(20):
+        await gate.reached()
+        await elsewhere.block_route(a)
+        gate.open()
+        grant = await asked
+
+    assert (grant.execution_id, await play.vector(a)) == (a, WAITING)
+    assert await play.live_grant(a) is not None
+    assert "blocking_detail" not in await play.core(a)
+    assert (await play.claim(a, "wa")).lease_epoch == 1
+
+
 async def test_ex_027_a_worker_without_the_capability_passes_route_blocked_work_by(play: Play) -> None:
     a = await play.create(priority=9, policy=requires("gpu"))
     await play.engine.block_route(a)

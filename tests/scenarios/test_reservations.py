@@ -15,6 +15,7 @@ from tests.scenarios.test_s_scheduling import BUDGET_BLOCKED, pull
 
 R1 = "0d000000-0000-4000-8000-000000000001"
 R2 = "0d000000-0000-4000-8000-000000000002"
+R3 = "0d000000-0000-4000-8000-000000000003"
 TTL = 1000
 
 
@@ -44,6 +45,20 @@ async def test_a_reservation_counts_against_the_limit_until_it_is_settled(play: 
     assert (await usage(play), await reserved(play)) == ({"tokens": 65}, {})
     assert (await play.engine.get_budget_status(B)).breach_count == 2
     assert await report(play, tokens=35) == Ok()
+
+
+async def test_more_than_can_be_counted_is_not_reserved_without_a_limit_either(play: Play) -> None:
+    await budget(play, tokens=0)
+    e = await play.create()
+    assert isinstance(await reserve(play, e, tokens=2**63 - 2), Reserved)
+
+    # The two are settled in one batch: the one that is refused does not take the other along.
+    both = [reserve(play, e, R2, tokens=2), reserve(play, e, R3, tokens=1)]
+    answers = await asyncio.gather(*both, return_exceptions=True)
+
+    assert isinstance(answers[0], errors.InvalidInput)
+    assert answers[1] == Reserved(R3, play.now + TTL)
+    assert await reserved(play) == {"tokens": 2**63 - 1}
 
 
 async def test_settling_again_changes_nothing(play: Play) -> None:

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from flowfabric import errors
-from flowfabric.engine.suspensions import Suspended
+from flowfabric.engine.suspensions import AlreadySatisfied, Suspended
 from flowfabric.handles import Handle, HandleKind
 from flowfabric.model.condition import AllOf, ByName, Condition, Single, TimeoutOnly
 from flowfabric.model.states import AttemptRecordState
 from flowfabric.model.suspension import TimeoutBehavior
 from flowfabric.rules.lease import Fence
 from flowfabric.rules.suspend_args import Binding, Fresh, UsePending
-from tests.scenarios.play import ACTIVE, EXPIRED_LEASE, LEASE_MS, Play, fence_of
+from tests.scenarios.play import ACTIVE, DEFAULT_PARTITION, EXPIRED_LEASE, LEASE_MS, Play, fence_of
 from tests.scenarios.waits import ANY, SATISFIED, SUSPENDED, Waits, named
 
 EMPTY_NAME = "resume_condition: empty signal name (use Wildcard instead)"
@@ -270,3 +270,23 @@ async def test_suspending_without_a_signing_key_is_refused(keyless: Any, clock: 
 
     async with play.refused(errors.InvalidInput, "hmac_secret_not_initialized"):
         await keyless.suspend(held.handle, Waits(play).args())
+
+
+async def test_a_suspend_that_was_satisfied_before_it_began_leaves_no_wait_behind(play: Play, waits: Waits) -> None:
+    held = await play.claimed()
+    e, t = held.execution_id, play.now
+    pending = await play.engine.create_waitpoint(held.handle, "kp", 60_000)
+    await waits.effect(e, "go", pending)
+    timed: dict[str, Any] = {"timeout_at": t + 1000, "timeout_behavior": TimeoutBehavior.FAIL}
+
+    answer = await play.engine.suspend(held.handle, waits.args(Single("kp"), UsePending(pending.waitpoint_id), **timed))
+
+    assert isinstance(answer, AlreadySatisfied)
+    record = await play.engine.describe_suspension(e)
+    assert record is not None
+    assert (record.satisfied_at, record.closed_at, record.close_reason) == (t, t, "resumed")
+    assert (await play.engine.list_suspended(DEFAULT_PARTITION)).entries == []
+    play.clock.now = t + 1000
+    async with play.untouched():
+        assert (await play.engine.sweep_once("suspension_timeout")).processed == 0
+    assert isinstance(await play.engine.suspend(held.handle, waits.args()), Suspended)

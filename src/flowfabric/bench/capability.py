@@ -13,7 +13,7 @@ import gc
 import os
 import platform
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from statistics import median, quantiles
 from time import perf_counter
@@ -166,8 +166,6 @@ def _policy(need: Offer) -> str | None:
 
 # ---------------------------------------------------------------------------------------------------------------
 # Routing
-
-Scenario = Callable[[Sequence[str], int, int, random.Random], tuple[list[Offer], list[Offer]]]
 
 
 def _happy(names: Sequence[str], tasks: int, workers: int, chance: random.Random) -> tuple[list[Offer], list[Offer]]:

@@ -69,5 +69,4 @@ class Unknown(msgspec.Struct, frozen=True):
     stored: Any
 
 
-Composite = AllOf | Count
 Condition = Single | OperatorOnly | TimeoutOnly | AllOf | Count | Unknown

@@ -144,9 +144,8 @@ def whole_timeout_ms(row: Execution) -> int | None:
     Of an attempt that was resumed in between, only the policy knows what it began with; without one, what it had left
     when it was resumed is the best there is.
     """
-    own = decode_terms(row.terms).attempt_timeout_ms
+    own, armed_at = decode_terms(row.terms).attempt_timeout_ms, row.lease_acquired_at
     resumed = row.attempt_resumed_at is not None
-    armed_at = row.lease_acquired_at if resumed else row.attempt_started_at
     if row.attempt_timeout_at is None or armed_at is None or (resumed and own is not None):
         return own
     return row.attempt_timeout_at - armed_at

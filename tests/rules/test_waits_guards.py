@@ -1,0 +1,138 @@
+"""What the changes of waiting stand on: the sheet and the suspension as they were seen, and the time.
+
+A signal that comes while its execution parks, a worker that parks while its signal comes: each is decided again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from flowfabric.model.execution import Execution
+from flowfabric.model.gate import ChildEnd
+from flowfabric.model.keys import SigningKey
+from flowfabric.model.states import AttemptState, LifecyclePhase
+from flowfabric.model.suspension import Remembered, Suspension, TimeoutBehavior, Waitpoint
+from flowfabric.rules import parking, resuming, signals, suspending, tokens, waitpoints, waits
+from flowfabric.rules.change import Change, Decision, Guard, LeaseCheck, LeaseWant
+from flowfabric.rules.suspend_args import Fresh, UsePending
+from tests.rules.test_guards import EXECUTION, FENCE, HELD, NOW, row
+from tests.rules.test_waits_totality import GATES, HOLDER, KEY, SIGNAL, W, _args
+
+LIVE = LeaseCheck(LeaseWant.LIVE, "lease-1", 3)
+ROOT = Suspension(EXECUTION, 86, gates=waits.written(GATES), revision=4)
+SUSPENDED = row(LifecyclePhase.SUSPENDED, attempt_state=AttemptState.ATTEMPT_INTERRUPTED)
+PENDING = Waitpoint(
+    waitpoint_id=W,
+    partition=86,
+    execution_id=EXECUTION,
+    attempt_index=0,
+    waitpoint_key="k",
+    created_at=NOW - 9,
+    token_kid="k1",
+    token_fingerprint=tokens.token_fingerprint(tokens.mint_token(KEY, EXECUTION, W)),
+    expires_at=NOW + 5,
+    pending_until=NOW + 5,
+)
+
+
+def suspended(behavior: TimeoutBehavior, *, on_gates: bool) -> Suspension:
+    """A suspension whose time was over a while ago."""
+    return Suspension(
+        execution_id=EXECUTION,
+        partition=86,
+        suspension_id="s1",
+        attempt_index=0,
+        waitpoints=None if on_gates else f'[["{W}","k"]]',
+        resume_condition=None if on_gates else '{"Single":{"waitpoint_key":"k","matcher":"Wildcard"}}',
+        waits_on='["late"]' if on_gates else None,
+        gates=waits.written(GATES),
+        timeout_at=NOW - 2,
+        timeout_behavior=behavior,
+        due_at=NOW - 2,
+        revision=4,
+    )
+
+
+def stands_on(decision: Decision[Any], lease: LeaseCheck | None, root: int | None = 4) -> Change:
+    """The change, which stands on the sheet and on the suspension as they were seen."""
+    change = decision.change
+    assert change is not None
+    sheet = Guard(Execution, (EXECUTION,), 7, lease)
+    assert set(change.guards) == {sheet, Guard(Suspension, (EXECUTION,), root)}
+    return change
+
+
+@pytest.mark.parametrize("behavior", TimeoutBehavior)
+@pytest.mark.parametrize("on_gates", [False, True])
+def test_a_wait_is_over_on_what_was_seen_and_not_before_its_time(behavior: TimeoutBehavior, on_gates: bool) -> None:
+    root = suspended(behavior, on_gates=on_gates)
+
+    change = stands_on(resuming.expire_suspension(SUSPENDED, root, "sig", NOW), None)
+
+    assert (change.not_before, change.not_after) == (NOW - 2, None)
+
+
+def test_a_wait_is_resumed_by_hand_on_what_was_seen() -> None:
+    root = suspended(TimeoutBehavior.FAIL, on_gates=False)
+    stands_on(resuming.resume_execution(SUSPENDED, root, 0), None)
+
+
+@pytest.mark.parametrize("names", [("g",), ("g", "late")])
+def test_a_worker_parks_on_what_was_seen_while_it_holds_its_lease(names: tuple[str, ...]) -> None:
+    decision = parking.park(
+        HELD, ROOT, {}, names, suspension_id="s2", reason_code="x", fence=FENCE, holder=HOLDER, now=NOW
+    )
+    stands_on(decision, LIVE)
+
+
+def test_the_ends_of_children_are_taken_in_on_what_was_seen() -> None:
+    ends = [ChildEnd(EXECUTION, "c1", 0, "success", NOW), ChildEnd(EXECUTION, "c2", 0, "success", NOW)]
+    for found in (ends, ends[:1], [ChildEnd(EXECUTION, "c9", 0, "success", NOW)]):
+        stands_on(parking.take_in(SUSPENDED, ROOT, found, NOW), None)
+
+
+@pytest.mark.parametrize("signalled", [0, 1])
+def test_a_worker_suspends_on_what_was_seen_and_on_a_pending_waitpoint_only_in_its_time(signalled: int) -> None:
+    place = msgspec.structs.replace(PENDING, signal_count=signalled)
+    fresh = suspending.Scene(HELD, None, None, {}, [], [KEY])
+    pending = suspending.Scene(HELD, ROOT, None, {W: place}, [], [KEY])
+
+    minted = stands_on(suspending.suspend(fresh, _args(Fresh(W, "k")), FENCE, None, NOW), LIVE, None)
+    activated = stands_on(suspending.suspend(pending, _args(UsePending(W)), FENCE, None, NOW), LIVE)
+
+    assert (minted.not_after, activated.not_after) == (None, NOW + 4)
+
+
+def test_a_pending_waitpoint_ends_not_before_its_time() -> None:
+    place = msgspec.structs.replace(PENDING, expires_at=NOW - 1, pending_until=NOW - 1)
+
+    change = waitpoints.expire_pending(HELD, ROOT, place, NOW).change
+
+    assert change is not None
+    assert change.not_before == NOW - 1
+
+
+ROTATED = [SigningKey("k2", "11" * 32, current=True), SigningKey("k1", "00" * 32, current=False, expires_at=NOW + 3)]
+STALE = Remembered(EXECUTION, W, "d", NOW - 6, "first")
+
+
+@pytest.mark.parametrize(
+    ("keys", "kept", "place", "bounds"),
+    [
+        ([KEY], None, msgspec.structs.replace(PENDING, pending_until=None, expires_at=None), (None, None)),
+        ([KEY], None, PENDING, (None, NOW + 4)),
+        ([KEY], STALE, PENDING, (NOW - 6, NOW + 4)),
+        (ROTATED, None, PENDING, (None, NOW + 3)),
+    ],
+    ids=["any time", "pending", "pending, and known long ago", "pending, signed with a key that ends sooner"],
+)
+def test_a_signal_counts_on_what_was_seen_and_while_all_that_admits_it_lasts(
+    keys: list[SigningKey], kept: Remembered | None, place: Waitpoint, bounds: tuple[int | None, int | None]
+) -> None:
+    decision = signals.deliver(signals.Scene(HELD, ROOT, place, kept, keys), SIGNAL, NOW)
+
+    change = stands_on(decision, None)
+    assert (change.not_before, change.not_after) == bounds
