@@ -11,7 +11,7 @@ import asyncpg
 import pytest
 
 from flowfabric.clock import ManualClock
-from flowfabric.errors import StoreFault, StoreUnavailable
+from flowfabric.errors import InvalidInput, StoreFault, StoreUnavailable
 from flowfabric.model.event import Topic
 from flowfabric.model.execution import Execution, LineKey
 from flowfabric.rules.change import Guard, Insert, Patch
@@ -158,6 +158,14 @@ async def test_a_server_that_is_not_there_leaves_no_doubt() -> None:
 async def test_a_database_that_is_not_there_is_told(database: str) -> None:
     store = PostgresStore(postgres().dsn("ff_no_such_database"))
     with pytest.raises(StoreUnavailable, match="ff_no_such_database"):
+        await store.open(migrate=True)
+    await store.close()
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:port/x", "127.0.0.1:99999/x", "127.0.0.1/x?sslmode=perhaps"])
+async def test_an_address_that_makes_no_sense_is_the_callers_mistake(address: str) -> None:
+    store = PostgresStore(f"postgresql://postgres@{address}")
+    with pytest.raises(InvalidInput, match="url: "):
         await store.open(migrate=True)
     await store.close()
 

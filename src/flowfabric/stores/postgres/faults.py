@@ -23,6 +23,7 @@ _POOLED = ("26000", "42P05", "34000")  # a prepared statement is unknown, known 
 _SOURCES = (
     ("57P03", StoreFault.BUSY_LOADING),
     ("28", StoreFault.AUTH),
+    ("42501", StoreFault.AUTH),
     ("57014", StoreFault.TIMEOUT),
     ("55P03", StoreFault.TIMEOUT),
     ("08P01", StoreFault.PROTOCOL),
@@ -76,9 +77,10 @@ def translated(error: Any, fault: Fault, *, gone: bool) -> Any:
 
 
 def _unavailable(error: BaseException, source: StoreFault, fault: Fault) -> StoreUnavailable:
-    detail = str(error) or type(error).__name__
+    detail = str(error) or ("no answer in time" if isinstance(error, TimeoutError) else type(error).__name__)
     if getattr(error, "sqlstate", None) in _POOLED:
-        detail += "; behind a pooler in transaction mode the store needs statement_cache=False"
+        said, _, _ = detail.partition("\n")  # the driver goes on about options that are its own
+        detail = f"{said}; through a pooler in transaction mode the URL needs statement_cache=off"
     return StoreUnavailable(
         detail,
         **SHOWN,

@@ -12,6 +12,8 @@ from flowfabric.stores.base import Schema
 # Whoever migrates holds this lock until its transaction ends, so that two processes that start together do not.
 _LOCK = 0x666C6F7766616272
 
+OLDEST = 13  # of the servers whose words our statements use
+
 _VERSIONS = """
 create table if not exists ff_schema_version (
     version    integer primary key,
@@ -45,6 +47,11 @@ async def bring_up(connection: Any, *, migrate: bool) -> Schema:
 
     The caller wraps this in a transaction, so that a schema is changed whole or not at all.
     """
+    server = connection.get_server_version()
+    if server.major < OLDEST:
+        raise errors.InvalidInput(
+            f"url: the server is PostgreSQL {server.major}; the store needs {OLDEST} or newer"
+        )
     known = migrations()[-1].version
     found = first = await _version(connection)
     if found < known and migrate:
