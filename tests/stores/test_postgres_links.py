@@ -268,6 +268,23 @@ async def test_a_value_that_cannot_be_kept_stops_its_batch_and_nothing_else(
     await store.close()
 
 
+@pytest.mark.parametrize("cache", [True, False])
+async def test_a_server_that_does_not_write_is_told_and_passes(database: str, clock: ManualClock, cache: bool) -> None:
+    server, name = postgres(), database.rpartition("/")[2]
+    server.execute(f'alter database "{name}" set default_transaction_read_only = on')
+    store = PostgresStore(database, clock, pool_size=1, statement_cache=cache)
+    try:
+        assert await store.ping() == clock.now
+        with pytest.raises(StoreUnavailable, match="default_transaction_read_only is on") as error:
+            await store.commit([change(Insert(execution("a")))])
+        assert (doubt(error), error.value.source, error.value.retryable) == (False, StoreFault.CLUSTER, True)
+    finally:
+        server.execute(f'alter database "{name}" reset default_transaction_read_only')
+
+    assert await store.commit([change(Insert(execution("a")))]) == [clock.now]
+    await store.close()
+
+
 FULL = """
     create function no_room() returns trigger language plpgsql as $$
     begin

@@ -103,7 +103,7 @@ class Links:
             raised = translated(error, fault, gone=connection.is_closed())
             if isinstance(raised, Unstorable):
                 await self._end_exchange(connection)
-            if fault.lost:
+            if fault.lost or fault.stale:
                 connection.terminate()
             if not (fault.lost and twice):
                 if raised is error:
@@ -240,7 +240,7 @@ async def in_transaction(connection: Any, work: Work[T], fault: Fault | None = N
     """Do something in one transaction whose statements each see what is committed when they begin."""
     if connection.is_in_transaction():
         return await work(connection)
-    await connection.execute("begin isolation level read committed read write")
+    await connection.execute("begin isolation level read committed")
     try:
         done = await work(connection)
     except Exception:
