@@ -11,6 +11,7 @@ from urllib.parse import urlsplit, urlunsplit
 import pytest
 
 from flowfabric import connect
+from flowfabric.bench.postgres import postgres_ground
 from flowfabric.clock import ManualClock
 from flowfabric.errors import InvalidInput, StoreFault, StoreUnavailable
 from flowfabric.model.event import Topic
@@ -70,6 +71,7 @@ class Pooler:
         self._sessions = sessions
         self._ignores = ignores
         self._version = version
+        self.is_full = False
         self._free: asyncio.Queue[Peer] = asyncio.Queue()
         self._peers: list[Peer] = []
         self._greeting: list[Message] = []
@@ -124,8 +126,10 @@ class Pooler:
             if startup[:4] == struct.pack("!i", 80877102):  # wants something cancelled
                 return False
             names = {name.decode() for name in startup[4:].split(b"\0")[0::2] if name}
+            text = "no more connections allowed (max_client_conn)" if self.is_full else None
             if (unknown := names - KNOWN) and not self._ignores:
                 text = f"unsupported startup parameter: {min(unknown)}"
+            if text is not None:
                 client.tell(b"E", b"SFATAL\0VFATAL\0C08P01\0M" + text.encode() + b"\0\0")
                 return False
             client.tell(b"R", b"\0\0\0\0")
@@ -337,6 +341,26 @@ async def test_the_url_tells_what_is_not_noticed(pooled: str, quietly_pooled: st
 
     with pytest.raises(InvalidInput, match="statement_cache is on or off, not 'maybe'"):
         await connect(pooled + "?statement_cache=maybe")
+
+
+async def test_one_without_a_free_place_is_told_and_passes(database: str, clock: ManualClock) -> None:
+    pooler = Pooler(database)
+    store = PostgresStore(await pooler.start(2), clock)
+    pooler.is_full = True
+    with pytest.raises(StoreUnavailable, match="no more connections") as error:
+        await store.ping()
+    pooler.is_full = False
+
+    assert (error.value.source, error.value.retryable) == (StoreFault.TRANSPORT, True)
+    assert await store.ping() == clock.now
+    await store.close()
+    await pooler.stop()
+
+
+async def test_a_bench_through_it_goes_without_the_bare_table(pooled: str) -> None:
+    async with postgres_ground(f"{pooled}?statement_cache=off") as place:
+        assert place.control is None
+        assert urlsplit(place.url).query == "statement_cache=off"
 
 
 async def test_a_server_that_is_too_old_is_refused(database: str) -> None:

@@ -67,6 +67,8 @@ def translated(error: Any, fault: Fault, *, gone: bool) -> Any:
         fault.lost = gone or code.startswith(_CONNECTION)
         fault.stale = code == _READ_ONLY
         source = next((source for start, source in _SOURCES if code.startswith(start)), StoreFault.OTHER)
+        if fault.connecting and source is StoreFault.PROTOCOL:
+            source = StoreFault.TRANSPORT  # what poolers say whenever they have no place or no server for us now
         return _unavailable(error, source, fault)
     if isinstance(error, OverflowError | UnicodeError):
         return Unstorable(str(error))
