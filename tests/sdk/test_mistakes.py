@@ -6,6 +6,7 @@ import asyncio
 import functools
 import math
 import os
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,6 +17,7 @@ import pydantic
 import pytest
 
 from flowfabric import AnyOf, Budget, Context, Fabric, Limit, Quorum, Retry, RunFailed, RunSkipped, errors
+from flowfabric.engine.engine import Engine
 from flowfabric.sdk.worker import Worker
 from flowfabric.testing import World
 from tests.sdk.conftest import working
@@ -386,3 +388,19 @@ async def test_a_flow_that_takes_too_long_is_named(app: Fabric) -> None:
     run = await flow.submit()
     with pytest.raises(TimeoutError, match=f"nightly {run.id} has not ended after 0.01 s"):
         await run.result("10ms")
+
+
+async def test_an_app_that_cannot_see_to_its_keys_leaves_no_engine_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def away(engine: Engine) -> None:
+        raise errors.StoreUnavailable("the disk is full")
+
+    app = Fabric(f"sqlite:///{tmp_path / 'app.db'}")
+    monkeypatch.setattr(Engine, "list_waitpoint_hmac_kids", away)
+    before = threading.active_count()
+
+    with pytest.raises(errors.StoreUnavailable):
+        await app.engine()
+
+    assert threading.active_count() == before

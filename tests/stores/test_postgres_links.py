@@ -11,7 +11,7 @@ import asyncpg
 import pytest
 
 from flowfabric.clock import ManualClock
-from flowfabric.errors import StoreFault, StoreUnavailable
+from flowfabric.errors import InvalidInput, StoreFault, StoreUnavailable
 from flowfabric.model.event import Topic
 from flowfabric.model.execution import Execution, LineKey
 from flowfabric.rules.change import Guard, Insert, Patch
@@ -162,6 +162,14 @@ async def test_a_database_that_is_not_there_is_told(database: str) -> None:
     await store.close()
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1:port/x", "127.0.0.1:99999/x", "127.0.0.1/x?sslmode=perhaps"])
+async def test_an_address_that_makes_no_sense_is_the_callers_mistake(address: str) -> None:
+    store = PostgresStore(f"postgresql://postgres@{address}")
+    with pytest.raises(InvalidInput, match="url: "):
+        await store.open(migrate=True)
+    await store.close()
+
+
 async def test_attempts_to_connect_become_rarer() -> None:
     attempts = 0
 
@@ -257,6 +265,23 @@ async def test_a_value_that_cannot_be_kept_stops_its_batch_and_nothing_else(
     assert not isinstance(error.value, Collision)
     assert await one(store, Execution, "a") is None
     assert await store.commit(batch[:1]) == [clock.now]
+    await store.close()
+
+
+@pytest.mark.parametrize("cache", [True, False])
+async def test_a_server_that_does_not_write_is_told_and_passes(database: str, clock: ManualClock, cache: bool) -> None:
+    server, name = postgres(), database.rpartition("/")[2]
+    server.execute(f'alter database "{name}" set default_transaction_read_only = on')
+    store = PostgresStore(database, clock, pool_size=1, statement_cache=cache)
+    try:
+        assert await store.ping() == clock.now
+        with pytest.raises(StoreUnavailable, match="default_transaction_read_only is on") as error:
+            await store.commit([change(Insert(execution("a")))])
+        assert (doubt(error), error.value.source, error.value.retryable) == (False, StoreFault.CLUSTER, True)
+    finally:
+        server.execute(f'alter database "{name}" reset default_transaction_read_only')
+
+    assert await store.commit([change(Insert(execution("a")))]) == [clock.now]
     await store.close()
 
 

@@ -10,13 +10,16 @@ from urllib.parse import urlsplit, urlunsplit
 
 import pytest
 
+from flowfabric import connect
+from flowfabric.bench.postgres import postgres_ground
 from flowfabric.clock import ManualClock
-from flowfabric.errors import StoreFault, StoreUnavailable
+from flowfabric.errors import InvalidInput, StoreFault, StoreUnavailable
 from flowfabric.model.event import Topic
 from flowfabric.model.execution import Attempt, Execution, Result
 from flowfabric.rules.change import Delete, Guard, Insert, Patch, Put
 from flowfabric.stores.base import Collision, Held, Scan, Unstorable, Want
 from flowfabric.stores.postgres import PostgresStore
+from tests.servers import postgres
 from tests.stores.samples import a_take, change, event, execution, line_up, one, waiting, write
 
 Message = tuple[bytes, bytes]
@@ -57,12 +60,18 @@ class Pooler:
 
     A client keeps its server until the server says that no transaction is open; the next one gets the server that was
     free for longest, so that a client hardly meets the same one twice in a row. Like some real ones it takes a flush
-    outside of a transaction for an end, too. With `sessions` a client keeps its server for good.
+    outside of a transaction for an end, too. With `sessions` a client keeps its server for good. Settings that it does
+    not know are refused, or with `ignores` passed over in silence. It may say that its servers are of another `version`.
     """
 
-    def __init__(self, dsn: str, *, sessions: bool = False) -> None:
+    def __init__(
+        self, dsn: str, *, sessions: bool = False, ignores: bool = False, version: str | None = None
+    ) -> None:
         self._to = urlsplit(dsn)
         self._sessions = sessions
+        self._ignores = ignores
+        self._version = version
+        self.is_full = False
         self._free: asyncio.Queue[Peer] = asyncio.Queue()
         self._peers: list[Peer] = []
         self._greeting: list[Message] = []
@@ -117,13 +126,17 @@ class Pooler:
             if startup[:4] == struct.pack("!i", 80877102):  # wants something cancelled
                 return False
             names = {name.decode() for name in startup[4:].split(b"\0")[0::2] if name}
-            if unknown := names - KNOWN:
+            text = "no more connections allowed (max_client_conn)" if self.is_full else None
+            if (unknown := names - KNOWN) and not self._ignores:
                 text = f"unsupported startup parameter: {min(unknown)}"
+            if text is not None:
                 client.tell(b"E", b"SFATAL\0VFATAL\0C08P01\0M" + text.encode() + b"\0\0")
                 return False
             client.tell(b"R", b"\0\0\0\0")
             for message in self._greeting:
                 client.tell(*message)
+            if self._version is not None:
+                client.tell(b"S", b"server_version\0%b\0" % self._version.encode())
             client.tell(b"Z", b"I")
             return True
 
@@ -184,8 +197,17 @@ async def pooled(database: str) -> AsyncIterator[str]:
     await pooler.stop()
 
 
-async def test_every_verb_works_through_it(pooled: str, clock: ManualClock) -> None:
-    store = PostgresStore(pooled, clock, statement_cache=False)
+@pytest.fixture
+async def quietly_pooled(database: str) -> AsyncIterator[str]:
+    """The same for one that passes over settings."""
+    pooler = Pooler(database, ignores=True)
+    yield await pooler.start(2)
+    await pooler.stop()
+
+
+@pytest.mark.parametrize("cache", [None, False])
+async def test_every_verb_works_through_it(pooled: str, clock: ManualClock, cache: bool | None) -> None:
+    store = PostgresStore(pooled, clock, statement_cache=cache)
     await store.open(migrate=True)
     assert await store.ping() == clock.now
     await line_up(store, *(waiting(name, rank) for rank, name in enumerate("abcd")))
@@ -262,17 +284,106 @@ async def test_hints_do_no_harm(pooled: str, clock: ManualClock) -> None:
     await store.close()
 
 
-async def test_cached_statements_are_told_apart_from_other_trouble(pooled: str, clock: ManualClock) -> None:
-    store = PostgresStore(pooled, clock)
+async def test_hints_are_sent_through_it_and_no_session_is_left_listening(pooled: str, database: str) -> None:
+    store, direct, heard = PostgresStore(pooled), PostgresStore(database), asyncio.Event()
+    direct.on_wake(lambda topics: heard.set())
+    store.on_wake(lambda topics: None)
+    async with asyncio.timeout(20):
+        while not heard.is_set():
+            store.notify(frozenset({"mail"}))
+            await asyncio.wait([asyncio.ensure_future(heard.wait())], timeout=0.05)
 
-    async def insist() -> None:
-        for _ in range(20):
-            await asyncio.gather(*(store.load([Want(Execution, (name,))]) for name in "abc"))
-
-    with pytest.raises(StoreUnavailable, match="statement_cache=False") as error:
-        await insist()
-    assert error.value.source is StoreFault.PROTOCOL
+    listening = "select count(*) from pg_listening_channels()"
+    assert [await store._links.read(lambda own: own.fetchval(listening)) for _ in range(4)] == [0] * 4
     await store.close()
+    await direct.close()
+
+
+async def test_cached_statements_are_told_apart_from_other_trouble(pooled: str, clock: ManualClock) -> None:
+    store = PostgresStore(pooled, clock, statement_cache=True)
+
+    with pytest.raises(StoreUnavailable, match="statement_cache=off") as error:
+        await insist(store)
+    assert error.value.source is StoreFault.PROTOCOL
+    assert "\n" not in error.value.detail
+    await store.close()
+
+
+async def insist(store: PostgresStore) -> None:
+    for _ in range(20):
+        await asyncio.gather(*(store.load([Want(Execution, (name,))]) for name in "abc"))
+
+
+async def test_one_that_passes_over_settings_is_noticed_as_well(quietly_pooled: str, clock: ManualClock) -> None:
+    store = PostgresStore(quietly_pooled, clock)
+
+    await asyncio.gather(*(insist(store) for _ in range(3)))
+
+    assert await store.commit([change(Insert(execution("a")))]) == [clock.now]
+    await store.close()
+
+
+async def test_statements_are_cached_where_nobody_stands_between(database: str, clock: ManualClock) -> None:
+    store = PostgresStore(database, clock, pool_size=1)
+    await insist(store)
+
+    kept = await store._links.read(lambda own: own.fetchval("select count(*) from pg_prepared_statements"))
+
+    assert kept > 1
+    await store.close()
+
+
+async def test_the_url_tells_what_is_not_noticed(pooled: str, quietly_pooled: str) -> None:
+    for said in ("", "?statement_cache=off", "?application_name=mine&statement_cache=off"):
+        engine = await connect(quietly_pooled + said)
+        assert await engine.list_lanes() is not None
+        await engine.close()
+
+    with pytest.raises(InvalidInput, match="statement_cache is on or off, not 'maybe'"):
+        await connect(pooled + "?statement_cache=maybe")
+
+
+async def test_one_without_a_free_place_is_told_and_passes(database: str, clock: ManualClock) -> None:
+    pooler = Pooler(database)
+    store = PostgresStore(await pooler.start(2), clock)
+    pooler.is_full = True
+    with pytest.raises(StoreUnavailable, match="no more connections") as error:
+        await store.ping()
+    pooler.is_full = False
+
+    assert (error.value.source, error.value.retryable) == (StoreFault.TRANSPORT, True)
+    assert await store.ping() == clock.now
+    await store.close()
+    await pooler.stop()
+
+
+async def test_a_bench_through_it_goes_without_the_bare_table(pooled: str) -> None:
+    async with postgres_ground(f"{pooled}?statement_cache=off") as place:
+        assert place.control is None
+        assert urlsplit(place.url).query == "statement_cache=off"
+
+
+async def test_a_server_that_is_too_old_is_refused(database: str) -> None:
+    pooler = Pooler(database, version="12.4 (Debian 12.4-1)")
+    dsn = await pooler.start(1)
+
+    with pytest.raises(InvalidInput, match="PostgreSQL 12; the store needs 13 or newer"):
+        await connect(dsn)
+    await pooler.stop()
+
+
+@pytest.mark.parametrize("cache", [True, False])
+async def test_transactions_see_what_is_committed_whatever_the_default_is(database: str, cache: bool) -> None:
+    name = urlsplit(database).path[1:]
+    postgres().execute(f'alter database "{name}" set default_transaction_isolation = serializable')
+    store = PostgresStore(database, statement_cache=cache)
+    try:
+        found = await store._links.read(lambda own: own.fetchval("show transaction_isolation"))
+    finally:
+        await store.close()
+        postgres().execute(f'alter database "{name}" reset default_transaction_isolation')
+
+    assert found == "read committed"
 
 
 async def test_a_pooler_that_refuses_settings_is_used_without_them(database: str, clock: ManualClock) -> None:

@@ -129,6 +129,33 @@ async def test_a_connect_that_is_refused_leaves_no_session_behind(empty: str) ->
     await own.close()
 
 
+async def test_a_database_that_cannot_keep_every_text_is_refused() -> None:
+    server, name = postgres(), f"ff_latin_{os.getpid()}"
+    server.drop_database(name)
+    server.execute(f"create database {name} encoding 'LATIN1' lc_collate 'C' lc_ctype 'C' template template0")
+
+    refused = await answers(server.dsn(name), migrate=True)
+
+    assert isinstance(refused, errors.InvalidInput)
+    assert "LATIN1" in refused.detail
+    server.drop_database(name)
+
+
+@pytest.mark.parametrize("cache", [True, False])
+async def test_a_database_that_is_read_only_is_left_as_it_is(empty: str, cache: bool) -> None:
+    server, name = postgres(), empty.rpartition("/")[2]
+    server.execute(f'alter database "{name}" set default_transaction_read_only = on')
+    store = PostgresStore(empty, statement_cache=cache)
+    with pytest.raises(errors.StoreUnavailable, match="default_transaction_read_only is on") as refused:
+        await store.open(migrate=True)
+    await store.close()
+    assert refused.value.source is errors.StoreFault.CLUSTER
+    assert server.execute("select count(*) from pg_tables where tablename like 'ff_%'", name) == "0"
+
+    server.execute(f'alter database "{name}" reset default_transaction_read_only')
+    assert await answers(empty, migrate=True) is None
+
+
 async def test_a_step_that_fails_changes_nothing(empty: str, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = migrations()[-1]._replace(version=999, text="create table ff_half (); select 1 / 0;")
     monkeypatch.setattr("flowfabric.stores.postgres.schema.migrations", lambda: (*migrations(), broken))

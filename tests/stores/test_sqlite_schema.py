@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import apsw
@@ -10,7 +12,7 @@ import pytest
 
 from flowfabric import connect
 from flowfabric.clock import ManualClock
-from flowfabric.errors import InvalidInput, SchemaTooNew, Unavailable
+from flowfabric.errors import InvalidInput, SchemaTooNew, StoreUnavailable, Unavailable
 from flowfabric.model.event import Event, Topic
 from flowfabric.model.execution import Execution, LineKey
 from flowfabric.rules.change import Insert
@@ -109,6 +111,27 @@ async def test_a_connect_that_is_refused_leaves_no_thread_and_no_file_behind(tmp
 
     assert names_in(tmp_path) == files
     assert threading.active_count() == threads
+
+
+def is_open(file: Path) -> bool:
+    """Whether this process holds it open."""
+    for number in os.listdir("/dev/fd"):
+        with suppress(OSError):
+            if os.path.samestat(os.fstat(int(number)), file.stat()):
+                return True
+    return False
+
+
+async def test_a_file_that_is_no_database_is_refused_and_let_go_of(tmp_path: Path) -> None:
+    file = tmp_path / "notes.db"
+    file.write_bytes(b"to do: " * 500)
+
+    with pytest.raises(StoreUnavailable, match="not a database") as refused:
+        await connect(f"sqlite:///{file}")
+
+    assert not refused.value.retryable
+    assert not is_open(file)
+    assert file.read_bytes() == b"to do: " * 500
 
 
 async def test_a_file_opened_again_goes_on_where_it_was(tmp_path: Path, clock: ManualClock) -> None:

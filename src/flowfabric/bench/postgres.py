@@ -13,6 +13,7 @@ from urllib.parse import urlsplit, urlunsplit
 import asyncpg
 
 from flowfabric.bench.ground import BATCH, Ground, beats
+from flowfabric.connecting import postgres_options
 from flowfabric.errors import InvalidInput, StoreUnavailable
 
 # A queue as one would write it by hand: found by queue and priority, watched for leases that end.
@@ -140,7 +141,7 @@ class PostgresControl:
 
 @asynccontextmanager
 async def postgres_ground(url: str) -> AsyncIterator[Ground]:
-    """A database of our own on the named server, dropped at the end."""
+    """A database of our own on the named server, dropped at the end; behind a pooler there is no bare table."""
     name = f"ff_bench_{token_hex(4)}"
     server = await _connect(url)
     try:
@@ -153,11 +154,12 @@ async def postgres_ground(url: str) -> AsyncIterator[Ground]:
         try:
             own = urlunsplit(urlsplit(url)._replace(path=f"/{name}"))
             connection = await _connect(own)
-            await connection.execute(_TABLE)
             try:
-                yield Ground(
-                    own, await _durability(connection), _versions(connection), PostgresControl(connection, own)
-                )
+                control = None
+                if not await _is_pooled(url):
+                    await connection.execute(_TABLE)
+                    control = PostgresControl(connection, own)
+                yield Ground(own, await _durability(connection), _versions(connection), control)
             finally:
                 await connection.close()
         finally:
@@ -166,9 +168,21 @@ async def postgres_ground(url: str) -> AsyncIterator[Ground]:
         await server.close()
 
 
-async def _connect(url: str) -> Any:
+async def _is_pooled(url: str) -> bool:
+    """Whether something in between refuses settings: the bare table's notifications would not get through it."""
+    dsn, _ = postgres_options(url)
     try:
-        return await asyncpg.connect(url)
+        connection = await asyncpg.connect(dsn, server_settings={"plan_cache_mode": "auto"})
+    except asyncpg.ProtocolViolationError:
+        return True
+    await connection.close()
+    return False
+
+
+async def _connect(url: str) -> Any:
+    dsn, _ = postgres_options(url)
+    try:
+        return await asyncpg.connect(dsn, statement_cache_size=0)
     except (OSError, asyncpg.PostgresError, asyncpg.InterfaceError, TimeoutError, ValueError) as error:
         raise StoreUnavailable(str(error), backend="postgres", in_doubt=False) from error
 

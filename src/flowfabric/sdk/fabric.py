@@ -181,9 +181,13 @@ class Fabric:
         engine = await self.connect(migrate=self._migrate)
         if is_server(self.url):  # it has seen to its keys
             return engine
-        kids = await engine.list_waitpoint_hmac_kids()
-        if kids.current_kid is None:  # whoever is first; the others find it
-            await engine.ensure_signing_key(secrets.token_hex(32))
+        try:
+            kids = await engine.list_waitpoint_hmac_kids()
+            if kids.current_kid is None:  # whoever is first; the others find it
+                await engine.ensure_signing_key(secrets.token_hex(32))
+        except BaseException:
+            await engine.close()
+            raise
         return engine
 
     async def connect(self, *, migrate: bool = False, hears: bool = True) -> Engine:

@@ -20,16 +20,18 @@ _CONNECTION = ("08", "57P", "58")  # connection exception, operator's interventi
 _VALUES = ("22", "23", "54", "21")  # data exception, integrity, limit exceeded, cardinality
 _PASSING = ("40001", "40P01")  # serialization failure, deadlock
 _POOLED = ("26000", "42P05", "34000")  # a prepared statement is unknown, known already, or ran elsewhere
+_READ_ONLY = "25006"
 _SOURCES = (
     ("57P03", StoreFault.BUSY_LOADING),
     ("28", StoreFault.AUTH),
+    ("42501", StoreFault.AUTH),
     ("57014", StoreFault.TIMEOUT),
     ("55P03", StoreFault.TIMEOUT),
     ("08P01", StoreFault.PROTOCOL),
     ("26", StoreFault.PROTOCOL),
     ("34", StoreFault.PROTOCOL),
     ("42P05", StoreFault.PROTOCOL),
-    ("25006", StoreFault.CLUSTER),
+    (_READ_ONLY, StoreFault.CLUSTER),
     ("08", StoreFault.TRANSPORT),
     ("57P", StoreFault.TRANSPORT),
     ("53", StoreFault.TRANSPORT),
@@ -44,6 +46,7 @@ class Fault:
         self.connecting = connecting
         self.sent = False  # whether the words that make it last may have reached the server
         self.lost = False  # whether the connection can no longer be trusted
+        self.stale = False  # whether another one may lead to a server, or be a session, that writes
 
 
 class Undone(StoreUnavailable):
@@ -62,7 +65,10 @@ def translated(error: Any, fault: Fault, *, gone: bool) -> Any:
             if code.startswith(_VALUES):
                 return Unstorable(f"{error} ({code})")
         fault.lost = gone or code.startswith(_CONNECTION)
+        fault.stale = code == _READ_ONLY
         source = next((source for start, source in _SOURCES if code.startswith(start)), StoreFault.OTHER)
+        if fault.connecting and source is StoreFault.PROTOCOL:
+            source = StoreFault.TRANSPORT  # what poolers say whenever they have no place or no server for us now
         return _unavailable(error, source, fault)
     if isinstance(error, OverflowError | UnicodeError):
         return Unstorable(str(error))
@@ -76,9 +82,13 @@ def translated(error: Any, fault: Fault, *, gone: bool) -> Any:
 
 
 def _unavailable(error: BaseException, source: StoreFault, fault: Fault) -> StoreUnavailable:
-    detail = str(error) or type(error).__name__
-    if getattr(error, "sqlstate", None) in _POOLED:
-        detail += "; behind a pooler in transaction mode the store needs statement_cache=False"
+    detail = str(error) or ("no answer in time" if isinstance(error, TimeoutError) else type(error).__name__)
+    code = getattr(error, "sqlstate", None)
+    if code == _READ_ONLY:
+        detail += "; the server is a standby, or default_transaction_read_only is on"
+    elif code in _POOLED:
+        said, _, _ = detail.partition("\n")  # the driver goes on about options that are its own
+        detail = f"{said}; through a pooler in transaction mode the URL needs statement_cache=off"
     return StoreUnavailable(
         detail,
         **SHOWN,

@@ -39,7 +39,7 @@ select f.numbered, exists (select 1 from ff_batch where position is null) as new
 --
 -- The row lock first, then a statement with a snapshot of its own: it sees every position that was given out by
 -- whoever held the row before, so that positions are dense and never given twice.
-begin isolation level read committed read write;
+begin isolation level read committed;
 select numbered from ff_feed for update;
 with news as (
     select batch_id, row_number() over (order by batch_id) as place

@@ -1,8 +1,10 @@
 """Connections: a few that are shared by all calls, made when needed and thrown away when in doubt.
 
-No call leaves anything behind in a session, so a pooler may hand each transaction to another server. Without cached
-statements (`statement_cache=False`, for poolers that know nothing of them) each call is wrapped in a transaction of
-its own: the driver parses and runs in two trips, and only a transaction keeps both on one server.
+No call leaves anything behind in a session, so a pooler may hand each transaction to another server. Only prepared
+statements would stay there: the next one to meet that server may not know them, or know another one by that name. So
+they are cached where sessions are our own, as settings show that took effect, or where the caller says so. Without them
+each call is wrapped in a transaction of its own: the driver parses and runs in two trips, and only a transaction keeps
+both on one server.
 
 A call that ends badly, by an error of the connection, a time limit or a cancelled task, costs its connection: nobody
 can tell what is still on its way there. Errors of the server that ended the statement orderly leave it as it was.
@@ -22,7 +24,7 @@ from typing import Any, TypeVar
 
 import asyncpg
 
-from flowfabric.errors import StoreUnavailable
+from flowfabric.errors import InvalidInput, StoreUnavailable
 from flowfabric.stores.base import Unstorable
 from flowfabric.stores.postgres.faults import BROKEN, SHOWN, Fault, Undone, translated
 
@@ -32,11 +34,13 @@ Work = Callable[[Any], Awaitable[T]]
 CONNECT_SECONDS = 10.0
 STATEMENT_SECONDS = 60.0
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.05, 2.0
+CACHED = 200  # statements of a connection
 SENDS = 8  # of a statement that meets deadlocks
 
 # Statements know their rows by key or walk an index, and their plans are kept. A plan that was made while a table was
 # almost empty shall not read all of it later on, so other ways are ruled out. Where a pooler does not pass this on,
-# plans are not kept for long.
+# plans are not kept for long. A statement that waited for a lock goes on with the row as it is then, whatever isolation
+# a role or a database has by default; where that is not passed on, each transaction says it.
 TUNING = {
     "enable_seqscan": "off",
     "enable_hashjoin": "off",
@@ -45,23 +49,28 @@ TUNING = {
     "enable_sort": "off",
     "plan_cache_mode": "force_generic_plan",
     "jit": "off",
+    "default_transaction_isolation": "read committed",
 }
+# One message, so that it needs no transaction: it fails unless this session has our settings.
+TOOK_EFFECT = "select 1 / (current_setting('plan_cache_mode') = 'force_generic_plan')::int"
 PLAN_SECONDS = 30
 
 
 class Links:
     """The connections of one store."""
 
-    def __init__(self, dsn: str, *, size: int, statement_cache: bool) -> None:
+    def __init__(self, dsn: str, *, size: int, statement_cache: bool | None) -> None:
+        """Whether statements are cached is found out, unless the caller says it."""
         self.dsn = dsn
-        self.cached = statement_cache
+        self.cached = statement_cache is not False
         self._free = size
         self._idle: list[Any] = []
         self._busy: set[Any] = set()
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._pause = 0.0
         self._not_before = 0.0
-        self._tuned = statement_cache
+        self._unsure = statement_cache is None
+        self._tuned = self.cached
         self._closed = False
 
     async def read(self, work: Work[T]) -> T:
@@ -94,7 +103,7 @@ class Links:
             raised = translated(error, fault, gone=connection.is_closed())
             if isinstance(raised, Unstorable):
                 await self._end_exchange(connection)
-            if fault.lost:
+            if fault.lost or fault.stale:
                 connection.terminate()
             if not (fault.lost and twice):
                 if raised is error:
@@ -122,7 +131,9 @@ class Links:
             await asyncio.sleep(wait)
         try:
             connection = await self._connect()
-        except BROKEN as error:
+        except (*BROKEN, ValueError, OverflowError) as error:
+            if isinstance(error, ValueError | OverflowError) and not isinstance(error, OSError):
+                raise InvalidInput(f"url: {error}") from error  # the driver cannot make sense of it
             self._pause = min(LONGEST_PAUSE, max(SHORTEST_PAUSE, self._pause * 2))
             self._not_before = loop.time() + self._pause * random.uniform(0.5, 1)
             raise translated(error, Fault(connecting=True), gone=True) from error
@@ -131,20 +142,40 @@ class Links:
 
     async def _connect(self) -> Any:
         settings = {"application_name": "flowfabric"}
-        options: dict[str, Any] = {
-            "timeout": CONNECT_SECONDS,
-            "command_timeout": STATEMENT_SECONDS,
-            "statement_cache_size": 200 if self.cached else 0,
-            "max_cacheable_statement_size": 0,
-        }
+        options: dict[str, Any] = {"timeout": CONNECT_SECONDS, "command_timeout": STATEMENT_SECONDS}
+        options["max_cacheable_statement_size"] = 0
         if self._tuned:
+            tuned = options | {"statement_cache_size": CACHED, "max_cached_statement_lifetime": 0}
             try:
-                tuned = options | {"server_settings": settings | TUNING, "max_cached_statement_lifetime": 0}
-                return await asyncpg.connect(self.dsn, **tuned)
+                connection = await asyncpg.connect(self.dsn, server_settings=settings | TUNING, **tuned)
             except (asyncpg.ProtocolViolationError, asyncpg.FeatureNotSupportedError):
-                self._tuned = False  # a pooler that does not pass settings on; they are a help, not a need
-        options["max_cached_statement_lifetime"] = PLAN_SECONDS
+                self._pooled()
+            else:
+                if await self._is_own(connection):
+                    return connection
+        options |= {"statement_cache_size": CACHED if self.cached else 0, "max_cached_statement_lifetime": PLAN_SECONDS}
         return await asyncpg.connect(self.dsn, server_settings=settings, **options)
+
+    async def _is_own(self, connection: Any) -> bool:
+        """Whether this session is ours alone; asked once, before the first statement is prepared."""
+        if self._unsure:
+            try:
+                await connection.execute(TOOK_EFFECT)
+                self._unsure = False
+            except asyncpg.DivisionByZeroError:
+                self._pooled()
+            except BaseException:
+                connection.terminate()
+                raise
+        if not self._tuned:  # as another connection may have found out meanwhile
+            connection.terminate()
+        return self._tuned
+
+    def _pooled(self) -> None:
+        """Settings did not get through, so there is a pooler in between, and sessions may change under our hands."""
+        self._tuned = False  # they are a help, not a need
+        if self._unsure:
+            self._unsure = self.cached = False
 
     async def _acquire(self) -> Any:
         while True:
@@ -209,7 +240,7 @@ async def in_transaction(connection: Any, work: Work[T], fault: Fault | None = N
     """Do something in one transaction whose statements each see what is committed when they begin."""
     if connection.is_in_transaction():
         return await work(connection)
-    await connection.execute("begin isolation level read committed read write")
+    await connection.execute("begin isolation level read committed")
     try:
         done = await work(connection)
     except Exception:

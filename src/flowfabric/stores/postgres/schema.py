@@ -12,6 +12,9 @@ from flowfabric.stores.base import Schema
 # Whoever migrates holds this lock until its transaction ends, so that two processes that start together do not.
 _LOCK = 0x666C6F7766616272
 
+OLDEST = 13  # of the servers whose words our statements use
+ENCODINGS = ("UTF8", "SQL_ASCII")  # that keep every text; in others a run could not tell how it failed
+
 _VERSIONS = """
 create table if not exists ff_schema_version (
     version    integer primary key,
@@ -43,8 +46,11 @@ def migrations() -> tuple[Migration, ...]:
 async def bring_up(connection: Any, *, migrate: bool) -> Schema:
     """Make the schema the one this code knows, or refuse: a newer one always, an older one unless `migrate`.
 
+    A server that is too old, or a database that cannot keep every text, is refused as well.
+
     The caller wraps this in a transaction, so that a schema is changed whole or not at all.
     """
+    _check(connection)
     known = migrations()[-1].version
     found = first = await _version(connection)
     if found < known and migrate:
@@ -64,6 +70,15 @@ async def bring_up(connection: Any, *, migrate: bool) -> Schema:
         detail = "the database has no FlowFabric schema" if found == 0 else f"the schema is at version {found}"
         raise errors.Unavailable("open", f"{detail}, this release needs version {known}: migrate first")
     return Schema(first, known)
+
+
+def _check(connection: Any) -> None:
+    """Refuse what the store cannot work on, by what a server tells of itself at the start."""
+    major, encoding = connection.get_server_version().major, connection.get_settings().server_encoding
+    if major < OLDEST:
+        raise errors.InvalidInput(f"url: the server is PostgreSQL {major}; the store needs {OLDEST} or newer")
+    if encoding not in ENCODINGS:
+        raise errors.InvalidInput(f"url: the database keeps texts in {encoding}; the store needs one with encoding UTF8")
 
 
 async def _version(connection: Any) -> int:

@@ -71,9 +71,15 @@ class PostgresStore:
     in_order = False
 
     def __init__(
-        self, dsn: str, clock: Callable[[], int] | None = None, *, pool_size: int = 8, statement_cache: bool = True
+        self,
+        dsn: str,
+        clock: Callable[[], int] | None = None,
+        *,
+        pool_size: int = 8,
+        statement_cache: bool | None = None,
     ) -> None:
-        """`statement_cache=False` is for poolers in transaction mode that do not know prepared statements."""
+        """Statements are cached unless a pooler is noticed. `statement_cache=False` is for one in transaction mode that
+        was not, True for one that keeps sessions apart or knows prepared statements."""
         self.clock = self._clock = clock
         self._links = Links(dsn, size=pool_size, statement_cache=statement_cache)
         self._lines = Lines(self._links)

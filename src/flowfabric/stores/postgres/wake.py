@@ -6,8 +6,9 @@ none for a while, longer where commits take longer, and hears few. All other hin
 connection beside the others: those of one moment together, in transactions that do not wait for the disk. A commit with
 much to tell shows that this process is busy: its hints wait a little for those of the next ones.
 
-Losing a hint costs the others a poll interval, so every failure here is met by trying again later, or not at all. Where
-LISTEN is not possible (a pooler), nothing is ever heard and everything else works.
+Losing a hint costs the others a poll interval, so every failure here is met by trying again later, or not at all.
+Through a pooler nothing is heard, and everything else works: LISTEN would stay behind in a session that is not ours, and
+tell the pooler what nobody waits for. Those who are connected to the server itself hear what is sent through it.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ class Wake:
         listening = False
         while not connection.is_closed():
             self._work.clear()
-            if self._callbacks and not listening:
+            if self._callbacks and not listening and self._links.cached:
                 listening = True
                 with suppress(asyncpg.PostgresError):
                     await connection.add_listener(CHANNEL, self._heard)

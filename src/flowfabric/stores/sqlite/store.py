@@ -168,8 +168,12 @@ class SQLiteStore:
             hint = "" if self._path.parent.is_dir() else ": its folder does not exist"
             raise unavailable(f"{shut} {self._path}{hint}", StoreFault.TRANSPORT) from shut
         db.set_busy_timeout(BUSY_MS)
-        with self._turn:  # only one may turn a new file into one with a log
-            db.pragma("journal_mode", "wal")
+        try:
+            with self._turn:  # only one may turn a new file into one with a log
+                db.pragma("journal_mode", "wal")
+        except BaseException:
+            db.close()  # the file may be locked for long, or none of ours: whoever tries again opens it again
+            raise
         db.pragma("synchronous", self._synchronous)
         db.pragma("cache_size", -CACHE_KIB)
         db.pragma("temp_store", "memory")  # also for what a statement would have to take back
