@@ -30,8 +30,8 @@ async def connect(
     `http://…` and `https://…` are a server's address: what is returned then looks like the engine to applications and
     asks the server for everything, with `token`, else FLOWFABRIC_TOKEN or FF_API_TOKEN.
 
-    A pooler before Postgres, in whichever mode, is noticed and served with care; `?statement_cache=on` says that it keeps
-    sessions apart or knows prepared statements, which is faster, and `off` that it was not noticed.
+    A pooler before Postgres, in whichever mode, is noticed and served with care; `?statement_cache=on` says that it
+    keeps sessions apart or knows prepared statements, which is faster, and `off` that it was not noticed.
 
     `clock` replaces the store's own clock, for tests. `FF_SECRET_KEY` seals signing keys when the settings name no key.
     """

@@ -61,12 +61,11 @@ class Pooler:
     A client keeps its server until the server says that no transaction is open; the next one gets the server that was
     free for longest, so that a client hardly meets the same one twice in a row. Like some real ones it takes a flush
     outside of a transaction for an end, too. With `sessions` a client keeps its server for good. Settings that it does
-    not know are refused, or with `ignores` passed over in silence. It may say that its servers are of another `version`.
+    not know are refused, or with `ignores` passed over in silence. It may say that its servers are of another
+    `version`.
     """
 
-    def __init__(
-        self, dsn: str, *, sessions: bool = False, ignores: bool = False, version: str | None = None
-    ) -> None:
+    def __init__(self, dsn: str, *, sessions: bool = False, ignores: bool = False, version: str | None = None) -> None:
         self._to = urlsplit(dsn)
         self._sessions = sessions
         self._ignores = ignores

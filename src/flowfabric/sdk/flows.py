@@ -235,7 +235,8 @@ class FlowRun:
         """What the last nodes returned, by name, once all have ended; what was skipped is left out.
 
         Raises what the first failed node would raise, unless some node of the flow waited for that failure or ran
-        without it, or without those that it skipped. A node that retention has removed is not missed when one after it succeeded.
+        without it, or without those that it skipped. A node that retention has removed is not missed when one after it
+        succeeded.
         """
         nodes = list(self.flow.nodes.values())
         longest_s = to_seconds(timeout)

@@ -78,7 +78,9 @@ def _check(connection: Any) -> None:
     if major < OLDEST:
         raise errors.InvalidInput(f"url: the server is PostgreSQL {major}; the store needs {OLDEST} or newer")
     if encoding not in ENCODINGS:
-        raise errors.InvalidInput(f"url: the database keeps texts in {encoding}; the store needs one with encoding UTF8")
+        raise errors.InvalidInput(
+            f"url: the database keeps texts in {encoding}; the store needs one with encoding UTF8"
+        )
 
 
 async def _version(connection: Any) -> int:

@@ -7,8 +7,8 @@ connection beside the others: those of one moment together, in transactions that
 much to tell shows that this process is busy: its hints wait a little for those of the next ones.
 
 Losing a hint costs the others a poll interval, so every failure here is met by trying again later, or not at all.
-Through a pooler nothing is heard, and everything else works: LISTEN would stay behind in a session that is not ours, and
-tell the pooler what nobody waits for. Those who are connected to the server itself hear what is sent through it.
+Through a pooler nothing is heard, and everything else works: LISTEN would stay behind in a session that is not ours,
+and tell the pooler what nobody waits for. Those who are connected to the server itself hear what is sent through it.
 """
 
 from __future__ import annotations
