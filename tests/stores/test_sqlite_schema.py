@@ -115,9 +115,9 @@ async def test_a_connect_that_is_refused_leaves_no_thread_and_no_file_behind(tmp
 
 def is_open(file: Path) -> bool:
     """Whether this process holds it open."""
-    for one in Path("/dev/fd").iterdir():
+    for handle in Path("/dev/fd").iterdir():
         with suppress(OSError):
-            if os.path.samestat(os.fstat(int(one.name)), file.stat()):
+            if os.path.samestat(os.fstat(int(handle.name)), file.stat()):
                 return True
     return False
 
