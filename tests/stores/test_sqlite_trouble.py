@@ -116,6 +116,53 @@ async def test_a_file_that_someone_else_locks_is_reported_and_passes(fragile: Fr
     other.close()
 
 
+@pytest.mark.parametrize("by", ["nothing", "another store", "a copy"])
+async def test_a_file_that_was_removed_or_replaced_takes_nothing_more(tmp_path: Path, by: str) -> None:
+    path = tmp_path / "ff.db"
+    store, aside = SQLiteStore(path), tmp_path / "aside.db"
+    await store.open(migrate=True)
+    await write(store, Insert(execution("a")))
+    path.rename(aside)
+    if by == "another store":
+        other = SQLiteStore(path)
+        await other.open(migrate=True)
+        await other.close()
+    elif by == "a copy":
+        path.write_bytes(aside.read_bytes())
+    there = path.exists()
+
+    for attempt in (
+        store.commit([change(Insert(execution("b")))]),
+        store.load([Want(Execution, ("a",))]),
+        store.lines(),
+        store.ping(),
+    ):
+        with pytest.raises(StoreUnavailable, match=r"ff\.db was removed or replaced after it was opened"):
+            await attempt
+    assert store.peek([Want(Execution, ("a",))]) is None
+    assert path.exists() == there, "and nobody makes an empty one of it"
+
+    if by == "nothing":
+        aside.rename(path)  # back again, it is as good as before
+        assert await store.commit([change(Insert(execution("c")))]) != [None]
+        assert await one(store, Execution, "b") is None
+    await store.close()
+
+
+async def test_what_was_written_to_a_file_that_is_gone_is_not_acknowledged(tmp_path: Path) -> None:
+    path = tmp_path / "ff.db"
+    store = SQLiteStore(path)
+    await store.open(migrate=True)
+
+    def gone_meanwhile(db: apsw.Connection) -> None:
+        db.execute("UPDATE ff_schema_version SET applied_at = applied_at")
+        path.rename(tmp_path / "aside.db")
+
+    with pytest.raises(StoreUnavailable, match="removed or replaced"):
+        await store._writer.do(gone_meanwhile)
+    await store.close()
+
+
 async def test_a_file_that_may_not_be_written_is_reported_and_passes(fragile: Fragile) -> None:
     await fragile._writer.do(lambda db: db.pragma("query_only", True))
     step = change(Insert(execution("b")))

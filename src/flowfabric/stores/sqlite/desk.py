@@ -17,7 +17,7 @@ import apsw
 
 from flowfabric.errors import ForkedProcess, StoreUnavailable
 from flowfabric.stores.sqlite.faults import translated, unavailable
-from flowfabric.stores.sqlite.files import Turn
+from flowfabric.stores.sqlite.files import Spot, Turn
 from flowfabric.stores.sqlite.lines import LinesOfWriter
 
 T = TypeVar("T")
@@ -65,9 +65,10 @@ class Job:
 class Desk:
     """Work is done in the order in which it came; the connection is opened with the first and anew after trouble."""
 
-    def __init__(self, name: str, connect: Callable[[], apsw.Connection]) -> None:
+    def __init__(self, name: str, connect: Callable[[], apsw.Connection], spot: Spot) -> None:
         self._name = name
         self._connect = connect
+        self._spot = spot
         self._queue: SimpleQueue[Job | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
@@ -131,6 +132,7 @@ class Desk:
 
     def _attempt(self, jobs: list[Job]) -> None:
         try:
+            self._spot.check()
             if self._db is None:
                 self._db = self._connect()
             self.perform(self._db, jobs)
@@ -154,8 +156,10 @@ class Desk:
 class WritingDesk(Desk):
     """What is handed over before a transaction ends is written in it, each piece whole or not at all."""
 
-    def __init__(self, name: str, connect: Callable[[], apsw.Connection], turn: Turn, lines: LinesOfWriter) -> None:
-        super().__init__(name, connect)
+    def __init__(
+        self, name: str, connect: Callable[[], apsw.Connection], spot: Spot, turn: Turn, lines: LinesOfWriter
+    ) -> None:
+        super().__init__(name, connect, spot)
         self._turn = turn
         self._lines = lines
         self._staged: dict[asyncio.AbstractEventLoop, list[Job]] = {}
@@ -186,6 +190,7 @@ class WritingDesk(Desk):
                     jobs.append(job)
                     self._one(db, job)
                 db.execute("COMMIT")
+                self._spot.check()  # or it was written to a file that is gone
                 self._lines.written()
             except BaseException:
                 self._lines.undone()

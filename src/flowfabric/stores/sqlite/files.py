@@ -1,4 +1,4 @@
-"""The file and its neighbours: where it may lie, and whose turn it is to write."""
+"""The file and its neighbours: where it may lie, whether it is still there, and whose turn it is to write."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import weakref
 from pathlib import Path
 
 from flowfabric.errors import InvalidInput
+from flowfabric.stores.sqlite.faults import unavailable
 
 # File systems whose locks or shared memory do not reach other machines, so that two of them would spoil the file.
 _NETWORK = re.compile(
@@ -30,6 +31,38 @@ def refuse_network(path: Path, mounts: Path = _MOUNTS) -> None:
             best, kind = where, fstype
     if _NETWORK(kind):
         raise InvalidInput(f"{path} lies on a network file system ({kind}); SQLite needs a local one")
+
+
+class Spot:
+    """The file at its path, as it was when it was opened.
+
+    One that was removed, or had another one put in its place, would go on taking what nobody else ever sees; what is
+    remembered of it (which number stands for which line) may be wrong of the other one.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._opened: tuple[int, int] | None = None
+
+    def keep(self) -> None:
+        """Know what is there now as the file that was opened."""
+        self._opened = self._now()
+
+    def is_kept(self) -> bool:
+        """Whether it is still there; everything will do before one was opened."""
+        return self._opened is None or self._now() == self._opened
+
+    def check(self) -> None:
+        """Raise unless it is."""
+        if not self.is_kept():
+            raise unavailable(f"{self._path} was removed or replaced after it was opened; open the store anew")
+
+    def _now(self) -> tuple[int, int] | None:
+        try:
+            found = os.stat(self._path)  # noqa: PTH116 - a third of the time, and this runs for each piece of work
+        except OSError:
+            return None
+        return found.st_dev, found.st_ino
 
 
 class Turn:

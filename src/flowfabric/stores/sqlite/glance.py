@@ -14,14 +14,17 @@ from typing import TypeVar
 
 import apsw
 
+from flowfabric.stores.sqlite.files import Spot
+
 T = TypeVar("T")
 
 
 class Glance:
     """One connection, used by whatever thread has its lock."""
 
-    def __init__(self, connect: Callable[[], apsw.Connection]) -> None:
+    def __init__(self, connect: Callable[[], apsw.Connection], spot: Spot) -> None:
         self._connect = connect
+        self._spot = spot
         self._lock = threading.Lock()
         self._db: apsw.Connection | None = None
         self._pid = 0  # of the process that this belongs to
@@ -32,7 +35,7 @@ class Glance:
         if self._pid != os.getpid() or not self._lock.acquire(blocking=False):
             return None
         try:
-            if self._closed:
+            if self._closed or not self._spot.is_kept():
                 return None
             if self._db is None:
                 self._db = self._connect()

@@ -26,7 +26,7 @@ from flowfabric.stores.base import Due, FeedPage, Handed, Held, Loaded, Scan, Sc
 from flowfabric.stores.sqlite import reading, schema, writing
 from flowfabric.stores.sqlite.desk import Desk, WritingDesk
 from flowfabric.stores.sqlite.faults import unavailable
-from flowfabric.stores.sqlite.files import Turn, refuse_network
+from flowfabric.stores.sqlite.files import Spot, Turn, refuse_network
 from flowfabric.stores.sqlite.glance import Glance
 from flowfabric.stores.sqlite.lines import Lines, LinesOfWriter
 from flowfabric.stores.sqlite.wake import Wake
@@ -64,10 +64,11 @@ class SQLiteStore:
         self._lines_of_writer = LinesOfWriter(self._lines)
         self._turn = Turn(Path(f"{self._path}-lock"))
         self._wake = Wake(Path(f"{self._path}-wake"))
-        self._writer = WritingDesk("ff-sqlite-writer", self._connect, self._turn, self._lines_of_writer)
-        self._loader = Desk("ff-sqlite-loader", self._connect_reader)
-        self._lister = Desk("ff-sqlite-lister", self._connect_reader)
-        self._glance = Glance(self._connect_reader)
+        self._spot = Spot(self._path)
+        self._writer = WritingDesk("ff-sqlite-writer", self._connect, self._spot, self._turn, self._lines_of_writer)
+        self._loader = Desk("ff-sqlite-loader", self._connect_reader, self._spot)
+        self._lister = Desk("ff-sqlite-lister", self._connect_reader, self._spot)
+        self._glance = Glance(self._connect_reader, self._spot)
         self._polls: list[asyncio.Task[None]] = []
 
     async def open(self, *, migrate: bool) -> Schema:
@@ -75,7 +76,9 @@ class SQLiteStore:
         for desk in (self._writer, self._loader, self._lister):
             desk.own()
         self._glance.own()
-        return await self._writer.do(lambda db: schema.prepare(db, migrate=migrate, now=self._clock()))
+        prepared = await self._writer.do(lambda db: schema.prepare(db, migrate=migrate, now=self._clock()))
+        self._spot.keep()
+        return prepared
 
     async def close(self) -> None:
         for poll in self._polls:
