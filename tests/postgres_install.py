@@ -140,7 +140,7 @@ def _initdb(made: Path) -> None:
         for path in (raw, secret):
             shutil.chown(path, "nobody")
     how = ["--username=postgres", "--auth=password", f"--pwfile={secret}", "--encoding=UTF8", "--no-locale"]
-    command = [str(programs() / "initdb"), f"--pgdata={raw / 'data'}", "--no-sync", "--no-instructions", *how]
+    command = [str(programs() / "initdb"), f"--pgdata={raw / 'data'}", "--no-sync", *how]
     done = subprocess.run(command, capture_output=True, text=True, cwd="/", env=environment(), **as_server())
     if done.returncode:
         shutil.rmtree(raw)

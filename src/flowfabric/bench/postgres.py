@@ -189,7 +189,8 @@ async def _connect(url: str) -> Any:
 
 async def _durability(connection: Any) -> str:
     names = ("fsync", "synchronous_commit", "full_page_writes")
-    settings = [f"{name}={await connection.fetchval('select current_setting($1)', name)}" for name in names]
+    async with connection.transaction():  # through a pooler only that keeps two trips on one server
+        settings = [f"{name}={await connection.fetchval('select current_setting($1)', name)}" for name in names]
     return f"{', '.join(settings)}; acknowledged after the shared commit"
 
 
