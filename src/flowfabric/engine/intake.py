@@ -221,6 +221,17 @@ def _parent(parent_id: object, child_id: ids.ExecutionId) -> ids.ExecutionId | N
     return parent
 
 
+# Not msgspec's writer, which makes a text of bytes, and null of what is no number.
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
+def _written(policy: Mapping[Any, Any]) -> str:
+    try:
+        return _encode(policy)
+    except TypeError:  # records, enums and the like; bytes stay bytes, which is no JSON
+        return _encode(msgspec.to_builtins(policy, builtin_types=(bytes, bytearray, memoryview), str_keys=True))
+
+
 def policy_text(policy: object) -> str | None:
     """A policy as the text to keep, from its text or its document; what it says is for the rules."""
     if policy is None:
@@ -231,9 +242,8 @@ def policy_text(policy: object) -> str | None:
         return limits.text("policy", policy) or None
     if not isinstance(policy, Mapping):
         raise errors.InvalidInput("policy: neither JSON text nor a mapping")
-    try:  # bytes stay bytes, which is no JSON; msgspec's own writer makes a text of them, and null of what is no number
-        plain = msgspec.to_builtins(policy, builtin_types=(bytes, bytearray, memoryview), str_keys=True)
-        return policy_text(json.dumps(plain, ensure_ascii=False, separators=(",", ":")))
+    try:
+        return policy_text(_written(policy))
     except (TypeError, ValueError, OverflowError, RecursionError) as fault:
         raise errors.InvalidPolicyJson("malformed") from fault
 
