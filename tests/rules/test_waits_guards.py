@@ -16,7 +16,7 @@ from flowfabric.model.keys import SigningKey
 from flowfabric.model.states import AttemptState, LifecyclePhase
 from flowfabric.model.suspension import Remembered, Suspension, TimeoutBehavior, Waitpoint
 from flowfabric.rules import parking, resuming, signals, suspending, tokens, waitpoints, waits
-from flowfabric.rules.change import Change, Decision, Guard, LeaseCheck, LeaseWant
+from flowfabric.rules.change import Change, Decision, Delete, Guard, LeaseCheck, LeaseWant, Put
 from flowfabric.rules.suspend_args import Fresh, UsePending
 from tests.rules.test_guards import EXECUTION, FENCE, HELD, NOW, row
 from tests.rules.test_waits_totality import GATES, HOLDER, KEY, SIGNAL, W, _args
@@ -136,3 +136,14 @@ def test_a_signal_counts_on_what_was_seen_and_while_all_that_admits_it_lasts(
 
     change = stands_on(decision, None)
     assert (change.not_before, change.not_after) == bounds
+
+
+def test_each_signal_to_a_full_log_takes_one_entry_out_of_it_whatever_left_before() -> None:
+    place, ask = PENDING, msgspec.structs.replace(SIGNAL, signal_maxlen=2, max_signals_per_execution=0)
+    left = []
+    for _ in range(5):
+        change = stands_on(signals.deliver(signals.Scene(HELD, ROOT, place, None, [KEY]), ask, NOW), None)
+        [place] = [write.row for write in change.writes if isinstance(write, Put) and isinstance(write.row, Waitpoint)]
+        left.append([write.key[-1] for write in change.writes if isinstance(write, Delete)])
+
+    assert left == [[], [], [1], [2], [3]]
