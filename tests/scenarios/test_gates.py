@@ -32,6 +32,27 @@ async def test_votes_resume_a_parked_function_and_are_remembered(function: Funct
     assert [(vote.source_identity, vote.payload) for vote in votes] == [("ana", b"yes"), ("bo", b"no")]
 
 
+async def test_a_gate_that_closes_closes_the_suspension_on_it(function: Function, play: Play, waits: Waits) -> None:
+    gate = opened(await function.approval())
+    await function.timer("nap", HOUR)
+    await function.park("approve", "nap")
+    play.clock.pass_ms(5)
+    await function.vote(gate, "ana")
+    await function.vote(gate, "bo")
+
+    record = await play.engine.describe_suspension(function.e)
+    assert record is not None
+    assert (record.satisfied_at, record.closed_at, record.close_reason) == (play.now, play.now, "resumed")
+    assert (await play.engine.list_suspended(DEFAULT_PARTITION)).entries == []
+    await function.go_on()
+    play.clock.pass_ms(HOUR)
+    async with play.untouched():
+        assert (await play.engine.sweep_once("suspension_timeout")).processed == 0
+    await play.expired(function.held)
+    function.held = await play.reclaimed(function.e)
+    await waits.suspend(function.held)
+
+
 async def test_links_stay_valid_when_the_worker_dies_after_mailing_them(function: Function, play: Play) -> None:
     gate = opened(await function.approval(expires_in_ms=10 * HOUR))
     assert await function.vote(gate, "ana") == APPENDED
