@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.faults.__main__ import noticed
-from tests.faults.faults import FAULTS, SOURCE, Fault
+from tests.faults.fault import SOURCE, Fault
+from tests.faults.faults import FAULTS
 from tests.postgres_install import ROOT
 
 

@@ -142,8 +142,28 @@ def test_room_and_the_next_opening_follow_the_stored_limits() -> None:
         _, sheet = admission.check(sheet, asking(e, 2, 0, n), NOW + n * 300)
     assert (admission.room(sheet, NOW + 300), admission.next_passing(sheet, NOW + 300)) == (0, NOW + 1000)
     assert (admission.room(sheet, NOW + 1000), admission.next_passing(sheet, NOW + 1000)) == (1, NOW + 1300)
-    assert admission.room(EMPTY, NOW) is None
     _, unlimited = admission.create(EMPTY, verdicts.QuotaLimits(1, 0, 0), NOW)
-    assert admission.room(unlimited, NOW) is None
+    _, unlimited = admission.check(unlimited, asking("a", 0, 0, 1), NOW)
     broken = replace(sheet, root=replace(sheet.row(), max_requests_per_window=-1))
-    assert admission.room(broken, NOW) is None
+    for one in (EMPTY, unlimited, broken):
+        assert (admission.room(one, NOW), admission.next_passing(one, NOW)) == (None, None)
+
+
+def test_a_short_window_passes_over_nothing_of_another_dimension() -> None:
+    _, sheet = admission.check(EMPTY, asking("a", 1, 0, 1, dimension="slow"), NOW)
+
+    _, sheet = admission.check(sheet, replace(asking("b", 1, 0, 2, dimension="fast"), window_ms=10), NOW + 500)
+
+    answer, _ = admission.check(sheet, asking("c", 1, 0, 3, dimension="slow"), NOW + 500)
+    assert answer == verdicts.RateExceeded(500)
+
+
+def test_without_a_cap_a_dead_slot_takes_along_what_it_counted_and_nothing_else() -> None:
+    _, sheet = admission.create(EMPTY, verdicts.QuotaLimits(1, 5, 0), NOW)
+    for n, e in enumerate("abc"):
+        _, sheet = admission.check(sheet, asking(e, 5, 9, n), NOW + n)
+    assert sheet.row().active == 3
+
+    moved, after = admission.reconcile(sheet, frozenset("ab"), NOW + WINDOW)
+
+    assert (moved, sorted(after.slots), after.row().active) == (True, ["b", "c"], 2)

@@ -221,3 +221,70 @@ def test_a_negative_number_is_corruption(name: str) -> None:
     assert budgets.corruption(sheet) is None
     bad = replace(sheet.dimensions["cost"], **{name: -1})
     assert isinstance(budgets.corruption(replace(sheet, dimensions={"cost": bad})), errors.Corruption)
+
+
+def test_dimensions_keep_their_places_and_new_ones_follow() -> None:
+    sheet = defined({"cost": 1, "tokens": 1})
+
+    _, sheet = spending.change_limits(sheet, (("zeal", 3, 0), ("tokens", 2, 1), ("calls", 4, 0)), NOW)
+
+    for name in ("b only used", "a only used"):
+        _, sheet = spending.report(sheet, spending.Report(((name, 1),)), NOW)
+    *rows, first, second = budgets.in_order(sheet.dimensions.values())
+    assert (first.dimension, second.dimension) == ("a only used", "b only used")
+    assert [(row.dimension, row.hard_limit, row.soft_limit, row.position) for row in rows] == [
+        ("cost", 1, 0, 0),
+        ("tokens", 2, 1, 1),
+        ("zeal", 3, 0, 2),
+        ("calls", 4, 0, 3),
+    ]
+
+
+def test_a_budget_grows_to_as_many_dimensions_as_one_may_be_made_with() -> None:
+    sheet = defined({"cost": 1, "tokens": 1})
+    more = tuple((f"d{number}", 1, 0) for number in range(spending.MOST_DIMENSIONS - 2))
+
+    answer, full = spending.change_limits(sheet, more, NOW)
+    assert answer == verdicts.LimitsChanged(B)
+    answer, same = spending.change_limits(full, (*more, ("cost", 9, 0)), NOW)
+    assert answer == verdicts.LimitsChanged(B), "those that it has do not count twice"
+    answer, same = spending.change_limits(full, (("one more", 1, 0),), NOW)
+    assert isinstance(answer, errors.InvalidInput)
+    assert same is full
+
+
+@pytest.mark.parametrize(
+    ("hard", "used", "noted", "moved"),
+    [
+        ({"cost": 5, "tokens": 5}, {"cost": 6}, None, NOW),
+        ({"cost": 5, "tokens": 5}, {"cost": 5}, None, None),
+        ({"cost": 0, "tokens": 5}, {"cost": 9}, None, None),
+        ({"cost": 5, "tokens": 5}, {"cost": 6}, NOW - 9, NOW - 9),
+        ({"cost": 5, "tokens": 5}, {"cost": 5}, NOW - 9, None),
+        ({"cost": 5, "tokens": 5}, {}, NOW - 9, None),
+    ],
+    ids=["beyond one limit", "at the limit", "without a limit", "noted before", "back within it", "not used"],
+)
+def test_a_breach_is_noted_while_usage_is_beyond_a_hard_limit(
+    hard: dict[str, int], used: dict[str, int], noted: int | None, moved: int | None
+) -> None:
+    sheet = defined(hard)
+    rows = {name: replace(row, usage=used.get(name)) for name, row in sheet.dimensions.items()}
+    sheet = replace(sheet, dimensions=rows, root=replace(sheet.row(), breached_at=noted))
+
+    answer, after = spending.mark_breach(sheet, NOW)
+
+    assert (answer, after.row().breached_at) == (noted != moved, moved)
+    period = replace(sheet, root=replace(sheet.row(), reset_interval_ms=1000))
+    assert spending.mark_breach(period, NOW) == (False, period), "the next reset clears it"
+
+
+def test_a_need_that_is_met_leaves_less_room_in_its_dimension_and_as_much_in_others() -> None:
+    sheet = defined({"cost": 5, "tokens": 5})
+    tokens, cost = budgets.Need(B, "tokens", 3), budgets.Need(B, "cost", 5)
+
+    after = budgets.promised(sheet, tokens)
+
+    assert (budgets.meets(sheet, tokens), budgets.meets(after, tokens)) == (True, False)
+    assert (budgets.meets(after, cost), budgets.meets(budgets.promised(after, cost), cost)) == (True, False)
+    assert budgets.meets(after, budgets.Need(B, "never heard of", 9))

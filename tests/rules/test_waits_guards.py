@@ -15,11 +15,11 @@ from flowfabric.model.gate import ChildEnd
 from flowfabric.model.keys import SigningKey
 from flowfabric.model.states import AttemptState, LifecyclePhase
 from flowfabric.model.suspension import Remembered, Suspension, TimeoutBehavior, Waitpoint
-from flowfabric.rules import parking, resuming, signals, suspending, tokens, waitpoints, waits
-from flowfabric.rules.change import Change, Decision, Guard, LeaseCheck, LeaseWant
+from flowfabric.rules import mailbox, parking, resuming, signals, suspending, tokens, waitpoints, waits
+from flowfabric.rules.change import Change, Decision, Delete, Guard, LeaseCheck, LeaseWant, Put
 from flowfabric.rules.suspend_args import Fresh, UsePending
 from tests.rules.test_guards import EXECUTION, FENCE, HELD, NOW, row
-from tests.rules.test_waits_totality import GATES, HOLDER, KEY, SIGNAL, W, _args
+from tests.rules.test_waits_totality import GATES, HOLDER, KEY, MAIL, SIGNAL, W, _args
 
 LIVE = LeaseCheck(LeaseWant.LIVE, "lease-1", 3)
 ROOT = Suspension(EXECUTION, 86, gates=waits.written(GATES), revision=4)
@@ -136,3 +136,53 @@ def test_a_signal_counts_on_what_was_seen_and_while_all_that_admits_it_lasts(
 
     change = stands_on(decision, None)
     assert (change.not_before, change.not_after) == bounds
+
+
+def test_each_signal_to_a_full_log_takes_one_entry_out_of_it_whatever_left_before() -> None:
+    place, ask = PENDING, msgspec.structs.replace(SIGNAL, signal_maxlen=2, max_signals_per_execution=0)
+    left = []
+    for _ in range(5):
+        change = stands_on(signals.deliver(signals.Scene(HELD, ROOT, place, None, [KEY]), ask, NOW), None)
+        [place] = [write.row for write in change.writes if isinstance(write, Put) and isinstance(write.row, Waitpoint)]
+        left.append([write.key[-1] for write in change.writes if isinstance(write, Delete)])
+
+    assert left == [[], [], [1], [2], [3]]
+
+
+@pytest.mark.parametrize("kept", [None, STALE])
+def test_what_has_a_key_that_was_used_long_ago_is_done_again_only_when_that_is_over(kept: Remembered | None) -> None:
+    over = None if kept is None else NOW - 6
+    scene = suspending.Scene(HELD, ROOT, kept, {W: PENDING}, [], [KEY])
+    args = msgspec.structs.replace(_args(UsePending(W)), idempotency_key="i")
+
+    suspends = stands_on(suspending.suspend(scene, args, FENCE, None, NOW), LIVE)
+    sent = stands_on(mailbox.send(HELD, ROOT, kept, MAIL, NOW), None)
+
+    assert (suspends.not_before, sent.not_before) == (over, over)
+
+
+@pytest.mark.parametrize("root", [None, ROOT])
+def test_a_waitpoint_is_made_on_what_was_seen_while_the_lease_is_held(root: Suspension | None) -> None:
+    asked: dict[str, Any] = {"waitpoint_id": W, "waitpoint_key": "k", "expires_in_ms": 5, "now": NOW}
+
+    change = waitpoints.create_waitpoint(HELD, root, [KEY], FENCE, 0, **asked).change
+
+    assert change is not None
+    sheet, none = Guard(Execution, (EXECUTION,), 7, LIVE), Guard(Suspension, (EXECUTION,), None)
+    assert change.guards == ((sheet, none) if root is None else (sheet,))
+
+
+GONE_OR_NOT_DUE: list[tuple[Execution | None, Suspension | None, Waitpoint | None]] = [
+    (HELD, ROOT, None),
+    (None, ROOT, msgspec.structs.replace(PENDING, pending_until=NOW - 1)),
+    (HELD, None, msgspec.structs.replace(PENDING, pending_until=NOW - 1)),
+    (HELD, ROOT, msgspec.structs.replace(PENDING, pending_until=None)),
+    (HELD, ROOT, msgspec.structs.replace(PENDING, pending_until=NOW + 1)),
+]
+
+
+@pytest.mark.parametrize(("sheet", "root", "place"), GONE_OR_NOT_DUE)
+def test_a_waitpoint_that_has_moved_on_since_it_was_found_is_let_be(
+    sheet: Execution | None, root: Suspension | None, place: Waitpoint | None
+) -> None:
+    assert waitpoints.expire_pending(sheet, root, place, NOW) == Decision(False)

@@ -42,6 +42,7 @@ async def test_children_end_whatever_they_do_and_ended_ones_stay(play: Play) -> 
     assert await play.vector(done) == terminal("success")
     core = await play.core(runs)
     assert (core["cancelled_by"], core["cancellation_reason"]) == ("parent", "enough")
+    assert [(news.variant, news.revoked_by) for news in await play.lease_feed(runs)][1:] == [("Revoked", "operator")]
     with pytest.raises(errors.ExecutionNotActive):
         await play.engine.complete(held.handle)
     async with play.untouched():

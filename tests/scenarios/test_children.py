@@ -82,6 +82,23 @@ async def test_a_child_that_ends_while_the_wait_for_it_is_on_its_way_counts(
     assert closed(await function.children("one", child.execution_id)).ended_as is GateEnd.SATISFIED
 
 
+async def test_the_end_of_a_child_whose_parent_is_gone_is_told_to_nobody(function: Function, play: Play) -> None:
+    child = await function.child()
+    stays = Function(play, function.waits, (held := await play.claimed()).execution_id, held)
+    other = await stays.child()
+    await function.engine.complete(function.held.handle)
+    play.clock.pass_ms(25 * DAY_MS // 24)
+    await play.engine.sweep_once("retention_trimmer")
+    assert await play.engine.describe_execution(function.e) is None
+
+    for one in (child, other):
+        await play.engine.cancel_execution(one.execution_id)
+    await play.engine.folds_done()
+
+    ends = (await play.everything())["ff_child_end"]
+    assert [(end.parent_id, end.child_id, end.due_at) for end in ends] == [(stays.e, other.execution_id, None)]
+
+
 async def test_a_child_that_ended_before_the_wait_counts(function: Function) -> None:
     child = await function.child()
     await function.engine.complete(child.handle)

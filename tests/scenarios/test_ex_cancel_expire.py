@@ -9,10 +9,13 @@ import pytest
 from flowfabric import errors
 from flowfabric.model.answers import AlreadyTerminal, Cancelled, Claimed, Completed, Expired, NotDue, Promotion
 from flowfabric.model.states import AttemptRecordState
+from flowfabric.model.suspension import TimeoutBehavior
 from flowfabric.rules.lease import Fence
+from tests.scenarios.functions import Function
 from tests.scenarios.play import ACTIVE, LEASE_MS, Play, fence_of, lease_bound, terminal
 from tests.scenarios.test_ex_finish import retries
 from tests.scenarios.test_ex_grants import MISSING, requires
+from tests.scenarios.waits import Waits
 
 
 async def waiting(play: Play) -> str:
@@ -347,6 +350,24 @@ async def test_ex_060_a_resumed_attempt_has_the_time_it_had_left(play: Play, roa
             await play.resumed(e, remaining_attempt_timeout_ms=2000)
 
     await times_out_at(play, e, u + (2000 if road == "longer" else 600))
+
+
+@pytest.mark.parametrize("wait", ["suspend", "park"])
+async def test_ex_060_an_attempt_that_waited_has_the_time_it_had_left(play: Play, waits: Waits, wait: str) -> None:
+    t = play.now
+    held = await timed(play)
+    e = held.execution_id
+    play.clock.now = t + 400
+    if wait == "suspend":
+        await waits.suspend(held, timeout_at=t + 5000, timeout_behavior=TimeoutBehavior.AUTO_RESUME)
+    else:
+        await Function(play, waits, e, held).timer("nap", 4600)
+        await play.engine.park(held.handle, ("nap",))
+    await waits.time_out(t + 5000)
+
+    await play.resumed(e)
+
+    await times_out_at(play, e, t + 5000 + 600)
 
 
 @pytest.mark.parametrize("reason", ["sibling_quorum_satisfied", "sibling_quorum_impossible"])

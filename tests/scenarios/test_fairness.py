@@ -120,10 +120,10 @@ async def test_a_lane_gives_its_ageing_to_work_whose_policy_names_none(play: Pla
     elsewhere = await play.create(priority=0, lane="other")
     play.clock.pass_ms(6000)
     urgent = await play.create(priority=5)
+    own = await play.create(priority=5, policy={"ageing": 1300})
     urgent_elsewhere = await play.create(priority=5, lane="other")
 
-    assert await pull(play) == [patient]
-    assert await pull(play) == [urgent]
+    assert [*await pull(play), *await pull(play), *await pull(play)] == [own, patient, urgent]
     taken = [await play.pull(lane="other") for _ in range(2)]
     assert [one.execution_id for one in taken if one] == [urgent_elsewhere, elsewhere]
 

@@ -23,9 +23,9 @@ WAIT = WaitIndefinite()
 ALL, PENDING, FLOW_ONLY = CancellationPolicy
 
 
-async def requests(flow: Flowing) -> list[dict[str, object]]:
+async def requests(flow: Flowing, chosen: Filter | None = None) -> list[dict[str, object]]:
     """What the operator feed tells about cancelled flows."""
-    feed = await flow.engine.subscribe_operator_event(FROM_THE_START)
+    feed = await flow.engine.subscribe_operator_event(FROM_THE_START, chosen)
     found = []
     while (news := await feed.next(timeout_s=0)) is not None:
         found += [news.details] if news.event_type == "flow_cancel_requested" else []
@@ -52,6 +52,15 @@ async def test_s_039_wait_mode_cancels_everybody(flow: Flowing) -> None:
     assert described is not None
     assert (described.public_flow_state, described.cancelled_at) == ("cancelled", flow.clock.now)
     assert (described.cancel_reason, described.cancellation_policy) == ("r", "cancel_all")
+
+
+async def test_who_listens_for_a_tag_hears_of_the_cancel_of_a_flow_that_has_it(flow: Flowing) -> None:
+    await flow.begin()
+    await flow.engine.set_flow_tag(flow.id, "app.team", "blue")
+    await flow.engine.cancel_flow(flow.id, policy="cancel_all", reason="r", wait=WAIT)
+
+    for team, namespace, heard in (("blue", "default", 1), ("red", "default", 0), ("blue", "other", 0)):
+        assert len(await requests(flow, Filter(namespace, ("app.team", team)))) == heard
 
 
 async def test_s_040_asynchronous_mode(flow: Flowing) -> None:

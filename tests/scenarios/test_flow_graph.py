@@ -169,3 +169,12 @@ async def test_a_delayed_root_waits_for_its_time_and_its_successor_for_it(flow: 
     await flow.engine.create_flow_graph(flow.id, nodes, [edge(flow, "ab")])
 
     assert await flow.state("a", "b") == "delayed waiting_children"
+
+
+async def test_the_lane_of_a_node_is_listed_though_it_waits(flow: Flowing) -> None:
+    roots = [node(flow, "a", lane_id="root"), node(flow, "l", lane_id="late", delay_until=flow.clock.now + 1000)]
+    nodes = [*roots, node(flow, "b", lane_id="then"), node(flow, "c", lane_id="then", policy='{"fairness_key":"k"}')]
+
+    await flow.engine.create_flow_graph(flow.id, nodes, [edge(flow, "ab"), edge(flow, "ac")])
+
+    assert (await flow.engine.list_lanes()).lanes == ["late", "root", "then"]

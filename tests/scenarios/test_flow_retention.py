@@ -96,6 +96,28 @@ async def test_very_many_readers_are_looked_up(flow: Flowing, monkeypatch: pytes
     assert await flow.sweep("retention_trimmer") == [2]
 
 
+@pytest.mark.parametrize("few", [2, 128])
+async def test_a_child_that_very_many_read_is_kept_for_its_parent_too(
+    flow: Flowing, monkeypatch: pytest.MonkeyPatch, few: int
+) -> None:
+    monkeypatch.setattr(successors, "FEW", few)
+    await flow.begin()
+    parent = await flow.create("p")
+    await flow.add("a", policy=READ, parent_id=parent)
+    for name in "xyz":
+        await flow.add(name)
+        await flow.edge("a", name)
+    await flow.succeed("a", result=b"7")
+    await flow.cascade("a")
+    await flow.succeed(*"xyz")
+    flow.clock.pass_ms(DAY_MS)
+
+    assert await flow.sweep("retention_trimmer") == [3], "all but the one that its parent will come to again"
+    await flow.succeed("p")
+    flow.clock.pass_ms(DAY_MS)
+    assert await flow.sweep("retention_trimmer") == [2]
+
+
 @pytest.mark.parametrize("few", [1, 128])
 async def test_an_end_that_was_left_to_the_reconciler_is_not_forgotten_with_the_execution(
     flow: Flowing, monkeypatch: pytest.MonkeyPatch, few: int

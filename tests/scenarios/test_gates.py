@@ -11,8 +11,8 @@ from flowfabric.model.states import PublicState
 from flowfabric.rules.parking import Ready
 from flowfabric.rules.resuming import Expiry, Resumed
 from tests.scenarios.functions import HOUR, WAITS, Function, closed, opened
-from tests.scenarios.play import ACTIVE, RESUMABLE, Play
-from tests.scenarios.waits import APPENDED, SATISFIED, Waits
+from tests.scenarios.play import ACTIVE, DEFAULT_PARTITION, RESUMABLE, Play
+from tests.scenarios.waits import APPENDED, REPEATED, SATISFIED, Waits
 
 
 async def test_votes_resume_a_parked_function_and_are_remembered(function: Function, play: Play) -> None:
@@ -30,6 +30,27 @@ async def test_votes_resume_a_parked_function_and_are_remembered(function: Funct
     assert memo.ended_as is GateEnd.SATISFIED
     votes = await function.engine.read_votes(memo)
     assert [(vote.source_identity, vote.payload) for vote in votes] == [("ana", b"yes"), ("bo", b"no")]
+
+
+async def test_a_gate_that_closes_closes_the_suspension_on_it(function: Function, play: Play, waits: Waits) -> None:
+    gate = opened(await function.approval())
+    await function.timer("nap", HOUR)
+    await function.park("approve", "nap")
+    play.clock.pass_ms(5)
+    await function.vote(gate, "ana")
+    await function.vote(gate, "bo")
+
+    record = await play.engine.describe_suspension(function.e)
+    assert record is not None
+    assert (record.satisfied_at, record.closed_at, record.close_reason) == (play.now, play.now, "resumed")
+    assert (await play.engine.list_suspended(DEFAULT_PARTITION)).entries == []
+    await function.go_on()
+    play.clock.pass_ms(HOUR)
+    async with play.untouched():
+        assert (await play.engine.sweep_once("suspension_timeout")).processed == 0
+    await play.expired(function.held)
+    function.held = await play.reclaimed(function.e)
+    await waits.suspend(function.held)
 
 
 async def test_links_stay_valid_when_the_worker_dies_after_mailing_them(function: Function, play: Play) -> None:
@@ -67,6 +88,21 @@ async def test_votes_before_the_wait_count(function: Function, play: Play) -> No
     assert await play.vector(function.e) == ACTIVE
 
     assert await function.park("approve") == Ready(("approve",))
+
+
+async def test_votes_stay_in_a_log_that_is_full_and_what_does_not_count_leaves_it(
+    function: Function, play: Play
+) -> None:
+    gate = opened(await function.approval())
+    for _ in range(3):
+        await function.vote(gate, "ana", signal_maxlen=1)
+    kept = [(row.seq, row.observed_effect) for row in (await play.everything())["ff_signal"]]
+    assert kept == [(1, APPENDED), (3, REPEATED)]
+
+    await function.vote(gate, "bo", signal_maxlen=1)
+
+    votes = await function.engine.read_votes(await function.memo("approve"))
+    assert [vote.source_identity for vote in votes] == ["ana", "bo"]
 
 
 async def test_a_gate_that_nobody_passes_in_time_says_so(function: Function, play: Play, waits: Waits) -> None:
@@ -108,6 +144,40 @@ async def test_different_waits_are_awaited_together_and_again(function: Function
     await function.vote(gate, "ana")
     assert await function.vote(gate, "bo") == SATISFIED
     assert (await function.engine.read_waits(function.e)).open == {}
+
+
+async def test_parking_takes_the_place_of_the_suspension_before_and_leaves_what_is_the_execution_s(
+    function: Function, play: Play, waits: Waits
+) -> None:
+    await function.killed()
+    e, t = function.e, play.now
+    await function.send(b"hello")
+    first = await waits.suspend(function.held)
+    assert await waits.effect(e, "go", first) == SATISFIED
+    play.clock.pass_ms(7)
+    await function.go_on()
+    gate = opened(await function.approval())
+    await function.timer("nap", HOUR)
+
+    await function.engine.park(function.held.handle, ("approve",), reason_code="waiting_for_approval")
+
+    record = await play.engine.describe_suspension(e)
+    assert record is not None
+    assert (record.attempt_index, record.created_at, record.timeout_at) == (1, t + 7, None)
+    assert (record.gates, record.reason_code, record.last_signal_at) == (["approve"], "waiting_for_approval", None)
+    assert (record.satisfied_at, record.closed_at, record.closer_signal_id) == (None, None, None)
+    assert (await play.core(e))["blocking_detail"] == "suspended: 1 wait awaiting waiting_for_approval"
+    assert [one.execution_id for one in (await play.engine.list_suspended(DEFAULT_PARTITION)).entries] == [e]
+    assert (await play.told(e))[-1] == "released suspend"
+    before = await waits.record(e, first.waitpoint_id)
+    assert (before.closed_at, before.close_reason) == (t, "resumed")
+    with pytest.raises(errors.SignalLimitExceeded):
+        await function.vote(gate, "ana", max_signals_per_execution=1)
+    assert await function.vote(gate, "ana", max_signals_per_execution=2) == APPENDED
+    assert await function.vote(gate, "bo") == SATISFIED
+    await function.go_on()
+    assert closed(await function.receive("r0")).payload == b"hello"
+    assert list((await function.engine.read_waits(e)).open) == ["nap"]
 
 
 async def test_an_operator_nudges_a_parked_function_without_closing_its_gates(function: Function, play: Play) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from flowfabric import errors
 from flowfabric.engine.gates import OpenedGate, Parked
 from flowfabric.model.gate import GateEnd
+from flowfabric.rules import mailbox
 from flowfabric.rules.signals import Accepted, Duplicate
 from tests.scenarios.functions import Function, closed
 from tests.scenarios.play import Play
@@ -49,6 +52,52 @@ async def test_mailboxes_have_names(function: Function) -> None:
     assert closed(await function.receive("r1", "one")).payload == b"a"
 
 
+async def test_a_message_reaches_only_those_who_wait_for_its_name_in_their_time(function: Function, play: Play) -> None:
+    await function.approval()
+    await function.receive("late", "steer", expires_in_ms=10)
+    await function.receive("other", "other")
+    await function.receive("own", "steer")
+    play.clock.pass_ms(10)
+
+    await function.send(b"go")
+
+    left = await function.engine.read_waits(function.e)
+    assert sorted(left.open) == ["approve", "late", "other"]
+    assert {name: memo.payload for name, memo in left.memos.items()} == {"own": b"go"}
+
+
+async def test_what_became_of_a_message_is_told(function: Function, play: Play, waits: Waits) -> None:
+    first = await function.send(b"a", sender="ana", idempotency_key="i")
+    assert isinstance(first, Accepted)
+    await function.send(b"a", sender="bo", idempotency_key="i")
+    assert closed(await function.receive("r0")).message_id == first.signal_id
+    await function.receive("r1")
+    await function.send(b"b")
+
+    told = await waits.signals_told(function.e)
+
+    assert [news.effect for news in told] == ["Other(appended_to_mailbox)", "Deduped", "Satisfied"]
+    assert [news.source_identity for news in told] == ["ana", "bo", None]
+    assert told[0].signal_id == told[1].signal_id != told[2].signal_id
+
+
+async def test_there_is_a_limit_to_what_nobody_reads(
+    function: Function, play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mailbox, "MOST_UNREAD", 3)
+    for name in ("one", "two", "two"):
+        await function.send(b"x", mailbox=name)
+
+    async with play.refused(errors.SignalLimitExceeded):
+        await function.send(b"y", mailbox="three")
+    await function.receive("waits", "three")
+    await function.send(b"y", mailbox="three")
+    assert (await function.memo("waits")).payload == b"y", "what is awaited is not kept"
+    await function.receive("r0", "two")
+    await function.send(b"z", mailbox="two")
+    assert [closed(await function.receive(f"r{n}", "two")).payload for n in (1, 2)] == [b"x", b"z"]
+
+
 async def test_two_receivers_of_one_name_are_served_in_turn(function: Function, play: Play) -> None:
     await function.receive("r0")
     await function.receive("r1")
@@ -66,6 +115,17 @@ async def test_a_message_with_a_key_is_kept_once(function: Function) -> None:
 
     assert closed(await function.receive("r0")).payload == b"a"
     assert isinstance(await function.receive("r1"), OpenedGate)
+
+
+async def test_a_key_is_remembered_for_its_time(function: Function, play: Play) -> None:
+    first = await function.send(b"a", idempotency_key="i", dedup_ttl_ms=1000)
+    assert isinstance(first, Accepted)
+    play.clock.pass_ms(999)
+    assert await function.send(b"a", idempotency_key="i", dedup_ttl_ms=1000) == Duplicate(first.signal_id)
+    assert isinstance(await function.send(b"a"), Accepted), "without a key nothing is the same"
+    play.clock.pass_ms(1)
+
+    assert isinstance(await function.send(b"a", idempotency_key="i"), Accepted)
 
 
 async def test_messages_to_the_missing_and_the_ended_are_refused(function: Function, play: Play) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from flowfabric.model.answers import Duplicate
 from flowfabric.model.stream import FrameMode
+from flowfabric.rules.suspend_args import Fresh
 from tests.scenarios.play import Play
 from tests.scenarios.test_s_budgets import B, budget
 from tests.scenarios.test_s_quotas import Q, policy
 from tests.scenarios.test_slots import take
-from tests.scenarios.waits import Waits
+from tests.scenarios.waits import ANY, SATISFIED, Waits
 
 LEFT = {"ff_idempotency", "ff_budget_usage_by_exec", "ff_quota_window", "events"}
 RETRY = {"retry_policy": {"max_retries": 5, "backoff": {"type": "fixed", "delay_ms": 1}}}
@@ -46,6 +47,18 @@ async def test_everything_that_an_execution_owned_goes_with_it(play: Play, waits
     assert (await engine.get_budget_status(B)).usage == {"tokens": 4}
     again = await engine.create_execution(execution_id=engine.new_execution_id(), idempotency_key="once")
     assert again == Duplicate(e)
+
+
+async def test_a_waitpoint_of_the_same_name_elsewhere_stays(play: Play, waits: Waits) -> None:
+    goes, stays = await play.claimed(policy=SOON), await play.claimed(lane="other")
+    fresh = Fresh(waits.id(), "k")
+    await waits.suspend(goes, ANY, fresh)
+    details = await waits.suspend(stays, ANY, fresh)
+    await play.engine.cancel_execution(goes.execution_id)
+    play.clock.pass_ms(100)
+    assert (await play.engine.sweep_once("retention_trimmer")).processed == 1
+
+    assert await waits.effect(stays.execution_id, "go", details) == SATISFIED
 
 
 async def test_the_ends_of_children_that_nobody_waited_for_go_with_their_parent(play: Play) -> None:

@@ -219,6 +219,28 @@ async def test_s_063_release_after_reset_must_not_steal(play: Play) -> None:
     assert await usage(play) == {"tokens": 8}
 
 
+async def test_a_reset_forgets_the_ledger_of_its_own_budget_only(play: Play) -> None:
+    await budget(play, tokens=100)
+    await budget(play, B2, tokens=100)
+    e = await play.create()
+    for one in (B, B2):
+        await play.engine.record_spend(one, e, {"tokens": 8})
+
+    await play.engine.reset_budget(B)
+
+    assert await play.engine.release_budget(B, e) == BudgetReleased(B, {})
+    assert await play.engine.release_budget(B2, e) == BudgetReleased(B2, {"tokens": 8})
+
+
+async def test_a_budget_that_was_only_used_has_neither_limits_to_change_nor_a_period_to_begin(play: Play) -> None:
+    await report(play, tokens=7)
+
+    async with play.refused(errors.NotFound, entity="budget"):
+        await play.engine.reset_budget(B)
+    async with play.refused(errors.NotFound, entity="budget"):
+        await play.engine.change_budget_limits(B, dimensions=["tokens"], hard_limits=[1], soft_limits=[0])
+
+
 async def test_s_064_manual_and_scheduled_reset(play: Play) -> None:
     await budget(play, reset=60_000, tokens=50)
     await budget(play, B2, tokens=50)

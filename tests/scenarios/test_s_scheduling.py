@@ -128,6 +128,15 @@ async def test_s_077_a_budget_is_exhausted_at_equality(play: Play, road: str) ->
     assert await ask(play, road) == e
 
 
+@pytest.mark.parametrize("road", ROADS)
+async def test_what_a_budget_counts_without_a_limit_holds_nobody_up(play: Play, road: str) -> None:
+    await budget(play, calls=0, tokens=5)
+    await report(play, calls=1000, others=7, tokens=4)
+    e = await play.create(policy={"budget_ids": [B]})
+
+    assert await ask(play, road) == e
+
+
 async def test_s_077_work_that_had_begun_goes_on_with_its_attempt_when_there_is_room_again(play: Play) -> None:
     await budget(play, tokens=10)
     e = await play.create(policy={"budget_ids": [B]})

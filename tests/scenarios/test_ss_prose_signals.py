@@ -83,6 +83,18 @@ async def test_a_closed_waitpoint_says_so_only_while_its_execution_waits_on_anot
         await play.engine.close_waitpoint(waits.id())
 
 
+async def test_a_waitpoint_that_was_closed_by_hand_stays_so_when_its_time_is_over(play: Play, waits: Waits) -> None:
+    held = await play.claimed()
+    pending = await play.engine.create_waitpoint(held.handle, "k", 1000)
+    await play.engine.close_waitpoint(pending.waitpoint_id, "changed my mind")
+    play.clock.pass_ms(1000)
+
+    async with play.untouched():
+        assert (await play.engine.sweep_once("pending_wp_expiry")).processed == 0
+
+    assert (await waits.record(held.execution_id, pending.waitpoint_id)).close_reason == "changed my mind"
+
+
 async def test_what_is_counted_of_each_effect(play: Play, waits: Waits) -> None:
     condition = AllOf((Single("a", ByName("go")), Count(2, CountKind.DISTINCT_WAITPOINTS, ("a", "b"), ByName("ok"))))
     held, a = await waits.suspended(condition, Fresh(waits.id(), "a"), Fresh(waits.id(), "b"))

@@ -130,6 +130,21 @@ async def test_ss_049_close_reasons(play: Play, waits: Waits) -> None:
     assert await play.engine.read_stream(silent.execution_id, 0) == StreamPage([])
 
 
+async def test_ss_049_a_failure_that_is_retried_closes_what_its_attempt_put_out(play: Play) -> None:
+    held = await play.claimed(policy={"retry_policy": {"max_retries": 1}})
+    e, t = held.execution_id, play.now
+    await play.engine.append_frame(held.handle, b"first")
+    await play.engine.fail(held.handle, reason="flaky")
+    await play.promoted(e)
+    again = await play.claimed_again(e)
+    await play.engine.append_frame(again.handle, b"second")
+
+    first, second = await play.engine.read_stream(e, 0), await play.engine.read_stream(e, 1)
+
+    assert (first.closed_at, first.closed_reason, texts(first)) == (t, "attempt_failure", ["first"])
+    assert (second.closed_at, second.closed_reason, texts(second)) == (None, None, ["second"])
+
+
 async def test_ss_049_a_reclaim_closes_what_the_lapse_did_not(play: Play) -> None:
     held, other = await play.claimed(), await play.claimed()
     for one in (held, other):

@@ -15,8 +15,9 @@ from flowfabric.model.states import AttemptRecordState
 from flowfabric.model.suspension import TimeoutBehavior
 from flowfabric.rules.lease import Fence
 from flowfabric.rules.suspend_args import Binding, Fresh, UsePending
+from tests.scenarios.functions import Function, closed, opened
 from tests.scenarios.play import ACTIVE, DEFAULT_PARTITION, EXPIRED_LEASE, LEASE_MS, Play, fence_of
-from tests.scenarios.waits import ANY, SATISFIED, SUSPENDED, Waits, named
+from tests.scenarios.waits import ANY, APPENDED, SATISFIED, SUSPENDED, Waits, named
 
 EMPTY_NAME = "resume_condition: empty signal name (use Wildcard instead)"
 
@@ -229,6 +230,46 @@ async def test_ss_011_re_suspend_after_resume(play: Play, waits: Waits) -> None:
     async with play.refused(errors.WaitpointClosed):
         await waits.send(e, "go", first)
     assert (await waits.record(e, first.waitpoint_id)).close_reason == "resumed"
+
+
+async def test_a_suspension_takes_the_place_of_the_one_before_and_leaves_what_is_the_execution_s(
+    function: Function, play: Play, waits: Waits
+) -> None:
+    e, t = function.e, play.now
+    await function.send(b"hello")
+    gate = opened(await function.approval())
+    first = await waits.suspend(function.held, reason_code="waiting_for_approval", timeout_at=t + 60_000)
+    assert await waits.effect(e, "go", first) == SATISFIED
+    play.clock.pass_ms(7)
+    await function.go_on()
+
+    second = await waits.suspend(function.held, Single("j"), Fresh(waits.id(), "j"))
+
+    record = await play.engine.describe_suspension(e)
+    assert record is not None
+    assert (record.waitpoint_id, record.created_at, record.timeout_at) == (second.waitpoint_id, t + 7, None)
+    assert (record.reason_code, record.last_signal_at, record.closer_signal_id) == ("waiting_for_signal", None, None)
+    assert (record.satisfied_at, record.closed_at, record.all_satisfier_signals) == (None, None, [])
+    assert await function.vote(gate, "ana") == APPENDED
+    async with play.refused(errors.SignalLimitExceeded):
+        await waits.send(e, "go", second, max_signals_per_execution=2)
+    assert await waits.effect(e, "go", second, max_signals_per_execution=3) == SATISFIED
+    await function.go_on()
+    assert closed(await function.receive("r0")).payload == b"hello"
+
+
+async def test_a_wait_on_a_waitpoint_that_was_signalled_before_knows_when(play: Play, waits: Waits) -> None:
+    held = await play.claimed()
+    pending = await play.engine.create_waitpoint(held.handle, "kp", 60_000)
+    await waits.effect(held.execution_id, "early", pending)
+    signalled = play.now
+    play.clock.pass_ms(5)
+
+    await waits.on_pending(held, pending, named("go", key="kp"))
+
+    record = await play.engine.describe_suspension(held.execution_id)
+    assert record is not None
+    assert (record.created_at, record.last_signal_at) == (signalled + 5, signalled)
 
 
 async def test_suspend_by_triple_is_fenced_like_a_handle(play: Play, waits: Waits) -> None:

@@ -8,6 +8,7 @@ from flowfabric import errors
 from flowfabric.rules.parking import Ready
 from tests.scenarios.functions import HOUR, Function, opened
 from tests.scenarios.play import LEASE_MS, Play
+from tests.scenarios.waits import Waits
 
 
 async def test_the_first_record_of_a_step_stands(function: Function, play: Play) -> None:
@@ -42,6 +43,25 @@ async def test_steps_survive_everything_but_the_replay_of_a_success(function: Fu
     assert (left.open, left.memos) == ({}, {})
     with pytest.raises(errors.TargetNotSignalable):
         await function.vote(gate, "ana")
+
+
+async def test_a_replay_forgets_nothing_of_others(function: Function, play: Play, waits: Waits) -> None:
+    held = await play.claimed()
+    other = Function(play, waits, held.execution_id, held)
+    for one in (function, other):
+        await one.engine.record_step(one.held.handle, "pay", 0, b"receipt")
+        await one.timer("nap", 0)
+        await one.park("nap")
+        await one.approval()
+        await one.engine.complete(one.held.handle, result=one.e.encode())
+    steps, left = await play.engine.read_steps(other.e), await play.engine.read_waits(other.e)
+    assert (len(steps), list(left.open), list(left.memos)) == (1, ["approve"], ["nap"])
+
+    await play.engine.replay_execution(function.e)
+
+    assert await play.engine.read_steps(other.e) == steps
+    assert await play.engine.read_waits(other.e) == left
+    assert await play.engine.get_execution_result(other.e) == other.e.encode()
 
 
 async def test_a_lapsed_lease_records_nothing(function: Function, play: Play) -> None:

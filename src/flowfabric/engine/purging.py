@@ -52,8 +52,9 @@ class Purging(Core):
         if row is None:
             return []
         names = retention.kept_for(row)
-        if names is not None:
-            return (await self.load([Want(Execution, (one,)) for one in names])).rows if names else []
+        named = (await self.load([Want(Execution, (one,)) for one in names])).rows if names else []
+        if not retention.is_kept_for_many(row) or any(one and retention.needs(one[0], row) for one in named):
+            return named
         after = None
         where = (Where("upstream_execution_id", "=", row.execution_id),)
         while True:

@@ -109,7 +109,6 @@ def _retry_later(row: Execution, backoff: int, reason: str, category: str) -> De
         "delay_until": FromNow(backoff),
         "failure_reason": reason,
         "next_type": AttemptType.RETRY,
-        "next_timeout_ms": decode_terms(row.terms).attempt_timeout_ms,
         **lease.release(row),
     }
     change = Change(

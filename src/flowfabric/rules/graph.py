@@ -12,7 +12,7 @@ from flowfabric.model.execution import Execution
 from flowfabric.model.flow import Dependency, Flow, FlowMember, FlowState
 from flowfabric.model.flow_answers import AlreadySatisfied, GraphCreated
 from flowfabric.model.states import PublicState
-from flowfabric.rules import joins
+from flowfabric.rules import joins, place
 from flowfabric.rules.change import Change, Decision, Insert, Write, absent, at, refuse
 from flowfabric.rules.create import NO_DEFAULTS, CreateExecution, Defaults, create_all
 from flowfabric.rules.flows import Policy, StageEdge, edge_row, new_group
@@ -135,6 +135,9 @@ def create_graph(
                 waiting_since=at(0) if applied else None,
             )
             writes.append(Insert(group))
+    # Of those that wait nothing stands in line yet; where no other node does, the lane would not be listed.
+    claimable = {row.line for name, row in born.items() if not inbound[name]}
+    waiting = {row.line or place.line_of(row) for name, row in born.items() if inbound[name] or row.line is None}
     lines = {name: None if name in ask.policies else row.line for name, row in born.items()}
     for name, row in born.items():
         follow = [
@@ -161,6 +164,7 @@ def create_graph(
     change = Change(
         guards=(absent(Flow, ask.flow_id),),  # an insert of a member that exists is refused by itself
         writes=tuple(writes),
+        lines=tuple(sorted(waiting - claimable)),
         not_before=max(not_before, default=None),
         not_after=min(not_after, default=None),
     )

@@ -81,6 +81,8 @@ def send(
         guards=(seen(row), guard),
         writes=(Put(msgspec.structs.replace(root, **fields)), *writes, *waits.marked(row)),
         events=(event(row, ask.message_id, None, ask.sender, effect, call),),
+        # A key whose time was over at the look must be over.
+        not_before=remembered.expires_at if ask.idempotency_key and remembered is not None else None,
     )
     return Decision(Accepted(ask.message_id, effect), change)
 

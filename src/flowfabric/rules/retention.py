@@ -50,7 +50,7 @@ def purge(
         return Decision(False)
     if needing := [one for one in others if needs(one, row)]:
         ends = [one.purge_at for one in needing if one.purge_at is not None]
-        wait_ms = max(0, max(ends) - now) + A_MOMENT_MS if len(ends) == len(needing) else retention_ms(row)
+        wait_ms = max(ends) - now + A_MOMENT_MS if len(ends) == len(needing) else retention_ms(row)
         later = Patch(Execution, (row.execution_id,), {"purge_at": FromNow(max(wait_ms, A_MOMENT_MS))})
         return Decision(False, Change(guards=(seen(row),), writes=(later,)))
     if row.has_waits and waitpoint_ids is None:
@@ -80,14 +80,17 @@ def needs(one: Execution, ended: Execution) -> bool:
     return one.lifecycle_phase is not LifecyclePhase.TERMINAL
 
 
-def kept_for(row: Execution) -> tuple[str, ...] | None:
-    """The executions that may still need this one; None when they are too many for its sheet to name them."""
+def kept_for(row: Execution) -> tuple[str, ...]:
+    """The executions that may still need this one, as far as its sheet names them."""
     parent = () if row.parent_id is None else (row.parent_id,)
     if row.successors is None or not decode_terms(row.terms).kept_for_successors:
         return parent
-    if row.successors == successors.MANY:
-        return None
     return (*parent, *(one.execution_id for one in successors.named(row)))
+
+
+def is_kept_for_many(row: Execution) -> bool:
+    """Whether there are more that may need this one, too many for its sheet to name them."""
+    return row.successors == successors.MANY and decode_terms(row.terms).kept_for_successors
 
 
 def is_over(row: Execution, now: int, default_ms: int | None = None) -> bool:

@@ -158,7 +158,7 @@ def _accepted(
     change = Change(
         guards=(seen(row), waits.guard_of(scene.root, row.execution_id)),
         writes=(
-            *((Put(_with(root, fields)),) if scene.root is None else (_patched(root, fields),)),
+            Patch(Suspension, (row.execution_id,), fields),  # there since the first waitpoint
             Put(counted),
             Insert(_signal(ask, place.seq, effect)),
             *_trimmed(root, waitpoint, log_start),
@@ -246,14 +246,6 @@ def _trimmed(root: Suspension, waitpoint: Waitpoint, log_start: int) -> tuple[Wr
     counted |= gates.voted(root, waitpoint)
     leaving = (seq for seq in range(waitpoint.log_start, log_start) if seq not in counted)
     return tuple(Delete(Signal, (waitpoint.execution_id, waitpoint.waitpoint_id, seq)) for seq in leaving)
-
-
-def _with(root: Suspension, fields: dict[str, Any]) -> Suspension:
-    return msgspec.structs.replace(root, **fields)
-
-
-def _patched(root: Suspension, fields: dict[str, Any]) -> Patch:
-    return Patch(Suspension, (root.execution_id,), fields)
 
 
 def _remember_key(ask: SignalArgs) -> tuple[str, str]:

@@ -186,6 +186,7 @@ def suspended(
             *_remembered(row, args, outcome),
         ),
         events=(lease_event(row, "released", reason="suspend"),),
+        not_before=_not_before(scene, args),
         not_after=_not_after(scene, args),
     )
     return Decision(outcome, change)
@@ -216,6 +217,7 @@ def _satisfied(
     change = Change(
         guards=(seen(row, live(row)), waits.guard_of(scene.root, row.execution_id)),
         writes=(Put(root), Put(waitpoint), *shelving.let_go(scene.root, [waitpoint]), *_remembered(row, args, outcome)),
+        not_before=_not_before(scene, args),
         not_after=_not_after(scene, args),
     )
     return Decision(outcome, change)
@@ -260,6 +262,12 @@ def _remembered(row: Execution, args: SuspendArgs, outcome: Outcome) -> tuple[Wr
 def _outcome(args: SuspendArgs, holder: HandleFields, waitpoints: Sequence[Waitpoint], *, suspended: bool) -> Outcome:
     minted = tuple(Minted(one.waitpoint_id, one.waitpoint_key, one.token_kid) for one in waitpoints)
     return Outcome(suspended, args.suspension_id, minted, holder)
+
+
+def _not_before(scene: Scene, args: SuspendArgs) -> int | None:
+    """A key whose time was over at the look must be over."""
+    kept = scene.remembered
+    return kept.expires_at if args.idempotency_key and kept is not None else None
 
 
 def _not_after(scene: Scene, args: SuspendArgs) -> int | None:

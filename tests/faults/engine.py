@@ -1,0 +1,92 @@
+"""Slips in how decisions are carried: a look too few, an answer that goes astray."""
+
+from __future__ import annotations
+
+from tests.faults.fault import Fault
+
+LIVES = "tests/machine/test_oracle.py::test_a_long_life_goes_as_the_second_telling_says"
+FLAKY = "tests/machine/test_oracle.py::test_lost_requests_and_answers_change_nothing_that_anybody_sees"
+LAPSED = (
+    "tests/scenarios/test_ex_scheduling.py"
+    "::test_however_many_leases_have_lapsed_before_it_the_best_of_the_lane_is_taken_over"
+)
+
+ENGINE = (
+    Fault(
+        "a report that arrives late is counted again",
+        "engine/chains.py",
+        "doubts.append((change, answers))",
+        "pass",
+        "tests/engine/test_lost_limit_answers.py::test_what_got_lost_once_happens_once",
+    ),
+    Fault(
+        "sleepers that need too much hide the others",
+        "engine/waiting.py",
+        "(not freed and not sleeps)",
+        "not freed",
+        "tests/scenarios/test_sleeping_late.py",
+    ),
+    Fault(
+        "a filter does not hold for suspensions",
+        "engine/wait_sweeps.py",
+        'row=Suspension, owner="execution_id")',
+        "row=Suspension)",
+        "tests/scenarios/test_filters.py",
+    ),
+    Fault(
+        "renewals crowd the rest out of a history",
+        "engine/reads.py",
+        "self.store.history(execution, Topic.LEASE, HISTORY_KEPT, RENEWED)",
+        "self.store.history(execution, Topic.LEASE, HISTORY_KEPT)",
+        "tests/scenarios/test_ex_leases.py",
+    ),
+    Fault(
+        "a lane is listed although nothing was created on it",
+        "engine/bulk.py",
+        "    trusting = trusting and core.knows_lane(ask.lane_id)\n",
+        "",
+        "tests/scenarios/test_ex_create.py",
+    ),
+    Fault(
+        "a refusal decided on a remembered row is final",
+        "engine/core.py",
+        "            if not fresh and (decision.change is None or isinstance(decision.answer, errors.FabricError)):\n",
+        "            if not fresh and decision.change and isinstance(decision.answer, errors.FabricError):\n",
+        LIVES,
+    ),
+    Fault(
+        "a lost answer is taken for a no",
+        "engine/core.py",
+        '            if doubt := doubtful.get(getattr(row, "revision", 0)):\n',
+        '            if doubt := {}.get(getattr(row, "revision", 0)):\n',
+        FLAKY,
+    ),
+    Fault(
+        "a claim does not look for what lapsed",
+        "engine/lines.py",
+        "        await asyncio.gather(self.mark_lapsed_leases(lane_id), self.hear_of_lane(lane_id))\n",
+        "        await self.hear_of_lane(lane_id)\n",
+        LIVES,
+    ),
+    Fault(
+        "a claim looks at the first lapsed leases only",
+        "engine/lines.py",
+        "if len(due.rows) < LAPSED_BATCH or not any(marks):",
+        "if True:",
+        LAPSED,
+    ),
+    Fault(
+        "work of one lane is handed over though others have some, too",
+        "engine/pulling.py",
+        "if self._engine.store.in_order or len(orders) > 1:",
+        "if self._engine.store.in_order:",
+        "tests/engine/test_handing.py",
+    ),
+    Fault(
+        "a lane in which all work is handed over is never looked around in",
+        "engine/handing.py",
+        "if not self.has_looked(lane):",
+        "if False:",
+        "tests/engine/test_handing.py",
+    ),
+)

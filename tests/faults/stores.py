@@ -1,0 +1,134 @@
+"""Slips in how rows are kept and found: a guard that is not checked, an index entry left behind."""
+
+from __future__ import annotations
+
+from tests.faults.fault import Fault
+
+AGREEMENT = "tests/machine/test_agreement.py::test_a_long_life_is_the_same_on_every_store"
+TAKE = "tests/machine/test_take.py"
+GUARDS = "tests/stores/test_contract_guards.py"
+HANDING = "tests/stores/test_contract_handing.py"
+LEASES = "tests/stores/test_contract_leases.py"
+RACES = "tests/chaos/test_forced_races.py"
+
+STORES = (
+    Fault(
+        "memory: the revision is not compared",
+        "stores/memory.py",
+        "return row.revision == guard.revision and (",
+        "return (",
+        GUARDS,
+    ),
+    Fault(
+        "memory: what must be absent may be there",
+        "stores/memory.py",
+        "return row is None and guard.revision is None",
+        "return guard.revision is None",
+        GUARDS,
+    ),
+    Fault(
+        "memory: a change comes before its time",
+        "stores/memory.py",
+        "if change.not_before is not None and now < change.not_before:",
+        "if change.not_before is not None and now < 0:",
+        GUARDS,
+    ),
+    Fault(
+        "memory: a renewal does not ask for the epoch",
+        "stores/memory.py",
+        "row.lease_id != check.lease_id or row.lease_epoch != check.lease_epoch or",
+        "row.lease_id != check.lease_id or",
+        LEASES,
+    ),
+    Fault(
+        "memory: a take ignores grants",
+        "stores/memory.py",
+        "if granted_until is None or granted_until <= now:",
+        "if True:",
+        TAKE,
+    ),
+    Fault(
+        "memory: the feed leaves an entry out between two pages",
+        "stores/memory.py",
+        "return FeedPage(events, events[-1].position if events else after, lost)",
+        "return FeedPage(events, events[-1].position + 1 if events else after, lost)",
+        AGREEMENT,
+    ),
+    Fault(
+        "a take does not raise the epoch",
+        "stores/base.py",
+        '"lease_epoch": row.lease_epoch + 1,',
+        '"lease_epoch": row.lease_epoch,',
+        TAKE,
+    ),
+    Fault(
+        "sqlite: the revision of a held row is not compared",
+        "stores/sqlite/statements.sql",
+        "   AND (r.revision IS NOT g.column{revision}\n        OR r.lease_id",
+        "   AND (r.lease_id",
+        GUARDS,
+    ),
+    Fault(
+        "sqlite: a take ignores grants",
+        "stores/sqlite/statements.sql",
+        "WHERE line = ? AND (granted_until IS NULL OR granted_until <= ?)",
+        "WHERE line = ? AND (granted_until IS NULL OR granted_until <= ? OR 1)",
+        TAKE,
+    ),
+    Fault(
+        "what each root is supposed to hold of its own is not compared",
+        "stores/postgres/pieces.py",
+        """f't."{column}" is not distinct from {given[f"own {column}"]}'""",
+        """f't."{column}" is null or {given[f"own {column}"]} is null or true'""",
+        GUARDS,
+    ),
+    Fault(
+        "what each root is supposed to hold of its own is compared where it is set",
+        "stores/sqlite/sql.py",
+        'f"r.{name} IS g.column{place}"',
+        'f"coalesce(r.{name} = g.column{place}, true)"',
+        GUARDS,
+    ),
+    Fault(
+        "postgres: the revision is not compared",
+        "stores/postgres/pieces.py",
+        "f\"{given['revision']} = t.revision\"",
+        "f\"{given['revision']} is not null\"",
+        RACES,
+    ),
+    Fault(
+        "postgres: what must be absent may be there",
+        "stores/postgres/pieces.py",
+        "t.found is null as holds",
+        "true as holds",
+        GUARDS,
+    ),
+    Fault(
+        "postgres: a renewal does not ask for the epoch",
+        "stores/postgres/take.sql",
+        "              and e.lease_epoch = given.lease_epoch\n",
+        "",
+        LEASES,
+    ),
+    Fault(
+        "postgres: a take continues no attempt, it begins a new one",
+        "stores/postgres/take.sql",
+        "attempt_resumed_at = case when e.next_type is null then c.now end,",
+        "attempt_resumed_at = null,",
+        TAKE,
+    ),
+    Fault(
+        "postgres: work is handed over although somebody stands in line",
+        "stores/postgres/take.sql",
+        "    select not exists (\n",
+        "    select true or not exists (\n",
+        HANDING,
+    ),
+    Fault(
+        "postgres: what a change writes beside the line is lost when its row is handed over",
+        "stores/postgres/hand.py",
+        "    if not replaced(becomes).issuperset(names):\n        return None\n",
+        "",
+        HANDING,
+    ),
+)

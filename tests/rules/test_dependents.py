@@ -1,0 +1,113 @@
+"""Waiting for others, decided row by row: what an edge that is applied adds, and when dependencies let work run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from flowfabric import errors
+from flowfabric.model.answers import Moved
+from flowfabric.model.execution import Execution
+from flowfabric.model.flow import Dependency, EdgeGroup, GroupState, OnSatisfied, PolicyVariant
+from flowfabric.model.flow_answers import Applied, Eligibility
+from flowfabric.model.states import OwnershipState, PublicState, TerminalOutcome
+from flowfabric.rules import dependents, joins
+from flowfabric.rules.change import Insert, Put, at
+from tests.rules.test_flow_guards import APPLY, BLOCKED, CHILD, EDGE, GROUP, SKIPPED, UPSTREAM, U
+from tests.rules.test_guards import EXECUTION, NOW, TERMINAL, row
+
+
+def group(**own: Any) -> EdgeGroup:
+    return replace(GROUP, **own)
+
+
+MET = {"a join that is met": group(group_state=GroupState.SATISFIED), "nobody": None, "no edge": group(n=0)}
+UNMET = {"pending": group(), "impossible": group(group_state=GroupState.IMPOSSIBLE)}
+
+
+@pytest.mark.parametrize("join", MET.values(), ids=MET.keys())
+def test_what_is_blocked_for_others_is_promoted_once_its_dependencies_are_met(join: EdgeGroup | None) -> None:
+    decision = dependents.promote_blocked(BLOCKED, join)
+
+    assert decision.answer == Moved(EXECUTION, PublicState.WAITING)
+    assert decision.change is not None
+    assert decision.change.writes == (joins.released(BLOCKED),)
+
+
+@pytest.mark.parametrize("join", UNMET.values(), ids=UNMET.keys())
+def test_what_waits_for_others_is_not_promoted(join: EdgeGroup) -> None:
+    decision = dependents.promote_blocked(BLOCKED, join)
+
+    assert isinstance(decision.answer, errors.DepsNotSatisfied)
+    assert decision.change is None
+
+
+VERDICTS: dict[str, tuple[Execution | None, EdgeGroup | None, Eligibility]] = {
+    "gone": (None, None, Eligibility.NOT_FOUND),
+    "ended": (SKIPPED, None, Eligibility.NOT_RUNNABLE),
+    "owned": (replace(CHILD, ownership_state=OwnershipState.LEASED), group(), Eligibility.OWNED),
+    "with an outcome": (replace(CHILD, terminal_outcome=TerminalOutcome.FAILED), group(), Eligibility.TERMINAL),
+    "impossible": (CHILD, UNMET["impossible"], Eligibility.IMPOSSIBLE),
+    "waiting": (CHILD, UNMET["pending"], Eligibility.BLOCKED_BY_DEPENDENCIES),
+    "with a join without an edge": (CHILD, MET["no edge"], Eligibility.ELIGIBLE),
+    "with a join that is met": (CHILD, MET["a join that is met"], Eligibility.ELIGIBLE),
+    "without a join": (CHILD, None, Eligibility.ELIGIBLE),
+}
+
+
+@pytest.mark.parametrize(("one", "join", "verdict"), VERDICTS.values(), ids=VERDICTS.keys())
+def test_dependencies_say_whether_work_may_run(
+    one: Execution | None, join: EdgeGroup | None, verdict: Eligibility
+) -> None:
+    assert dependents.eligibility(one, join) is verdict
+
+
+def applied(upstream: Execution | None, join: EdgeGroup | None, **own: Any) -> tuple[Any, EdgeGroup, Dependency]:
+    """The answer, the join and the edge after one more edge was applied."""
+    decision = dependents.apply(CHILD, upstream, EDGE, None, join, replace(APPLY, **own))
+    assert decision.change is not None
+    after, dependency, *_ = decision.change.writes
+    assert isinstance(after, Put)
+    assert isinstance(after.row, EdgeGroup)
+    assert isinstance(dependency, Insert)
+    assert isinstance(dependency.row, Dependency)
+    return decision.answer, after.row, dependency.row
+
+
+def test_an_edge_that_is_applied_is_one_more_to_wait_for_beside_those_that_have_not_come() -> None:
+    quorum = {"policy_variant": PolicyVariant.QUORUM, "k": 4, "on_satisfied": OnSatisfied.LET_RUN}
+    join = group(**quorum, n=7, succeeded=1, failed=2, skipped=3, waiting_since=NOW - 5)
+
+    answer, after, dependency = applied(UPSTREAM, join)
+
+    assert answer == Applied(2)
+    assert (after.n, after.waiting_since) == (8, NOW - 5)
+    assert (dependency.outcome, dependency.unfolded_at, dependency.data_passing_ref) == (None, None, None)
+
+
+def test_an_edge_says_what_it_passes_on_when_it_is_staged_or_when_it_is_applied() -> None:
+    passes = replace(EDGE, data_passing_ref="staged")
+    for given, kept in ((None, "staged"), ("", "staged"), ("own", "own")):
+        ask = replace(APPLY, data_passing_ref=given)
+        change = dependents.apply(CHILD, UPSTREAM, passes, None, GROUP, ask).change
+        assert change is not None
+        [dependency] = [write.row for write in change.writes if isinstance(write, Insert)]
+        assert isinstance(dependency, Dependency)
+        assert dependency.data_passing_ref == kept
+
+
+def test_an_end_that_came_before_the_edge_is_noted_with_it() -> None:
+    ended = replace(row(TERMINAL, terminal_outcome=TerminalOutcome.FAILED), execution_id=U)
+
+    _, _, dependency = applied(ended, GROUP)
+
+    assert (dependency.outcome, dependency.unfolded_at) == (TerminalOutcome.FAILED, at(0))
+
+
+def test_an_edge_from_one_that_is_gone_is_refused() -> None:
+    decision = dependents.apply(CHILD, None, EDGE, None, GROUP, APPLY)
+
+    assert isinstance(decision.answer, errors.InvalidDependency)
+    assert decision.change is None
