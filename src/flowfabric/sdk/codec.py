@@ -92,7 +92,7 @@ class Shape:
                 msgspec.convert(plain, self.annotation, str_keys=True)
             return plain
         except (TypeError, ValueError, RecursionError) as fault:
-            raise InvalidInput(f"{name}: {_words(fault)}") from fault
+            raise InvalidInput(f"{name}: {_words(fault)}{_unawaited(value)}") from fault
 
     def load(self, plain: Any, name: str) -> Any:
         """The value that the plain data stand for."""
@@ -290,6 +290,13 @@ def _fields_of(annotation: Any) -> list[Any]:
         return [*typing.get_type_hints(annotation).values()]
     except (TypeError, NameError):
         return []
+
+
+def _unawaited(value: Any) -> str:
+    if not inspect.iscoroutine(value):
+        return ""
+    value.close()  # told here; Python need not warn of it as well
+    return f"; {value.__qualname__} was not awaited (a plain function calls it through ctx.sync)"
 
 
 def _words(fault: Exception) -> str:

@@ -173,7 +173,7 @@ class Fabric:
         """The engine of this event loop, connected when first asked for."""
         loop = asyncio.get_running_loop()
         connecting = self._engines.get(loop)
-        if connecting is None or (connecting.done() and (connecting.cancelled() or connecting.exception())):
+        if connecting is None or _came_to_nothing(connecting):
             connecting = self._engines[loop] = loop.create_task(self._connect())
         return await asyncio.shield(connecting)
 
@@ -226,7 +226,7 @@ class Fabric:
     async def close(self) -> None:
         """Let go of the store in this event loop."""
         connecting = self._engines.pop(asyncio.get_running_loop(), None)
-        if connecting is not None:
+        if connecting is not None and not _came_to_nothing(connecting):
             await (await connecting).close()
 
     async def declare(self, engine: Engine) -> None:
@@ -358,6 +358,11 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
         loop.run_forever()
     finally:
         loop.close()
+
+
+def _came_to_nothing(connecting: asyncio.Task[Engine]) -> bool:
+    """Whether it has failed, which whoever asked for it was told."""
+    return connecting.done() and (connecting.cancelled() or connecting.exception() is not None)
 
 
 def _in_a_loop() -> bool:

@@ -92,7 +92,9 @@ class Run(Generic[R]):
 
     def not_ended(self, after_s: float | None) -> TimeoutError:
         """What whoever waited so long for its end is told."""
-        return TimeoutError(f"{self.task} {self.id} has not ended after {after_s:g} s; it goes on all the same")
+        told = TimeoutError(f"{self.task} {self.id} has not ended after {after_s:g} s; it goes on all the same")
+        told.add_note(f"run.explain() or `ff explain {self.id}` tells what it waits for; is a worker running?")
+        return told
 
     async def state(self) -> PublicState:
         """The one public word for what it is doing."""
