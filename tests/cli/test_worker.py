@@ -183,6 +183,27 @@ def test_an_app_that_is_not_there_is_told(ff: Terminal, target: str, text: str) 
     assert text in ff.refuses("worker", target)
 
 
+@pytest.mark.parametrize(
+    ("name", "line", "told"),
+    [
+        ("wrong_way", "app.task(retry=3)(print)", "retry: 3 is no Retry; write retry=Retry(max=3)"),
+        ("wrong_import", "import nowhere_at_all", "ModuleNotFoundError: No module named 'nowhere_at_all'"),
+        ("wrong_value", "int('x')", "ValueError: invalid literal"),
+        ("wrong_words", "def (", "SyntaxError: invalid syntax"),
+    ],
+)
+def test_an_app_that_does_not_load_tells_which_of_its_lines_is_wrong(
+    ff: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, line: str, told: str
+) -> None:
+    (tmp_path / f"{name}.py").write_text(f"from flowfabric import Fabric\napp = Fabric()\n{line}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    answer = ff.run("worker", f"{name}:app")
+    assert answer.exit_code == 1
+    assert f'{name}.py", line 3' in answer.stderr
+    assert told in answer.stderr
+    assert "importlib" not in answer.stderr
+
+
 def test_files_that_matter_are_watched(tmp_path: Path) -> None:
     for name in ("a.py", "deep/b.py", "notes.txt", ".venv/c.py", "__pycache__/d.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)

@@ -19,7 +19,7 @@ import msgspec
 
 from flowfabric import loops
 from flowfabric.clock import Clock
-from flowfabric.connecting import connect, is_server
+from flowfabric.connecting import connect, is_server, public_address
 from flowfabric.engine.engine import Engine
 from flowfabric.errors import InvalidInput
 from flowfabric.ids import Minter
@@ -64,7 +64,7 @@ class Fabric:
             raise InvalidInput(f"url: {url!r} is not a text, as in sqlite:///app.db")
         self.url = url or os.environ.get("FLOWFABRIC_URL") or DEFAULT_STORE
         self.namespace = namespace
-        self.public_url = (public_url or os.environ.get("FF_PUBLIC_URL") or "http://127.0.0.1:9090").rstrip("/")
+        self._public_url = public_url
         self.on_point: Callable[[Context, str, str], Awaitable[None]] | None = None  # for tests: crash points
         self.on_wait: Callable[[int], None] | None = None  # for tests: threads that wait for the loop
         self.on_ask: Callable[[Context, str, Any], None] | None = None  # for tests: approvals and their shapes
@@ -85,6 +85,11 @@ class Fabric:
         self._starting = threading.Lock()
         self._pid = os.getpid()
         self._inherited: list[Any] = []
+
+    @property
+    def public_url(self) -> str:
+        """Where the links of approvals lead: as told, else FF_PUBLIC_URL, else to the server that this app is on."""
+        return public_address(self.url, self._public_url)
 
     # -- tasks ----------------------------------------------------------------------------------------------------
 
