@@ -106,6 +106,13 @@ def test_a_worker_works_and_sigterm_drains_it(yard: Yard) -> None:
     assert "stopped after" in yard.said()
 
 
+def test_a_lane_that_no_task_is_in_is_told(yard: Yard) -> None:
+    yard.start("--lanes", "default,defualt")
+    yard.until(lambda: "lanes default, defualt" in yard.said())
+    yard.until(lambda: "no task of the app is in lane defualt" in yard.said())
+    assert yard.end() == 0, yard.said()
+
+
 def test_the_store_option_wins_over_the_apps_own(yard: Yard) -> None:
     yard.start("--store", yard.ff.store, url="sqlite:///unused.db")
     execution = yard.submit("hello")
