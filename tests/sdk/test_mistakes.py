@@ -502,3 +502,40 @@ async def test_spending_what_has_no_limit_is_told_once(caplog: pytest.LogCapture
     async with World(app):
         await (await ask.submit()).result()
     assert caplog.text.count("budget llm: token has no limit and is only counted; tokens, usd have one") == 1
+
+
+@pytest.mark.parametrize("shape", [{"ok": bool}, "Order", 5, object, Mute, list[Mute]])
+async def test_what_nobody_could_answer_is_not_asked(shape: Any) -> None:
+    """Otherwise the votes of three days are what shows it."""
+    app = Fabric("memory://")
+
+    @app.task(retry=ONCE)
+    async def asks(ctx: Context) -> None:
+        await ctx.approval("approve", shape)
+
+    @app.task(retry=ONCE)
+    async def receives(ctx: Context) -> None:
+        await ctx.receive("approve", shape)
+
+    async with World(app):
+        for task in (asks, receives):
+            run = await task.submit()
+            with pytest.raises(RunFailed, match="approve: .* cannot be asked for; hand over a type"):
+                await run.result("1d")
+
+
+async def test_what_an_approval_shows_is_checked_before_it_asks() -> None:
+    app = Fabric("memory://")
+
+    @app.task(retry=ONCE)
+    async def asks(ctx: Context, *, shown: bool) -> None:
+        await ctx.approval("approve", Steer, show={"what": Steer(degrees=3) if shown else object()})
+        await ctx.sleep("1h")
+
+    async with World(app):
+        run = await asks.submit(shown=False)
+        with pytest.raises(RunFailed, match="show: object has no JSON form"):
+            await run.result("1d")
+        run = await asks.submit(shown=True)
+        await run.result("1d")
+        assert (await run.describe()).tags["ff.show"] == '{"what":{"degrees":3}}'

@@ -127,6 +127,18 @@ class Shape:
         return text if len(text) <= LONGEST_SCHEMA else None
 
 
+def wanted(annotation: Any, name: str) -> Shape:
+    """The shape of what somebody will be asked for; refused before anybody is when no answer could be read as it."""
+    shape = Shape(annotation)
+    if not shape.needs_pydantic and shape.annotation is not Any:
+        try:
+            msgspec.json.schema(shape.annotation)
+        except (TypeError, ValueError, NameError) as fault:
+            hint = "hand over a type that JSON can be read as, like bool, dict[str, int], a dataclass or a model"
+            raise InvalidInput(f"{name}: {annotation!r} cannot be asked for; {hint}") from fault
+    return shape
+
+
 class Signature:
     """The parameters of a handler, without its context."""
 
