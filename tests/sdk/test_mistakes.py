@@ -20,11 +20,24 @@ from typing import Any, NoReturn
 import pydantic
 import pytest
 
-from flowfabric import AnyOf, Budget, Context, Fabric, Limit, Quorum, Retry, RetryAfter, RunFailed, RunSkipped, errors
+from flowfabric import (
+    AnyOf,
+    Budget,
+    Context,
+    Fabric,
+    Limit,
+    Quorum,
+    Retry,
+    RetryAfter,
+    RunFailed,
+    RunSkipped,
+    Settings,
+    errors,
+)
 from flowfabric.engine.engine import Engine
 from flowfabric.sdk.worker import Worker
 from flowfabric.testing import World
-from tests.sdk.conftest import until, working
+from tests.sdk.conftest import until, until_so, working
 
 ONCE = Retry(max=0)
 
@@ -511,7 +524,7 @@ async def test_what_nobody_could_answer_is_not_asked(shape: Any) -> None:
 
     @app.task(retry=ONCE)
     async def asks(ctx: Context) -> None:
-        await ctx.approval("approve", shape)
+        _ = await ctx.approval("approve", shape)
 
     @app.task(retry=ONCE)
     async def receives(ctx: Context) -> None:
@@ -529,7 +542,7 @@ async def test_what_an_approval_shows_is_checked_before_it_asks() -> None:
 
     @app.task(retry=ONCE)
     async def asks(ctx: Context, *, shown: bool) -> None:
-        await ctx.approval("approve", Steer, show={"what": Steer(degrees=3) if shown else object()})
+        _ = await ctx.approval("approve", Steer, show={"what": Steer(degrees=3) if shown else object()})
         await ctx.sleep("1h")
 
     async with World(app):
@@ -539,3 +552,31 @@ async def test_what_an_approval_shows_is_checked_before_it_asks() -> None:
         run = await asks.submit(shown=True)
         await run.result("1d")
         assert (await run.describe()).tags["ff.show"] == '{"what":{"degrees":3}}'
+
+
+@pytest.mark.parametrize("kind", ["async", "plain"])
+async def test_a_handler_that_holds_its_slot_while_it_waits_for_another_is_named(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr("flowfabric.sdk.run.LONGEST_LOOK_MS", 10)
+    app = Fabric("memory://", settings=Settings(poll_ms=10))
+    inner = app.task(plain)
+
+    @app.task
+    async def outer() -> int:
+        return await (await inner.submit(1)).result()
+
+    @app.task
+    def plain_outer(ctx: Context) -> int:
+        return ctx.sync.spawn(inner, 1).result()
+
+    async with working(app, slots=1):
+        run = await (outer if kind == "async" else plain_outer).submit()
+        told = f"{run.id}: {run.task} holds its slot while it waits for"
+        if kind == "plain":
+            assert await run.result(10) == 1
+            assert told not in caplog.text
+        else:
+            await until_so(lambda: told in caplog.text)
+            for other in (await (await app.engine()).search_executions()).executions:
+                await app.find(other.execution_id).cancel()
