@@ -54,6 +54,16 @@ def is_server(url: str) -> bool:
     return str(url).startswith(("http://", "https://"))
 
 
+def public_address(url: str, named: str | None = None) -> str:
+    """Where links lead: as named, else FF_PUBLIC_URL, else to the server at this URL, else to one on this machine."""
+    if chosen := named or os.environ.get("FF_PUBLIC_URL"):
+        return chosen.rstrip("/")
+    if not is_server(url):
+        return "http://127.0.0.1:9090"
+    parts = urlsplit(url)  # links are for everybody: a password in the address is not
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}".rstrip("/")
+
+
 async def _remote(url: str, token: str | None, settings: Settings, minter: Minter | None) -> Engine:
     try:
         from flowfabric.remote import RemoteEngine

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from flowfabric import Budget, Engine
+from flowfabric import Budget, Context, Engine, Fabric
 from flowfabric.model.api_token import Scope
 from flowfabric.server import ServerSettings
 from flowfabric.settings import Secret
 from tests.cli.terminal import Terminal
 from tests.remote.serving import Serving, serving
+from tests.sdk.conftest import until, working
 
 ROOT = "a-long-secret-that-nobody-guesses"
 
@@ -129,3 +131,33 @@ def test_a_token_that_is_not_good_for_a_command_is_told_so(
 )
 def test_commands_that_need_the_store_itself_say_so(command: str, words: str) -> None:
     assert words in Terminal("http://127.0.0.1:9").refuses(command)
+
+
+def test_links_lead_to_the_server_that_is_asked(ff: Terminal, server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    app = Fabric(server.url)
+
+    @app.task
+    async def deploy(ctx: Context) -> None:
+        gate = await ctx.approval("approve", bool)
+        await ctx.progress({"links": list(map(str, gate.links))})
+        await gate
+
+    async def suspended() -> list[str]:
+        async with app, working(app):
+            run = await deploy.submit()
+
+            async def waits() -> bool:
+                return await run.state() == "suspended"
+
+            await until(waits)
+            links: list[str] = (await run.progress())["links"]
+            return links
+
+    [link] = asyncio.run(suspended())
+    assert link.startswith(f"{server.url}/v1/waitpoints/")
+    [listed] = ff.document("approvals", "--links")["approvals"]
+    assert listed["links"] == [link]
+    monkeypatch.setenv("FF_PUBLIC_URL", "https://ff.example/")
+    assert app.public_url == "https://ff.example"
+    monkeypatch.delenv("FF_PUBLIC_URL")
+    assert Fabric("https://ana:secret@ff.example/flows/").public_url == "https://ff.example/flows"

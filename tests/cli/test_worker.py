@@ -106,6 +106,13 @@ def test_a_worker_works_and_sigterm_drains_it(yard: Yard) -> None:
     assert "stopped after" in yard.said()
 
 
+def test_a_lane_that_no_task_is_in_is_told(yard: Yard) -> None:
+    yard.start("--lanes", "default,defualt")
+    yard.until(lambda: "lanes default, defualt" in yard.said())
+    yard.until(lambda: "no task of the app is in lane defualt" in yard.said())
+    assert yard.end() == 0, yard.said()
+
+
 def test_the_store_option_wins_over_the_apps_own(yard: Yard) -> None:
     yard.start("--store", yard.ff.store, url="sqlite:///unused.db")
     execution = yard.submit("hello")
@@ -181,6 +188,27 @@ def test_a_worker_whose_reloader_was_killed_drains(yard: Yard) -> None:
 )
 def test_an_app_that_is_not_there_is_told(ff: Terminal, target: str, text: str) -> None:
     assert text in ff.refuses("worker", target)
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "told"),
+    [
+        ("wrong_way", "app.task(retry=3)(print)", "retry: 3 is no Retry; write retry=Retry(max=3)"),
+        ("wrong_import", "import nowhere_at_all", "ModuleNotFoundError: No module named 'nowhere_at_all'"),
+        ("wrong_value", "int('x')", "ValueError: invalid literal"),
+        ("wrong_words", "def (", "SyntaxError: invalid syntax"),
+    ],
+)
+def test_an_app_that_does_not_load_tells_which_of_its_lines_is_wrong(
+    ff: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, line: str, told: str
+) -> None:
+    (tmp_path / f"{name}.py").write_text(f"from flowfabric import Fabric\napp = Fabric()\n{line}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    answer = ff.run("worker", f"{name}:app")
+    assert answer.exit_code == 1
+    assert f'{name}.py", line 3' in answer.stderr
+    assert told in answer.stderr
+    assert "importlib" not in answer.stderr
 
 
 def test_files_that_matter_are_watched(tmp_path: Path) -> None:

@@ -39,9 +39,12 @@ MADE_BY_OTHERS = {"Task", "Run", "Context", "Flow", "FlowRun", "Approval", "Vote
 INTERNAL = {
     "Fabric": {"bind", "unbind", "declare", "declare_bound", "declared", "portal", "stop_own_loop"},
     "Task": {"with_context", "ask", "bound"},
-    "Context": {"recall", "keep", "at", "remembered", "give_up", "flush", "durable", "handle", "is_parked"},
+    "Context": {"recall", "keep", "at", "remembered", "give_up", "flush", "durable", "handle", "is_parked"}
+    | {"may_park", "end", "keep_last_words"},
+    "Run": {"not_ended"},
+    "World": {"offered"},
     "Retry": {"policy"},
-    "Budget": {"amounts", "kept_as", "declare"},
+    "Budget": {"amounts", "kept_as", "shown", "declare"},
     "Limit": {"declare"},
     "AllOf": {"needed", "policy"},
     "AnyOf": {"needed", "policy"},

@@ -82,9 +82,9 @@ async def test_a_place_that_is_in_use_cannot_be_asked_at(function: Function, pla
 @pytest.mark.parametrize(
     ("payload", "words"),
     [
-        (None, "value: yes or no is needed"),
-        (b"", "value: yes or no is needed"),
-        (b"1", "value: yes or no is needed"),
+        (None, "value: true or false is needed"),
+        (b"", "value: true or false is needed"),
+        (b"1", "value: true or false is needed"),
         (b"{", "value: not JSON"),
         (b"\xff\xfe", "value: not JSON"),
         (b'"\xed\xa0\x80"', "value: not JSON"),

@@ -42,7 +42,7 @@ async def test_a_handler_runs_in_a_process_and_its_context_works_there(shared: F
     assert pid == same != os.getpid(), "a process is used again"
 
 
-async def test_a_timeout_kills_the_process(local: Fabric, tmp_path: Path) -> None:
+async def test_a_timeout_kills_the_process(local: Fabric, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with working(local):
         run = await service.stubborn.submit(str(tmp_path / "pid"))
         with pytest.raises(RunFailed, match="has not returned after 0.7 s; its process was killed"):
@@ -50,6 +50,7 @@ async def test_a_timeout_kills_the_process(local: Fabric, tmp_path: Path) -> Non
         [attempt] = await run.attempts()
         assert attempt.failure_category == "timeout"
         await until_so(lambda: _is_gone(tmp_path / "pid"))
+    assert f"{run.id}: attempt 0 of {service.stubborn.name} failed: TimeoutError" in caplog.text
 
 
 async def test_a_cancelled_run_kills_its_process(

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
+import logging
 import math
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
@@ -16,11 +20,24 @@ from typing import Any, NoReturn
 import pydantic
 import pytest
 
-from flowfabric import AnyOf, Budget, Context, Fabric, Limit, Quorum, Retry, RunFailed, RunSkipped, errors
+from flowfabric import (
+    AnyOf,
+    Budget,
+    Context,
+    Fabric,
+    Limit,
+    Quorum,
+    Retry,
+    RetryAfter,
+    RunFailed,
+    RunSkipped,
+    Settings,
+    errors,
+)
 from flowfabric.engine.engine import Engine
 from flowfabric.sdk.worker import Worker
 from flowfabric.testing import World
-from tests.sdk.conftest import working
+from tests.sdk.conftest import until, until_so, working
 
 ONCE = Retry(max=0)
 
@@ -404,3 +421,162 @@ async def test_an_app_that_cannot_see_to_its_keys_leaves_no_engine_behind(
         await app.engine()
 
     assert threading.active_count() == before
+
+
+async def test_a_failure_deep_in_a_library_tells_which_line_of_the_handler_led_there(
+    app: Fabric, caplog: pytest.LogCaptureFixture
+) -> None:
+    @app.task(retry=ONCE)
+    def parse() -> Any:
+        return json.loads("oops")  # three functions deep
+
+    async with working(app):
+        with pytest.raises(RunFailed) as failed:
+            await (await parse.submit()).result(10)
+    for told in (str(failed.value), caplog.text):
+        assert 'json.loads("oops")' in told
+        assert "raise JSONDecodeError" in told
+        assert "/flowfabric/sdk/" not in told, "our own pages help nobody"
+
+
+async def test_what_a_handler_must_not_return_is_told_to_whoever_waits_and_in_the_log(
+    app: Fabric, caplog: pytest.LogCaptureFixture
+) -> None:
+    @app.task(retry=ONCE)
+    def wrong() -> Any:
+        return object()
+
+    async with working(app):
+        run = await wrong.submit()
+        with pytest.raises(RunFailed, match="result: object has no JSON form") as failed:
+            await run.result(10)
+    assert "\n" not in failed.value.reason, "our own pages help nobody"
+    assert f"{run.id}: attempt 0 of {wrong.name} failed: InvalidInput" in caplog.text
+
+
+async def test_what_was_not_awaited_is_named(app: Fabric) -> None:
+    @app.task(retry=ONCE)
+    def forgets(ctx: Context) -> Any:
+        return ctx.step(plain, 1)
+
+    async with working(app):
+        with pytest.raises(RunFailed, match="step was not awaited .a plain function calls it through ctx.sync"):
+            await (await forgets.submit()).result(10)
+
+
+async def test_to_go_on_later_is_no_failure(app: Fabric, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "flowfabric.worker")
+
+    @app.task
+    async def busy() -> None:
+        raise RetryAfter("1h")
+
+    async with working(app):
+        run = await busy.submit()
+
+        async def is_put_away() -> bool:
+            return await run.state() == "delayed"
+
+        await until(is_put_away)
+    assert "goes on later: try again after 1h" in caplog.text
+    assert "failed" not in caplog.text
+
+
+async def test_whoever_waited_in_vain_is_told_where_to_look(app: Fabric) -> None:
+    run = await app.task(plain).submit(1)
+    with pytest.raises(TimeoutError) as late:
+        await run.result("10ms")
+    assert f"`ff explain {run.id}`" in late.value.__notes__[0]
+    assert "worker" in (await run.explain()).sentence
+
+
+def test_a_store_that_was_not_reached_is_told_once() -> None:
+    """Not a second time when the program ends."""
+    program = """
+from flowfabric import Fabric
+app = Fabric("postgresql://127.0.0.1:1/nowhere")
+try:
+    app.sync.find("{fp:1}:00000000-0000-4000-8000-000000000000").state()
+except Exception as told:
+    print(type(told).__name__)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout.split(), done.stderr, done.returncode) == (["StoreUnavailable"], "", 0)
+
+
+async def test_spending_what_has_no_limit_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    app, llm = Fabric("memory://"), Budget("llm", limits={"tokens": 10, "usd": 1})
+
+    @app.task(budgets=[llm])
+    async def ask(ctx: Context) -> None:
+        await ctx.spend(llm, token=5)
+        await ctx.spend(llm, token=5, tokens=5)
+
+    async with World(app):
+        await (await ask.submit()).result()
+    assert caplog.text.count("budget llm: token has no limit and is only counted; tokens, usd have one") == 1
+
+
+@pytest.mark.parametrize("shape", [{"ok": bool}, "Order", 5, object, Mute, list[Mute]])
+async def test_what_nobody_could_answer_is_not_asked(shape: Any) -> None:
+    """Otherwise the votes of three days are what shows it."""
+    app = Fabric("memory://")
+
+    @app.task(retry=ONCE)
+    async def asks(ctx: Context) -> None:
+        _ = await ctx.approval("approve", shape)
+
+    @app.task(retry=ONCE)
+    async def receives(ctx: Context) -> None:
+        await ctx.receive("approve", shape)
+
+    async with World(app):
+        for task in (asks, receives):
+            run = await task.submit()
+            with pytest.raises(RunFailed, match="approve: .* cannot be asked for; hand over a type"):
+                await run.result("1d")
+
+
+async def test_what_an_approval_shows_is_checked_before_it_asks() -> None:
+    app = Fabric("memory://")
+
+    @app.task(retry=ONCE)
+    async def asks(ctx: Context, *, shown: bool) -> None:
+        _ = await ctx.approval("approve", Steer, show={"what": Steer(degrees=3) if shown else object()})
+        await ctx.sleep("1h")
+
+    async with World(app):
+        run = await asks.submit(shown=False)
+        with pytest.raises(RunFailed, match="show: object has no JSON form"):
+            await run.result("1d")
+        run = await asks.submit(shown=True)
+        await run.result("1d")
+        assert (await run.describe()).tags["ff.show"] == '{"what":{"degrees":3}}'
+
+
+@pytest.mark.parametrize("kind", ["async", "plain"])
+async def test_a_handler_that_holds_its_slot_while_it_waits_for_another_is_named(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr("flowfabric.sdk.run.LONGEST_LOOK_MS", 10)
+    app = Fabric("memory://", settings=Settings(poll_ms=10))
+    inner = app.task(plain)
+
+    @app.task
+    async def outer() -> int:
+        return await (await inner.submit(1)).result()
+
+    @app.task
+    def plain_outer(ctx: Context) -> int:
+        return ctx.sync.spawn(inner, 1).result()
+
+    async with working(app, slots=1):
+        run = await (outer if kind == "async" else plain_outer).submit()
+        told = f"{run.id}: {run.task} holds its slot while it waits for"
+        if kind == "plain":
+            assert await run.result(10) == 1
+            assert told not in caplog.text
+        else:
+            await until_so(lambda: told in caplog.text)
+            for other in (await (await app.engine()).search_executions()).executions:
+                await app.find(other.execution_id).cancel()

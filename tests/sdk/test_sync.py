@@ -86,6 +86,7 @@ async def test_a_run_can_be_watched_and_ended_without_a_loop(app: Fabric) -> Non
     def in_thread() -> None:
         run = never.sync.submit()
         assert run.created
+        assert run.task == never.name
         assert run.state() is PublicState.WAITING
         assert run.describe().execution_id == run.id
         assert run.attempts() == []

@@ -226,6 +226,9 @@ async def test_other_things_are_refused_and_change_nothing(
     with pytest.raises(errors.InvalidInput, match="using: str is not a connection"):
         await greet.submit("ana", using="connection")
     bare.terminate()
+    async with asyncpg.create_pool(database, min_size=1) as pool:
+        with pytest.raises(errors.InvalidInput, match="using: Pool is not a connection"):
+            await greet.submit("ana", using=pool)
     async with of_asyncpg(database.rsplit("/", 1)[0] + "/postgres") as (elsewhere, _, _):
         with pytest.raises(errors.InvalidInput, match="another database"):
             await greet.submit("ana", using=elsewhere)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from types import ModuleType
+    from types import ModuleType, TracebackType
 
     from flowfabric import Fabric, Task
 
 T = TypeVar("T")
+
+IMPORTING = {__name__, "importlib", "importlib._bootstrap", "importlib._bootstrap_external"}
 
 
 def found_app(target: str) -> Fabric:
@@ -42,6 +44,9 @@ def found_task(target: str) -> Task[..., Any]:
 def _module(target: str, form: str) -> tuple[ModuleType, str]:
     import importlib
     import sys
+    import traceback
+
+    import typer
 
     from flowfabric.errors import InvalidInput
 
@@ -51,14 +56,25 @@ def _module(target: str, form: str) -> tuple[ModuleType, str]:
     sys.path.insert(0, "")
     try:
         return importlib.import_module(module_name), name
-    except ModuleNotFoundError as missing:
-        if missing.name is None or not (module_name == missing.name or module_name.startswith(f"{missing.name}.")):
-            raise  # the module is there, and what it imports is not: its traceback tells where
-        raise InvalidInput(
-            f"there is no module {missing.name!r} here; run ff in the folder that contains it, or install it"
-        ) from None
-    except ValueError:
-        raise InvalidInput(f"{target!r} is not {form}") from None
+    except Exception as fault:
+        within = _within_module(fault)
+        if within is not None or isinstance(fault, SyntaxError):  # it is there, and fails where its own lines tell
+            traceback.print_exception(type(fault), fault, within)
+            raise typer.Exit(1) from None
+        if isinstance(fault, ModuleNotFoundError):
+            missing = f"there is no module {fault.name!r} here; run ff in the folder that contains it, or install it"
+            raise InvalidInput(missing) from None
+        if isinstance(fault, ValueError):
+            raise InvalidInput(f"{target!r} is not {form}") from None
+        raise
+
+
+def _within_module(fault: Exception) -> TracebackType | None:
+    """The traceback from where it enters what was imported; None when nothing of that ran."""
+    trace = fault.__traceback__
+    while trace is not None and trace.tb_frame.f_globals["__name__"] in IMPORTING:
+        trace = trace.tb_next
+    return trace
 
 
 def _named(module: ModuleType, name: str, kind: type[T]) -> T:

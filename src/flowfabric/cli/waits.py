@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flowfabric.cli.stores import StoreOrServerOption, on_store
+from flowfabric.cli.stores import StoreOrServerOption, chosen_store, on_store
 from flowfabric.cli.telling import JsonOption, console, document, instant, table
 
 if TYPE_CHECKING:
@@ -128,14 +128,21 @@ def approvals(
         bool, typer.Option("--links", help="Show the signed links, too: whoever has one may vote.")
     ] = False,
     public_url: Annotated[
-        str,
-        typer.Option(envvar="FF_PUBLIC_URL", metavar="URL", help="Where the links lead.", show_default=False),
-    ] = "http://127.0.0.1:9090",
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Where the links lead: FF_PUBLIC_URL, else the server that --store names.",
+            show_default=False,
+        ),
+    ] = None,
     store: StoreOrServerOption = None,
     json: JsonOption = False,
 ) -> None:
     """List what waits for people. Which executions ask, how many have answered, until when."""
-    found = on_store(store, lambda engine: _open(engine, public_url.rstrip("/") if links else None))
+    from flowfabric.connecting import public_address
+
+    base = public_address(chosen_store(store), public_url) if links else None
+    found = on_store(store, lambda engine: _open(engine, base))
     if json:
         document({"approvals": found})
         return

@@ -173,7 +173,7 @@ class _Tail:
         if self._tell is not None:
             self._tell({"attempt": attempt, "reset": True})
         else:
-            self._aside(f"attempt {attempt + 1} begins anew")
+            self._aside(f"attempt {attempt} begins anew")
 
     async def _tell_progress(self) -> None:
         from flowfabric.sdk.output import progress_of

@@ -83,11 +83,16 @@ async def _work(app: Fabric, **options: Any) -> None:
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
     made = Worker(app, **options)
-    lanes = ", ".join(options["lanes"] or sorted({task.own.lane for task in app.tasks.values()}))
+    of_tasks = {task.own.lane for task in app.tasks.values()}
+    lanes = ", ".join(options["lanes"] or sorted(of_tasks))
     typer.echo(
         f"{made.instance_id} on {shown(app.url)}: {len(app.tasks)} tasks, lanes {lanes}, {options['slots']} slots",
         err=True,
     )
+    if alone := [lane for lane in options["lanes"] or () if lane not in of_tasks]:
+        typer.echo(
+            f"no task of the app is in lane {', '.join(alone)}: only what is submitted there comes there", err=True
+        )
     guard = asyncio.create_task(_stop_with_parent(made))
     try:
         await made.run_until_told()

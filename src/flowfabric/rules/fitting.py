@@ -18,7 +18,7 @@ import msgspec
 Schema = Mapping[str, Any]
 
 _KINDS: dict[str, tuple[Any, str]] = {
-    "boolean": (bool, "yes or no"),
+    "boolean": (bool, "true or false"),
     "integer": (int, "a whole number"),
     "number": ((int, float), "a number"),
     "string": (str, "a text"),

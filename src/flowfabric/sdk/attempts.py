@@ -19,7 +19,7 @@ from flowfabric.sdk.cells import Cells, Order
 from flowfabric.sdk.context import Context, Pending, entered
 from flowfabric.sdk.durable import Crash, Unwound
 from flowfabric.sdk.inputs import named_budgets, plain_input, read_input
-from flowfabric.sdk.outcomes import AWAY, Later, Outcome, raised, returned
+from flowfabric.sdk.outcomes import AWAY, Failed, Later, Outcome, raised, returned, trace_of
 from flowfabric.sdk.threads import DaemonThreads
 from flowfabric.sdk.turns import Turns
 
@@ -131,7 +131,7 @@ class Attempts:
             raise
         except BaseException as failure:  # also `sys.exit()`: one handler must not end the others
             return _went_on(claimed, task) if own.is_parked else await _failed(claimed, task, own, failure)
-        return _went_on(claimed, task) if own.is_parked else returned(task, value)
+        return _went_on(claimed, task) if own.is_parked else _told(claimed, task, returned(task, value))
 
     def _call(self, task: Task[..., Any], own: Pending, arguments: dict[str, Any]) -> Awaitable[Any]:
         """What to await for the value of the handler."""
@@ -216,15 +216,26 @@ class Attempts:
         def begun() -> None:
             own.is_starting = False
 
-        return await self._cells.perform(order, task.timeout_s, begun)
+        return _told(claimed, task, await self._cells.perform(order, task.timeout_s, begun))
 
 
 async def _failed(claimed: Claimed, task: Task[..., Any], own: Pending, failure: BaseException) -> Outcome:
     if own.context is not None:
         await own.context.keep_last_words()
-    attempt = claimed.attempt_index
-    logger.info("%s: attempt %d of %s failed", claimed.execution_id, attempt, task.name, exc_info=failure)
-    return raised(failure)
+    outcome, which = raised(failure), (claimed.execution_id, claimed.attempt_index, task.name)
+    if isinstance(outcome, Failed):
+        logger.warning("%s: attempt %d of %s failed", *which, exc_info=(type(failure), failure, trace_of(failure)))
+    else:
+        logger.info("%s: attempt %d of %s goes on later: %s", *which, failure)
+    return outcome
+
+
+def _told(claimed: Claimed, task: Task[..., Any], outcome: Outcome) -> Outcome:
+    """The outcome of a handler that did not raise here: it ran elsewhere, or what it returned does not fit."""
+    if isinstance(outcome, Failed):
+        which = (claimed.execution_id, claimed.attempt_index, task.name)
+        logger.warning("%s: attempt %d of %s failed: %s", *which, outcome.reason.rstrip())
+    return outcome
 
 
 def _is_cancelled() -> bool:

@@ -92,7 +92,7 @@ class Shape:
                 msgspec.convert(plain, self.annotation, str_keys=True)
             return plain
         except (TypeError, ValueError, RecursionError) as fault:
-            raise InvalidInput(f"{name}: {_words(fault)}") from fault
+            raise InvalidInput(f"{name}: {_words(fault)}{_unawaited(value)}") from fault
 
     def load(self, plain: Any, name: str) -> Any:
         """The value that the plain data stand for."""
@@ -125,6 +125,18 @@ class Shape:
             return None
         text = json_bytes(document).decode()
         return text if len(text) <= LONGEST_SCHEMA else None
+
+
+def wanted(annotation: Any, name: str) -> Shape:
+    """The shape of what somebody will be asked for; refused before anybody is when no answer could be read as it."""
+    shape = Shape(annotation)
+    if not shape.needs_pydantic and shape.annotation is not Any:
+        try:
+            msgspec.json.schema(shape.annotation)
+        except (TypeError, ValueError, NameError) as fault:
+            hint = "hand over a type that JSON can be read as, like bool, dict[str, int], a dataclass or a model"
+            raise InvalidInput(f"{name}: {annotation!r} cannot be asked for; {hint}") from fault
+    return shape
 
 
 class Signature:
@@ -290,6 +302,13 @@ def _fields_of(annotation: Any) -> list[Any]:
         return [*typing.get_type_hints(annotation).values()]
     except (TypeError, NameError):
         return []
+
+
+def _unawaited(value: Any) -> str:
+    if not inspect.iscoroutine(value):
+        return ""
+    value.close()  # told here; Python need not warn of it as well
+    return f"; {value.__qualname__} was not awaited (a plain function calls it through ctx.sync)"
 
 
 def _words(fault: Exception) -> str:

@@ -162,8 +162,8 @@ class Context(Waiting, Saying, Spending):
     ) -> Any:
         """Run a function once: its result is remembered, and later attempts return it without running it.
 
-        A step is known by its name (by default the function's) and how often that occurred in its branch; `key`
-        names one explicitly, wherever it occurs.
+        A step is known by its name (by default the function's; give lambdas one, they are all called alike) and how
+        often that occurred in its branch; `key` names one explicitly, wherever it occurs.
         """
         step = await self.recall(function, args, kwargs, name, key)
         if not step.is_known:

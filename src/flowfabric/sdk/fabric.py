@@ -19,7 +19,7 @@ import msgspec
 
 from flowfabric import loops
 from flowfabric.clock import Clock
-from flowfabric.connecting import connect, is_server
+from flowfabric.connecting import connect, is_server, public_address
 from flowfabric.engine.engine import Engine
 from flowfabric.errors import InvalidInput
 from flowfabric.ids import Minter
@@ -64,7 +64,7 @@ class Fabric:
             raise InvalidInput(f"url: {url!r} is not a text, as in sqlite:///app.db")
         self.url = url or os.environ.get("FLOWFABRIC_URL") or DEFAULT_STORE
         self.namespace = namespace
-        self.public_url = (public_url or os.environ.get("FF_PUBLIC_URL") or "http://127.0.0.1:9090").rstrip("/")
+        self._public_url = public_url
         self.on_point: Callable[[Context, str, str], Awaitable[None]] | None = None  # for tests: crash points
         self.on_wait: Callable[[int], None] | None = None  # for tests: threads that wait for the loop
         self.on_ask: Callable[[Context, str, Any], None] | None = None  # for tests: approvals and their shapes
@@ -85,6 +85,11 @@ class Fabric:
         self._starting = threading.Lock()
         self._pid = os.getpid()
         self._inherited: list[Any] = []
+
+    @property
+    def public_url(self) -> str:
+        """Where the links of approvals lead: as told, else FF_PUBLIC_URL, else to the server that this app is on."""
+        return public_address(self.url, self._public_url)
 
     # -- tasks ----------------------------------------------------------------------------------------------------
 
@@ -173,7 +178,7 @@ class Fabric:
         """The engine of this event loop, connected when first asked for."""
         loop = asyncio.get_running_loop()
         connecting = self._engines.get(loop)
-        if connecting is None or (connecting.done() and (connecting.cancelled() or connecting.exception())):
+        if connecting is None or _came_to_nothing(connecting):
             connecting = self._engines[loop] = loop.create_task(self._connect())
         return await asyncio.shield(connecting)
 
@@ -226,7 +231,7 @@ class Fabric:
     async def close(self) -> None:
         """Let go of the store in this event loop."""
         connecting = self._engines.pop(asyncio.get_running_loop(), None)
-        if connecting is not None:
+        if connecting is not None and not _came_to_nothing(connecting):
             await (await connecting).close()
 
     async def declare(self, engine: Engine) -> None:
@@ -358,6 +363,11 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
         loop.run_forever()
     finally:
         loop.close()
+
+
+def _came_to_nothing(connecting: asyncio.Task[Engine]) -> bool:
+    """Whether it has failed, which whoever asked for it was told."""
+    return connecting.done() and (connecting.cancelled() or connecting.exception() is not None)
 
 
 def _in_a_loop() -> bool:

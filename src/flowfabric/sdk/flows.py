@@ -245,7 +245,9 @@ class FlowRun:
                 ends = await asyncio.gather(*(self[node].result() for node in nodes), return_exceptions=True)
         except TimeoutError:
             late = f"{self.flow.name} {self.id} has not ended after {longest_s:g} s; it goes on all the same"
-            raise TimeoutError(late) from None
+            told = TimeoutError(late)
+            told.add_note("run.states() tells what each node is doing; is a worker running?")
+            raise told from None
         awaited = {edge.node.name for node in nodes for edge in node.edges if edge.kind != "success_only"}
         awaited |= {  # a join that was met without them
             edge.node.name

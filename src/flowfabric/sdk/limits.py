@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import uuid
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,6 +17,8 @@ from flowfabric.sdk.durations import Duration, to_ms
 
 if TYPE_CHECKING:
     from flowfabric.engine.engine import Engine
+
+logger = logging.getLogger("flowfabric.worker")
 
 MONEY = frozenset({"usd", "eur", "gbp", "chf"})
 MILLIONTHS = "_millionths"  # a dimension with fractions is kept as a whole number of millionths
@@ -49,6 +52,7 @@ class Budget:
             raise InvalidInput(f'budget {name}: on_hard is "fail" or "suspend", not {on_hard!r}')
         self.name = name
         self.limits = dict(limits)
+        self._told: set[str] = set()  # what was spent although it has no limit: perhaps a slip of the pen
         self.per = per
         self.on_hard = on_hard
         self._soft = soft
@@ -59,6 +63,12 @@ class Budget:
 
     def amounts(self, given: Mapping[str, int | float]) -> dict[str, int]:
         """What is spent, as it is counted in the store."""
+        if unlimited := [one for one in given if one not in self.limits and one not in self._told]:
+            self._told.update(unlimited)
+            known = ", ".join(self.limits)
+            logger.warning(
+                "budget %s: %s has no limit and is only counted; %s have one", self.name, ", ".join(unlimited), known
+            )
         return {self.kept_as(one): self._counted(one, amount) for one, amount in given.items()}
 
     def kept_as(self, dimension: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import traceback
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -53,7 +54,7 @@ def returned(task: Task[..., Any], value: Any) -> Outcome:
     try:
         return Done(task.signature.result.to_json(value, "result"))
     except InvalidInput as wrong:
-        return raised(wrong)
+        return raised(wrong.with_traceback(None))  # it leads through our own pages only
 
 
 def raised(failure: BaseException) -> Outcome:
@@ -92,13 +93,21 @@ async def _told(engine: Engine, handle: Handle, outcome: Outcome) -> None:
 
 
 def reason_of(failure: BaseException) -> str:
-    """The failure in a line, and where it happened: in the application, unless it never got there."""
+    """The failure in a line, and where it happened: where the application called what failed, and where that did."""
     frames = [*traceback.extract_tb(failure.__traceback__)]
-    theirs = [frame for frame in frames if not frame.filename.startswith(OUR_FILES)]
-    where = "".join(traceback.format_list((theirs or frames)[-3:]))
+    theirs = [frame for frame in frames if not frame.filename.startswith(OUR_FILES)] or frames
+    where = "".join(traceback.format_list(theirs if len(theirs) <= 3 else [theirs[0], *theirs[-2:]]))
     line = f"{type(failure).__name__}: {_text(failure)}"
     text = f"{line}\n{where}" if where else line
     return text.replace("\x00", "\\0").encode("utf-8", "backslashreplace")[:LONGEST_REASON].decode("utf-8", "ignore")
+
+
+def trace_of(failure: BaseException) -> TracebackType | None:
+    """Its traceback from where it enters the application; the whole of it when it never does."""
+    trace = failure.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(OUR_FILES):
+        trace = trace.tb_next
+    return trace or failure.__traceback__
 
 
 def _text(failure: BaseException) -> str:

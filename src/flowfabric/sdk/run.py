@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import logging
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 TAIL_MS = 10_000
+logger = logging.getLogger("flowfabric.worker")
+
 LONGEST_LOOK_MS = 30_000
 
 _ENDS = {
@@ -82,6 +85,7 @@ class Run(Generic[R]):
         until = None if longest_s is None else clock() + longest_s
         longest_ms = max(LONGEST_LOOK_MS, engine.settings.poll_ms)
         await asyncio.sleep(0)  # workers hear of what was just submitted before this looks at it
+        is_told = False
         while True:
             left_ms = longest_ms if until is None else max(0, int((until - clock()) * 1000))
             ended = await engine.await_end(self.id, max_wait_ms=min(left_ms, longest_ms))
@@ -89,10 +93,24 @@ class Run(Generic[R]):
                 return await self._value(engine, ended)
             if until is not None and clock() >= until:
                 raise self.not_ended(longest_s)
+            if not is_told:
+                is_told = True
+                self._tell_whose_slot_is_held()
+
+    def _tell_whose_slot_is_held(self) -> None:
+        """When handlers hold all slots while they wait for others, none of them ever ends."""
+        from flowfabric.sdk.context import current
+
+        with suppress(RuntimeError):  # nobody's
+            who = current()
+            hint = "ctx.spawn gives the slot back meanwhile"
+            logger.warning("%s: %s holds its slot while it waits for %s; %s", who.run_id, who.task, self.id, hint)
 
     def not_ended(self, after_s: float | None) -> TimeoutError:
         """What whoever waited so long for its end is told."""
-        return TimeoutError(f"{self.task} {self.id} has not ended after {after_s:g} s; it goes on all the same")
+        told = TimeoutError(f"{self.task} {self.id} has not ended after {after_s:g} s; it goes on all the same")
+        told.add_note(f"run.explain() or `ff explain {self.id}` tells what it waits for; is a worker running?")
+        return told
 
     async def state(self) -> PublicState:
         """The one public word for what it is doing."""

@@ -66,6 +66,11 @@ class SyncRun(Generic[R]):
         return self._run.id
 
     @property
+    def task(self) -> str:
+        """The name of its task."""
+        return self._run.task
+
+    @property
     def created(self) -> bool:
         """False when an earlier submit with the same key stands for this one."""
         return self._run.created

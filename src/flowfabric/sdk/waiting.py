@@ -17,7 +17,7 @@ from flowfabric.model.gate import GateEnd, GateKind, GateMemo, Vote
 from flowfabric.model.states import LifecyclePhase, TerminalOutcome
 from flowfabric.sdk import declared
 from flowfabric.sdk.approvals import Approval
-from flowfabric.sdk.codec import Shape, from_json
+from flowfabric.sdk.codec import Shape, from_json, wanted
 from flowfabric.sdk.durations import Duration, to_ms, to_seconds
 from flowfabric.sdk.failing import RunFailed
 from flowfabric.sdk.joins import AllOf, Join, Quorum
@@ -83,6 +83,7 @@ class Waiting(ABC):
     async def receive(self, name: str, shape: Any = Any, *, timeout: Duration | None = None) -> Any: ...
     async def receive(self, name: str, shape: Any = Any, *, timeout: Duration | None = None) -> Any:
         """The next message sent under this name, sent before or after; None when none came in time."""
+        asked = wanted(shape, f"receive {name}")
         memo = await self.durable.wait(
             GateArgs(
                 name=self.durable.gate_name(f"receive:{name}"),
@@ -93,7 +94,7 @@ class Waiting(ABC):
         )
         if memo.ended_as is GateEnd.TIMED_OUT:
             return None
-        return Shape(shape).load(from_json(memo.payload or b"null"), name)
+        return asked.load(from_json(memo.payload or b"null"), name)
 
     async def approval(
         self,
@@ -115,6 +116,8 @@ class Waiting(ABC):
         count = approvers if approvers is not None else max(need, 1)
         if not 1 <= need <= count:
             raise InvalidInput(f"approval: {need} votes cannot come from {count} links")
+        asked = wanted(shape, f"approval {name}")
+        told = {} if show is None else {"ff.show": Shape(Any).to_json(show, "show").decode()}
         gate = self.durable.gate_name(f"approval:{name}")
         points = tuple((str(self._derived(gate, number)), f"{name}.{number + 1}") for number in range(count))
         kind = CountKind.DISTINCT_WAITPOINTS if distinct else CountKind.DISTINCT_SIGNALS
@@ -130,14 +133,13 @@ class Waiting(ABC):
                 expires_in_ms=None if expires is None else to_ms(expires, "expires"),
             ),
         )
-        told = {} if show is None else {"ff.show": msgspec.json.encode(show).decode()}
-        if schema := Shape(shape).schema():  # what the page behind a link asks for
+        if schema := asked.schema():  # what the page behind a link asks for
             told[ask_tag(name)] = schema
         if told and not isinstance(opened, GateMemo):
             await self.engine.set_execution_tags(self.run_id, told)
         return Approval(
             self.durable,
-            Shape(shape),
+            asked,
             opened,
             base_url=self.app.public_url,
             run_id=self.run_id,

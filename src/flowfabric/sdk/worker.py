@@ -179,7 +179,7 @@ class Worker:
         """Finish what runs within the grace time; the rest is cancelled, and returned to be handed back."""
         if not self._running and not ends:
             return []
-        logger.info("draining: %d running, %g s of grace", len(self._running), self._grace_s)
+        logger.warning("draining: %d running, %g s of grace; once more hurries", len(self._running), self._grace_s)
         hurry = asyncio.create_task(self._hurry.wait())
         finished = asyncio.create_task(self._finish(ends))
         await asyncio.wait((finished, hurry), timeout=self._grace_s, return_when=asyncio.FIRST_COMPLETED)

@@ -85,7 +85,7 @@ async def link_to(connection: Any) -> Link:
     """The verbs of a connection that is in a transaction; `InvalidInput` for anything else."""
     driver = await _driver(connection)
     home = type(driver).__module__.partition(".")[0]
-    if home == "asyncpg":
+    if home == "asyncpg" and hasattr(driver, "is_in_transaction"):
         link: Link = driver
     elif home == "psycopg" and hasattr(driver, "cursor"):
         link = _Psycopg(driver)
