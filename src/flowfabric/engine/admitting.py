@@ -17,7 +17,7 @@ from flowfabric.engine.quotas import Quotas
 from flowfabric.model import verdicts
 from flowfabric.model.budget import BudgetDimension
 from flowfabric.model.execution import Execution
-from flowfabric.model.quota import QuotaPolicy
+from flowfabric.model.quota import QuotaPolicy, QuotaRequest
 from flowfabric.model.states import BlockingReason
 from flowfabric.model.worker import Worker
 from flowfabric.rules import admission, budgets
@@ -76,6 +76,7 @@ class Admitting(Budgets, Quotas):
 
         Nobody is admitted: a request that is not followed by a claim would be missing in its window.
         """
+        await self._learn(rows, seen)  # budgets come first for these, too
         now, sheets = await self.quota_chains.look(sorted(seen.full)) if seen.full else (0, {})
         refused: list[tuple[Execution, Refusal]] = []
         for row in rows:
@@ -109,20 +110,21 @@ class Admitting(Budgets, Quotas):
         if refusal := _spent(row, seen):
             await self._refuse(row, refusal, seen)
             return None
-        got: list[tuple[str, int]] = []
+        got: list[tuple[str, int, QuotaRequest | None]] = []
         for policy in decode_terms(row.terms).quota_policy_ids:
             numbers = seen.policies[policy]
             if numbers is None:
                 continue
             ask = self._asking(row, numbers)
-            verdict = await self._check(policy, ask)
+            verdict, before = await self._check(policy, ask)
             if refusal := _full(policy, numbers, verdict):
-                await self.give_back(Admitted(row, tuple(got)))
+                for other, admitted, stood in got:
+                    await self._take_back(other, row.execution_id, admitted, stood)
                 await self._refuse(row, refusal, seen)
                 return None
             if isinstance(verdict, verdicts.Admitted):
-                got.append((policy, ask.admission))
-        return Admitted(row, tuple(got))
+                got.append((policy, ask.admission, before))
+        return Admitted(row, tuple((policy, admitted) for policy, admitted, _ in got))
 
     def _refusal(self, row: Execution, seen: Seen, sheets: dict[str, QuotaSheet], now: int) -> Refusal | None:
         """What of that which refused others is in the way of this row, too."""

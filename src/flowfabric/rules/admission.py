@@ -2,7 +2,7 @@
 
 A policy is decided on as one sheet, like a budget. An admission is a slot and an entry in a sliding window. The slot is
 given back when the execution's life ends, or by the call that got it and could not use it; the entry stays, since the
-request was made. A slot that lapsed still counts until it is released, replaced or found dead by the reconciler, which
+request was made. Only when another policy of the execution refuses it, neither stays. A slot that lapsed still counts until it is released, replaced or found dead by the reconciler, which
 asks the execution first: work that runs longer than the window keeps its slot.
 """
 
@@ -185,6 +185,23 @@ def release(
     row = sheet.row()
     slots = {key: slot for key, slot in sheet.slots.items() if key != execution_id}
     return verdicts.Released(), replace(sheet, slots=slots, root=replace(row, active=max(0, row.active - held.counted)))
+
+
+def take_back(
+    sheet: QuotaSheet, execution_id: str, admission: int, before: QuotaRequest | None
+) -> Told[verdicts.Released]:
+    """Undo the admission of a call whose execution another policy refused: it made no request then, as after a refusal.
+
+    `before` is the request that stood in the window until then. Nothing is undone when another call relies on the slot.
+    """
+    held = sheet.slots.get(execution_id)
+    if held is None or held.admission != admission:
+        return verdicts.Released(), sheet
+    place = (DEFAULT_DIMENSION, execution_id)
+    requests = {key: one for key, one in sheet.requests.items() if key != place}
+    if before is not None:
+        requests[place] = before
+    return release(replace(sheet, requests=requests), execution_id)
 
 
 def released_at_end(row: Execution) -> tuple[Put, ...]:
