@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from flowfabric import errors
+from flowfabric.engine.engine import Engine
 from flowfabric.engine.loads import Loads
+from flowfabric.ids import SeededMinter
 from flowfabric.model.answers import ClaimGrant
 from flowfabric.model.budget import Budget, BudgetDimension
 from flowfabric.model.quota import QuotaRequest, QuotaSlot
@@ -336,6 +338,31 @@ async def test_many_that_one_policy_refuses_use_up_nothing_of_the_rate_of_anothe
 
     assert len(got.intersection(crowd)) == 1
     assert got.issuperset(others)
+
+
+async def test_work_that_two_processes_are_refused_at_once_keeps_no_slot(play: Play) -> None:
+    await policy(play, cap=1)
+    await policy(play, Q2, cap=1)
+    await play.create(policy={"quota_policy_ids": [Q2]})
+    assert len(await pull(play)) == 1
+    refused = await play.create(policy={"quota_policy_ids": [Q, Q2]})
+    wires = [FlakyStore(play.store), FlakyStore(play.store)]
+    gates = [wire.stop_after("commit") for wire in wires]
+    asked = []
+    for seed, (wire, gate) in enumerate(zip(wires, gates, strict=True), start=2):
+        process = Play(Engine(wire, minter=SeededMinter(seed)), play.clock)
+        asked.append(asyncio.ensure_future(pull(process)))
+        async with asyncio.timeout(20):
+            await gate.reached()  # the first policy has admitted it, the second was not asked yet
+
+    for gate, answer in zip(gates, asked, strict=True):
+        gate.open()
+        assert await answer == []
+
+    assert (await play.sheet(refused)).blocked_on == f"quota:{Q2}"
+    assert ((await root(play)).active, (await root(play, Q2)).active) == (0, 1)
+    other = await play.create(policy={"quota_policy_ids": [Q]})
+    assert await pull(play) == [other]
 
 
 async def test_a_request_of_an_earlier_life_stays_where_it_was_when_another_policy_refuses(play: Play) -> None:

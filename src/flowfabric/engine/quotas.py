@@ -112,11 +112,15 @@ class Quotas(Waiting, Relay):
         await self.wake_quota(quota_policy_id)
         return answer
 
+    async def _confirm(self, quota_policy_id: str, ask: admission.Asking) -> verdicts.Admission:
+        return await self.quota_chains.ask(quota_policy_id, lambda sheet, now: admission.confirm(sheet, ask, now))
+
     async def _take_back(
-        self, quota_policy_id: str, execution_id: str, admitted: int, before: QuotaRequest | None
+        self, quota_policy_id: str, execution_id: str, admitted: int, *, got: bool, before: QuotaRequest | None
     ) -> None:
         await self.quota_chains.ask(
-            quota_policy_id, lambda sheet, _: admission.take_back(sheet, execution_id, admitted, before)
+            quota_policy_id,
+            lambda sheet, _: admission.take_back(sheet, execution_id, admitted, got=got, before=before),
         )
         await self.wake_quota(quota_policy_id)
 
