@@ -167,3 +167,59 @@ def test_without_a_cap_a_dead_slot_takes_along_what_it_counted_and_nothing_else(
     moved, after = admission.reconcile(sheet, frozenset("ab"), NOW + WINDOW)
 
     assert (moved, sorted(after.slots), after.row().active) == (True, ["b", "c"], 2)
+
+
+def provisional(sheet: QuotaSheet, call: int, *, cap: int = 1) -> tuple[Any, QuotaSheet]:
+    return admission.check(sheet, asking("e", 0, cap, call, taking_over=True, provisional=True), NOW)
+
+
+def active(sheet: QuotaSheet) -> int:
+    assert sheet.row().active == sum(slot.counted for slot in sheet.slots.values())
+    return sheet.row().active
+
+
+def test_of_calls_that_another_policy_refuses_at_once_the_last_one_leaves_nothing_behind() -> None:
+    first, sheet = provisional(EMPTY, 1)
+    second, sheet = provisional(sheet, 2)
+    assert (first, second) == (verdicts.Admitted(), verdicts.AlreadyAdmitted())
+
+    _, sheet = admission.take_back(sheet, "e", 1, got=True)
+    assert active(sheet) == 1, "the second relies on it"
+    _, sheet = admission.take_back(sheet, "e", 2, got=False)
+
+    assert (active(sheet), sheet.slots, sheet.requests) == (0, {}, {})
+
+
+def test_an_admission_that_all_policies_gave_is_not_undone_by_a_call_that_was_refused_before() -> None:
+    _, sheet = provisional(EMPTY, 1)
+    _, sheet = provisional(sheet, 2)
+    confirmed, sheet = admission.confirm(sheet, asking("e", 0, 1, 1, taking_over=True, provisional=True), NOW)
+    assert confirmed == verdicts.AlreadyAdmitted()
+
+    _, sheet = admission.take_back(sheet, "e", 2, got=False)
+    _, sheet = admission.release(sheet, "e", admission=1)
+
+    assert active(sheet) == 1
+
+
+def test_an_admission_that_was_taken_back_before_it_is_confirmed_is_asked_for_again() -> None:
+    ask = asking("e", 0, 1, 1, taking_over=True, provisional=True)
+    _, sheet = provisional(EMPTY, 1)
+    _, sheet = provisional(sheet, 2)
+    _, free = admission.take_back(sheet, "e", 2, got=False)
+    _, full = admission.check(free, asking("other", 0, 1, 3), NOW)
+
+    confirmed, sheet = admission.confirm(free, ask, NOW)
+    assert (confirmed, active(sheet)) == (verdicts.Admitted(), 1)
+    _, sheet = admission.take_back(sheet, "e", 9, got=False)
+    assert active(sheet) == 1
+    assert admission.confirm(full, ask, NOW) == (verdicts.ConcurrencyExceeded(), full)
+
+
+def test_a_slot_of_an_earlier_call_is_not_undone_by_one_that_is_refused_elsewhere() -> None:
+    _, sheet = admission.check(EMPTY, asking("e", 0, 1, 1), NOW)
+    again, sheet = provisional(sheet, 2)
+
+    _, sheet = admission.take_back(sheet, "e", 2, got=False)
+
+    assert (again, active(sheet)) == (verdicts.AlreadyAdmitted(), 1)

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from flowfabric import errors
+from flowfabric.engine.engine import Engine
 from flowfabric.engine.loads import Loads
+from flowfabric.ids import SeededMinter
 from flowfabric.model.answers import ClaimGrant
 from flowfabric.model.budget import Budget, BudgetDimension
 from flowfabric.model.quota import QuotaRequest, QuotaSlot
@@ -312,6 +314,98 @@ async def test_all_of_several_policies_must_admit_and_what_some_admitted_is_give
     assert await play.vector(e) == QUOTA_BLOCKED
     assert (await play.sheet(e)).blocked_on == f"quota:{Q2}"
     assert ((await root(play)).active, (await root(play, Q2)).active) == (0, 1)
+
+
+@pytest.mark.parametrize("road", ROADS)
+async def test_what_another_policy_refuses_is_no_request_in_the_window_of_the_first(play: Play, road: str) -> None:
+    await policy(play, rate=1)
+    await policy(play, Q2, cap=1)
+    await play.create(policy={"quota_policy_ids": [Q2]})
+    assert await ask(play, road) is not None
+    play.clock.pass_ms(1)
+    refused = await play.create(policy={"quota_policy_ids": [Q, Q2]})
+    assert await ask(play, road) is None
+    assert (await play.sheet(refused)).blocked_on == f"quota:{Q2}"
+
+    other = await play.create(policy={"quota_policy_ids": [Q]})
+
+    assert await ask(play, road) == other
+    assert [one.execution_id for one in await play.engine.scan(Scan(QuotaRequest)) if one.quota_policy_id == Q] == [
+        other
+    ]
+
+
+async def test_many_that_one_policy_refuses_use_up_nothing_of_the_rate_of_another(play: Play) -> None:
+    await policy(play, rate=10)
+    await policy(play, Q2, cap=1)
+    crowd = [await play.create(policy={"quota_policy_ids": [Q, Q2]}) for _ in range(20)]
+    others = [await play.create(policy={"quota_policy_ids": [Q]}) for _ in range(9)]
+
+    got = set[str]()
+    while more := await pull(play, 30):
+        got.update(more)
+
+    assert len(got.intersection(crowd)) == 1
+    assert got.issuperset(others)
+
+
+async def test_work_that_two_processes_are_refused_at_once_keeps_no_slot(play: Play) -> None:
+    await policy(play, cap=1)
+    await policy(play, Q2, cap=1)
+    await play.create(policy={"quota_policy_ids": [Q2]})
+    assert len(await pull(play)) == 1
+    refused = await play.create(policy={"quota_policy_ids": [Q, Q2]})
+    wires = [FlakyStore(play.store), FlakyStore(play.store)]
+    gates = [wire.stop_after("commit") for wire in wires]
+    asked = []
+    for seed, (wire, gate) in enumerate(zip(wires, gates, strict=True), start=2):
+        process = Play(Engine(wire, minter=SeededMinter(seed)), play.clock)
+        asked.append(asyncio.ensure_future(pull(process)))
+        async with asyncio.timeout(20):
+            await gate.reached()  # the first policy has admitted it, the second was not asked yet
+
+    for gate, answer in zip(gates, asked, strict=True):
+        gate.open()
+        assert await answer == []
+
+    assert (await play.sheet(refused)).blocked_on == f"quota:{Q2}"
+    assert ((await root(play)).active, (await root(play, Q2)).active) == (0, 1)
+    other = await play.create(policy={"quota_policy_ids": [Q]})
+    assert await pull(play) == [other]
+
+
+async def test_a_request_of_an_earlier_life_stays_where_it_was_when_another_policy_refuses(play: Play) -> None:
+    await policy(play, rate=2)
+    await policy(play, Q2, cap=1)
+    e = await play.create(policy={"quota_policy_ids": [Q, Q2]})
+    [held] = await play.engine.claim_admitted("default", 1, worker_id="wa", worker_instance_id="wa-1")
+    began = play.now
+    await play.engine.complete(held.handle)
+    await play.engine.delivered()
+    await play.engine.replay_execution(e)
+    await play.create(priority=1, policy={"quota_policy_ids": [Q2]})
+    play.clock.pass_ms(1000)
+
+    assert e not in await pull(play, 5)
+
+    [kept] = [one for one in await play.engine.scan(Scan(QuotaRequest)) if one.quota_policy_id == Q]
+    assert (kept.execution_id, kept.admitted_at) == (e, began)
+
+
+@pytest.mark.parametrize("road", ROADS)
+async def test_budgets_come_before_quotas_also_for_what_stands_behind_a_refusal(play: Play, road: str) -> None:
+    await policy(play, cap=1)
+    await budget(play, tokens=10)
+    await report(play, tokens=10)
+    await play.create(policy={"quota_policy_ids": [Q]})
+    assert await ask(play, road) is not None
+    first = await play.create(policy={"quota_policy_ids": [Q]})
+    play.clock.pass_ms(1)
+    second = await play.create(policy={"quota_policy_ids": [Q], "budget_ids": [B]})
+
+    assert await ask(play, road) is None
+
+    assert (await play.vector(first), await play.vector(second)) == (QUOTA_BLOCKED, BUDGET_BLOCKED)
 
 
 async def test_every_exhausted_budget_of_several_holds_work_up(play: Play) -> None:

@@ -23,11 +23,13 @@ from flowfabric.stores.base import Scan, Want
 from tests.scenarios.play import ACTIVE, DEFAULT_PARTITION, EXPIRED_LEASE, WAITING, Play, terminal
 from tests.scenarios.test_ex_grants import requires
 from tests.scenarios.test_s_budgets import B, budget, report
+from tests.scenarios.test_s_quotas import Q, policy
 from tests.scenarios.test_s_scheduling import BUDGET_BLOCKED, pull
 from tests.scenarios.test_s_workers import ROUTE_BLOCKED
 from tests.scenarios.waits import Waits
 
 RETRY = {"retry_policy": {"max_retries": 1, "backoff": {"type": "fixed", "delay_ms": 500}}}
+LIMITED = {"quota_policy_ids": [Q]}
 DAY_MS = 24 * 3_600_000
 
 
@@ -209,6 +211,23 @@ async def test_s_093_unblock_skips_foreign_reasons_and_fails_closed(play: Play) 
     assert (await play.engine.sweep_once("unblock")).processed == 1
     assert await play.vector(unreadable) == WAITING
     assert (await play.sheet(foreign)).eligibility_state == "blocked_by_budget"
+
+
+async def test_unblock_only_peeks_so_everything_that_could_be_admitted_is_set_free(play: Play) -> None:
+    await policy(play, window=60, rate=1)
+    await play.create(policy=LIMITED)
+    assert len(await pull(play, lease_ttl_ms=90_000)) == 1
+    blocked = [await play.create(policy=LIMITED | needs) for needs in (requires("gpu"), {}, {})]
+    assert await pull(play, 5, capabilities=["gpu"]) == []
+    play.clock.pass_ms(59_999)
+    assert (await play.engine.sweep_once("unblock")).processed == 0
+
+    play.clock.pass_ms(1)
+    assert (await play.engine.sweep_once("unblock")).processed == 3
+
+    assert [await play.vector(e) for e in blocked] == [WAITING] * 3
+    [got] = await pull(play, 5)
+    assert got in blocked[1:], "the one that nobody here can run takes nothing from the others"
 
 
 async def forget_usage(play: Play, *, limit: int) -> None:

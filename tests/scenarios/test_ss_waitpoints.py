@@ -260,3 +260,18 @@ async def test_a_deadline_beyond_all_numbers_is_the_last_one(play: Play, waits: 
     pending = await play.engine.create_waitpoint(held.handle, "k", 2**63 - 1)
 
     assert (await waits.record(held.execution_id, pending.waitpoint_id)).expires_at == 2**63 - 1
+
+
+async def test_a_pending_waitpoint_may_have_as_much_time_as_fits_and_no_more(play: Play, waits: Waits) -> None:
+    held = await play.claimed()
+    most = 2**63 - 1
+    for length, end in (
+        (2**62, play.now + 2**62),
+        (most - play.now, most),
+        (most - play.now - 1, most - 1),
+        (most - play.now + 1, most),
+        (most, most),
+    ):
+        made = await play.engine.create_waitpoint(held.handle, "kp", length)
+        record = await waits.record(held.execution_id, made.waitpoint_id)
+        assert (record.state, record.expires_at) == ("pending", end)

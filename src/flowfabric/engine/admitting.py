@@ -17,7 +17,7 @@ from flowfabric.engine.quotas import Quotas
 from flowfabric.model import verdicts
 from flowfabric.model.budget import BudgetDimension
 from flowfabric.model.execution import Execution
-from flowfabric.model.quota import QuotaPolicy
+from flowfabric.model.quota import QuotaPolicy, QuotaRequest
 from flowfabric.model.states import BlockingReason
 from flowfabric.model.worker import Worker
 from flowfabric.rules import admission, budgets
@@ -55,6 +55,16 @@ class Admitted(msgspec.Struct, frozen=True):
     got: tuple[tuple[str, int], ...] = ()
 
 
+class Asked(msgspec.Struct):
+    """A policy that did not refuse: what was asked, whether this call got a slot, and the request before this one."""
+
+    policy: str
+    numbers: verdicts.QuotaLimits
+    ask: admission.Asking
+    got: bool
+    before: QuotaRequest | None
+
+
 class Admitting(Budgets, Quotas):
     """Asks budgets and quotas on behalf of a claim."""
 
@@ -76,6 +86,7 @@ class Admitting(Budgets, Quotas):
 
         Nobody is admitted: a request that is not followed by a claim would be missing in its window.
         """
+        await self._learn(rows, seen)  # budgets come first for these, too
         now, sheets = await self.quota_chains.look(sorted(seen.full)) if seen.full else (0, {})
         refused: list[tuple[Execution, Refusal]] = []
         for row in rows:
@@ -109,20 +120,31 @@ class Admitting(Budgets, Quotas):
         if refusal := _spent(row, seen):
             await self._refuse(row, refusal, seen)
             return None
-        got: list[tuple[str, int]] = []
-        for policy in decode_terms(row.terms).quota_policy_ids:
-            numbers = seen.policies[policy]
-            if numbers is None:
-                continue
-            ask = self._asking(row, numbers)
-            verdict = await self._check(policy, ask)
+        limited = [
+            (policy, numbers)
+            for policy in decode_terms(row.terms).quota_policy_ids
+            if (numbers := seen.policies[policy]) is not None
+        ]
+        asked: list[Asked] = []
+        for place, (policy, numbers) in enumerate(limited, start=1):
+            ask = self._asking(row, numbers, provisional=place < len(limited))
+            verdict, before = await self._check(policy, ask)
             if refusal := _full(policy, numbers, verdict):
-                await self.give_back(Admitted(row, tuple(got)))
-                await self._refuse(row, refusal, seen)
-                return None
-            if isinstance(verdict, verdicts.Admitted):
-                got.append((policy, ask.admission))
-        return Admitted(row, tuple(got))
+                return await self._refuse_asked(row, refusal, asked, seen)
+            got = isinstance(verdict, verdicts.Admitted)
+            asked.append(Asked(policy, numbers, ask, got, before if got else None))
+        for one in asked[:-1]:
+            verdict = await self._confirm(one.policy, one.ask)
+            if refusal := _full(one.policy, one.numbers, verdict):
+                return await self._refuse_asked(row, refusal, asked, seen)
+            one.got = one.got or isinstance(verdict, verdicts.Admitted)
+        return Admitted(row, tuple((one.policy, one.ask.admission) for one in asked if one.got))
+
+    async def _refuse_asked(self, row: Execution, refusal: Refusal, asked: Sequence[Asked], seen: Seen) -> None:
+        """Block a row that some of its policies have admitted, and undo that."""
+        for one in asked:
+            await self._take_back(one.policy, row.execution_id, one.ask.admission, got=one.got, before=one.before)
+        await self._refuse(row, refusal, seen)
 
     def _refusal(self, row: Execution, seen: Seen, sheets: dict[str, QuotaSheet], now: int) -> Refusal | None:
         """What of that which refused others is in the way of this row, too."""
@@ -137,7 +159,7 @@ class Admitting(Budgets, Quotas):
                 return refusal
         return None
 
-    def _asking(self, row: Execution, numbers: verdicts.QuotaLimits) -> admission.Asking:
+    def _asking(self, row: Execution, numbers: verdicts.QuotaLimits, *, provisional: bool = False) -> admission.Asking:
         return admission.Asking(
             execution_id=row.execution_id,
             window_ms=admission.window_ms(numbers),
@@ -147,6 +169,7 @@ class Admitting(Budgets, Quotas):
             life=row.replay_count,
             admission=self.minter.change_id(),
             taking_over=True,
+            provisional=provisional,
             chance=self.chance(),
         )
 

@@ -13,9 +13,10 @@ from flowfabric.engine.waiting import PAGE, Waiting
 from flowfabric.model import verdicts
 from flowfabric.model.execution import Execution
 from flowfabric.model.outbox import Message
-from flowfabric.model.quota import QuotaPolicy, QuotaSlot
+from flowfabric.model.quota import QuotaPolicy, QuotaRequest, QuotaSlot
 from flowfabric.model.states import LifecyclePhase
 from flowfabric.rules import admission, limits
+from flowfabric.rules.admission import QuotaSheet
 from flowfabric.stores.base import Scan, Want, Where
 
 MOST_SECONDS = limits.MAX_DURATION_MS // 1000
@@ -77,10 +78,23 @@ class Quotas(Waiting, Relay):
         )
         rows = (await self.load((Want(Execution, (execution,)),))).rows[0]
         life = admission.life_of(rows[0] if rows else None)
-        return await self._check(policy, msgspec.structs.replace(ask, life=life))
+        verdict, _ = await self._check(policy, msgspec.structs.replace(ask, life=life))
+        return verdict
 
-    async def _check(self, quota_policy_id: str, ask: admission.Asking) -> verdicts.Admission:
-        return await self.quota_chains.ask(quota_policy_id, lambda sheet, now: admission.check(sheet, ask, now))
+    async def _check(
+        self, quota_policy_id: str, ask: admission.Asking
+    ) -> tuple[verdicts.Admission, QuotaRequest | None]:
+        """The verdict, and the execution's request that stood in the window until then."""
+
+        def decide(
+            sheet: QuotaSheet, now: int
+        ) -> tuple[tuple[verdicts.Admission, QuotaRequest | None] | errors.FabricError, QuotaSheet]:
+            verdict, after = admission.check(sheet, ask, now)
+            if isinstance(verdict, errors.FabricError):
+                return verdict, after
+            return (verdict, sheet.requests.get((ask.dimension, ask.execution_id))), after
+
+        return await self.quota_chains.ask(quota_policy_id, decide)
 
     async def release_admission(self, quota_policy_id: str, execution_id: str) -> verdicts.Released:
         """Give an execution's slot back, whoever got it; again is the same."""
@@ -97,6 +111,18 @@ class Quotas(Waiting, Relay):
         )
         await self.wake_quota(quota_policy_id)
         return answer
+
+    async def _confirm(self, quota_policy_id: str, ask: admission.Asking) -> verdicts.Admission:
+        return await self.quota_chains.ask(quota_policy_id, lambda sheet, now: admission.confirm(sheet, ask, now))
+
+    async def _take_back(
+        self, quota_policy_id: str, execution_id: str, admitted: int, *, got: bool, before: QuotaRequest | None
+    ) -> None:
+        await self.quota_chains.ask(
+            quota_policy_id,
+            lambda sheet, _: admission.take_back(sheet, execution_id, admitted, got=got, before=before),
+        )
+        await self.wake_quota(quota_policy_id)
 
     async def _receive_release_admission(self, message: Message) -> None:
         """A life has ended, and with it its claim to a slot."""

@@ -30,10 +30,12 @@ BY_RANK = ("rank", "execution_id")
 
 
 class Room:
-    """What budgets and quota policies have left, looked up once and counted down while work is set free.
+    """What budgets and quota policies have left, looked up once.
 
     `only` looks at one of them: work that waits for it is set free when there is room there, whatever else is in its
-    way; the next claim finds that out, and it waits for that instead.
+    way; the next claim finds that out, and it waits for that instead. Room is counted down then, so that no more are
+    set free than can run. The sweep, which looks at all of them, only peeks: the first in line may be for workers that
+    are not there, and must not keep others waiting.
     """
 
     def __init__(self, books: Books, only: str | None = None) -> None:
@@ -68,13 +70,13 @@ class Room:
         return self._spent.get(name, False) or self._left.get(name) == 0
 
     def admits(self, row: Execution) -> bool:
-        """Whether nothing of what blocked this row is in its way any more; if so, it takes its share."""
+        """Whether nothing of what blocked this row is in its way any more; if room is counted, it takes its share."""
         policies = self._policies(row)
         if any(self._spent[budget] for budget in self._budgets(row)):
             return False
         if any(self._left[policy] == 0 for policy in policies):
             return False
-        for policy in policies:
+        for policy in policies if self._only else ():
             left = self._left[policy]
             self._left[policy] = None if left is None else left - 1
         return True

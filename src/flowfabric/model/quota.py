@@ -24,7 +24,8 @@ class QuotaSlot(msgspec.Struct, frozen=True):
     """One execution's admission.
 
     It belongs to one life of the execution (`life` is its replay count): the release that the end of an earlier life
-    sent cannot take it. `admission` says which call it was last given to: only that call may give it back unused.
+    sent cannot take it. `admission` says which call it was last given to: only that call may give it back unused. It is
+    negative while that call has other policies to ask, which may refuse the execution.
     """
 
     quota_policy_id: str

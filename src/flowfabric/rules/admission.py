@@ -2,7 +2,7 @@
 
 A policy is decided on as one sheet, like a budget. An admission is a slot and an entry in a sliding window. The slot is
 given back when the execution's life ends, or by the call that got it and could not use it; the entry stays, since the
-request was made. A slot that lapsed still counts until it is released, replaced or found dead by the reconciler, which
+request was made. Only when another policy of the execution refuses it, neither stays. A slot that lapsed still counts until it is released, replaced or found dead by the reconciler, which
 asks the execution first: work that runs longer than the window keeps its slot.
 """
 
@@ -67,6 +67,7 @@ class Asking(msgspec.Struct, frozen=True, kw_only=True):
     life: int = 0
     admission: int  # names this call
     taking_over: bool = False  # whether a slot that the execution has already is this call's from now on
+    provisional: bool = False  # whether other policies are asked after this one
     chance: float = 0.0
 
 
@@ -136,11 +137,12 @@ def check(sheet: QuotaSheet, ask: Asking, now: int) -> Told[verdicts.Admission]:
     held = sheet.slots.get(ask.execution_id)
     # A slot of an earlier life was given back by the end of that life, whether or not the word has arrived.
     if held is not None and held.life >= ask.life and is_live(held, now):
-        if held.admission == ask.admission:
+        if abs(held.admission) == ask.admission:
             return verdicts.Admitted(), sheet  # this very call, whose first answer got lost
         if not ask.taking_over:
             return verdicts.AlreadyAdmitted(), sheet
-        mine = replace(held, admission=ask.admission)
+        stays_provisional = ask.provisional and held.admission < 0
+        mine = replace(held, admission=-ask.admission if stays_provisional else ask.admission)
         return verdicts.AlreadyAdmitted(), _with_slot(sheet, mine)
     passed = now - ask.window_ms
     window = _window(sheet, ask.dimension, passed)
@@ -154,7 +156,8 @@ def check(sheet: QuotaSheet, ask: Asking, now: int) -> Told[verdicts.Admission]:
         return verdicts.ConcurrencyExceeded(), sheet
     counts = ask.concurrency_cap > 0
     until = now + ask.window_ms if ask.window_ms else None
-    slot = QuotaSlot(sheet.quota_policy_id, ask.execution_id, ask.life, ask.admission, counts, until)
+    name = -ask.admission if ask.provisional else ask.admission
+    slot = QuotaSlot(sheet.quota_policy_id, ask.execution_id, ask.life, name, counts, until)
     request = QuotaRequest(sheet.quota_policy_id, ask.dimension, ask.execution_id, now, now + ask.window_ms)
     requests = {key: one for key, one in sheet.requests.items() if key[0] != ask.dimension or one.admitted_at > passed}
     requests[ask.dimension, ask.execution_id] = request
@@ -185,6 +188,36 @@ def release(
     row = sheet.row()
     slots = {key: slot for key, slot in sheet.slots.items() if key != execution_id}
     return verdicts.Released(), replace(sheet, slots=slots, root=replace(row, active=max(0, row.active - held.counted)))
+
+
+def confirm(sheet: QuotaSheet, ask: Asking, now: int) -> Told[verdicts.Admission]:
+    """Make a provisional admission one to rely on, now that the other policies admit as well.
+
+    Another call that took the slot over keeps it. One that was taken back meanwhile is asked for again.
+    """
+    held = sheet.slots.get(ask.execution_id)
+    if held is None or held.life < ask.life or not is_live(held, now):
+        return check(sheet, replace(ask, provisional=False), now)
+    return verdicts.AlreadyAdmitted(), _with_slot(sheet, replace(held, admission=abs(held.admission)))
+
+
+def take_back(
+    sheet: QuotaSheet, execution_id: str, admission: int, *, got: bool, before: QuotaRequest | None = None
+) -> Told[verdicts.Released]:
+    """Undo the admission of a call whose execution another policy refused: it made no request then, as after a refusal.
+
+    `got` says that this call got it, and `before` which request stood in the window until then. What it took over is
+    undone only while it is provisional: of several calls that are refused at once, the last one leaves nothing behind.
+    Nothing is undone when another call has the slot by now.
+    """
+    held = sheet.slots.get(execution_id)
+    if held is None or abs(held.admission) != admission or not (got or held.admission < 0):
+        return verdicts.Released(), sheet
+    place = (DEFAULT_DIMENSION, execution_id)
+    requests = {key: one for key, one in sheet.requests.items() if key != place}
+    if before is not None:
+        requests[place] = before
+    return release(replace(sheet, requests=requests), execution_id)
 
 
 def released_at_end(row: Execution) -> tuple[Put, ...]:

@@ -89,7 +89,8 @@ def create_waitpoint(
     signer = tokens.waitpoint_signer(keys)
     if isinstance(signer, errors.FabricError):
         return refuse(signer)
-    until = at(expires_in_ms) if expires_in_ms < MAX_INTEGER // 2 else MAX_INTEGER
+    # No store keeps a later instant; near it, the sum is made of the time of this look.
+    until = at(expires_in_ms) if expires_in_ms < MAX_INTEGER // 2 else min(now + expires_in_ms, MAX_INTEGER)
     waitpoint = shelving.new_waitpoint(row, signer, waitpoint_id, waitpoint_key, expires_at=until, pending_until=until)
     made: tuple[Write, ...] = (Insert(waitpoint),)
     guards: tuple[Guard, ...] = (seen(row, live(row)),)
