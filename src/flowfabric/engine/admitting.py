@@ -130,13 +130,15 @@ class Admitting(Budgets, Quotas):
             ask = self._asking(row, numbers, provisional=place < len(limited))
             verdict, before = await self._check(policy, ask)
             if refusal := _full(policy, numbers, verdict):
-                return await self._refuse_asked(row, refusal, asked, seen)
+                await self._refuse_asked(row, refusal, asked, seen)
+                return None
             got = isinstance(verdict, verdicts.Admitted)
             asked.append(Asked(policy, numbers, ask, got, before if got else None))
         for one in asked[:-1]:
             verdict = await self._confirm(one.policy, one.ask)
             if refusal := _full(one.policy, one.numbers, verdict):
-                return await self._refuse_asked(row, refusal, asked, seen)
+                await self._refuse_asked(row, refusal, asked, seen)
+                return None
             one.got = one.got or isinstance(verdict, verdicts.Admitted)
         return Admitted(row, tuple((one.policy, one.ask.admission) for one in asked if one.got))
 

@@ -2,8 +2,9 @@
 
 A policy is decided on as one sheet, like a budget. An admission is a slot and an entry in a sliding window. The slot is
 given back when the execution's life ends, or by the call that got it and could not use it; the entry stays, since the
-request was made. Only when another policy of the execution refuses it, neither stays. A slot that lapsed still counts until it is released, replaced or found dead by the reconciler, which
-asks the execution first: work that runs longer than the window keeps its slot.
+request was made. Only when another policy of the execution refuses it, neither stays. A slot that lapsed still counts
+until it is released, replaced or found dead by the reconciler, which asks the execution first: work that runs longer
+than the window keeps its slot.
 """
 
 from __future__ import annotations

@@ -124,7 +124,9 @@ class Context(Waiting, Saying, Spending):
     @property
     def lease_seconds_left(self) -> float:
         """How long the lease lasts as things are; it is renewed as long as the worker lives."""
-        return max(0.0, (self._lease_until() - self.engine.estimate.now()) / 1000)
+        left_ms = self._lease_until() - self.engine.estimate.now()
+        # No longer than it was given for: what a server says of its time is a little late here.
+        return max(0, min(left_ms, self._handle.fields.lease_ttl_ms)) / 1000
 
     def key(self, name: str) -> str:
         """An idempotency key for a call to the outside: the same on every attempt of this run."""
