@@ -10,6 +10,7 @@ ANEW = "tests/scenarios/test_gates_anew.py"
 UNSEEN = "tests/engine/test_flow_dispatch.py"
 SIGNALS = "tests/scenarios/test_ss_prose_signals.py"
 STANDS = "tests/rules/test_guards.py"
+JOINS = "tests/rules/test_flow_guards.py"
 
 RULES = (
     Fault(
@@ -258,5 +259,76 @@ RULES = (
         "        if row.lifecycle_phase is LifecyclePhase.ACTIVE:\n",
         "        if row.lifecycle_phase is LifecyclePhase.SUSPENDED:\n",
         "tests/scenarios/test_children.py::test_a_child_that_ends_while_the_wait_for_it_is_on_its_way_counts",
+    ),
+    Fault(
+        "a replay forgets the steps of all executions",
+        "rules/replay.py",
+        "Delete(StepMemo, (row.execution_id,))",
+        "Delete(StepMemo, ())",
+        "tests/scenarios/test_steps.py::test_a_replay_forgets_nothing_of_others",
+    ),
+    Fault(
+        "a reset forgets the ledgers of all budgets",
+        "rules/budgets.py",
+        "[Delete(BudgetSpend, (name,))]",
+        "[Delete(BudgetSpend, ())]",
+        "tests/scenarios/test_s_budgets.py::test_a_reset_forgets_the_ledger_of_its_own_budget_only",
+    ),
+    Fault(
+        "what a budget counts without a limit is exhausted",
+        "rules/budgets.py",
+        "if row.hard_limit and counted(row) >= row.hard_limit), None)",
+        "if counted(row) >= row.hard_limit), None)",
+        "tests/scenarios/test_s_scheduling.py::test_what_a_budget_counts_without_a_limit_holds_nobody_up",
+    ),
+    Fault(
+        "an edge is applied though its upstream ends at that moment",
+        "rules/dependents.py",
+        "guards = (seen_group(group, ask.flow_id, ask.downstream), seen(child), seen(upstream))",
+        "guards = (seen_group(group, ask.flow_id, ask.downstream), seen(child))",
+        JOINS,
+    ),
+    Fault(
+        "siblings of a join that has fired anew are taken for dealt with",
+        "rules/flow_cancel.py",
+        "guards: tuple[Guard, ...] = (Guard(PendingCancelGroup, key, entry.revision),)",
+        "guards: tuple[Guard, ...] = ()",
+        JOINS,
+    ),
+    Fault(
+        "a suspension stays open when the gate closes on which it waits",
+        "rules/gates.py",
+        '        fields |= {"satisfied_at": NOW, "closed_at": NOW, "close_reason": reason, "due_at": None}\n',
+        "",
+        "tests/scenarios/test_gates.py::test_a_gate_that_closes_closes_the_suspension_on_it",
+    ),
+    Fault(
+        "parking forgets the messages that nobody has read",
+        "rules/parking.py",
+        "        mail=root.mail,\n",
+        "",
+        "tests/scenarios/test_gates.py"
+        "::test_parking_takes_the_place_of_the_suspension_before_and_leaves_what_is_the_execution_s",
+    ),
+    Fault(
+        "a message goes to whoever waits for any",
+        "rules/mailbox.py",
+        " and gate.mailbox == mail.mailbox",
+        "",
+        "tests/scenarios/test_mailboxes.py::test_a_message_reaches_only_those_who_wait_for_its_name_in_their_time",
+    ),
+    Fault(
+        "a purge takes a waitpoint of the same name elsewhere along",
+        "rules/retention.py",
+        "(one, row.partition)",
+        "(one,)",
+        "tests/scenarios/test_purged.py::test_a_waitpoint_of_the_same_name_elsewhere_stays",
+    ),
+    Fault(
+        "a lapsed worker is swept though it has just registered again",
+        "rules/workers.py",
+        "    if seen is not None:\n",
+        "    if False:\n",
+        "tests/rules/test_workers.py",
     ),
 )

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 
+from flowfabric import errors
 from flowfabric.model.answers import NotReclaimable
 from flowfabric.model.execution import Execution, Grant, IdempotencyKey
 from flowfabric.model.states import (
@@ -32,6 +33,7 @@ from flowfabric.rules import (
     delay,
     expiry,
     finish,
+    lease,
     notes,
     operate,
     reclaim,
@@ -322,3 +324,65 @@ def test_what_has_moved_on_since_it_was_found_is_let_be(
     rule: Callable[[Execution | None], Decision[Any]], row: Execution | None, answer: Any
 ) -> None:
     assert rule(row) == Decision(answer)
+
+
+# -- checks in their order --------------------------------------------------------------------------------------------
+
+# Each lets one more reason be seen: what is checked first is told, whatever else is wrong.
+LEASED, RUNNING = {"ownership_state": OwnershipState.LEASED}, {"attempt_state": AttemptState.RUNNING_ATTEMPT}
+FAILED = {"terminal_outcome": TerminalOutcome.FAILED}
+DELAYED = {"eligibility_state": UNTIL_TIME}
+
+
+def claimed(row: Execution | None) -> Decision[Any]:
+    return claim.claim_execution(row, HOLDER, NOW)
+
+
+def resumed(row: Execution | None) -> Decision[Any]:
+    return claim.claim_resumed_execution(row, HOLDER, NOW)
+
+
+def taken(row: Execution | None) -> Decision[Any]:
+    return claim.issue_grant_and_claim(row, HOLDER, NOW)
+
+
+REFUSED: dict[str, tuple[Callable[[Execution | None], Decision[Any]], Execution | None, type[errors.FabricError]]] = {
+    "claim: gone": (claimed, None, errors.NotFound),
+    "claim: not runnable": (claimed, changed(ENDED, LEASED), errors.ExecutionNotLeaseable),
+    "claim: leased": (claimed, changed(WAITS, LEASED | DELAYED | FAILED | RUNNING), errors.LeaseConflict),
+    "claim: delayed": (claimed, changed(WAITS, DELAYED | RUNNING), errors.ExecutionNotLeaseable),
+    "claim: with an outcome": (claimed, changed(WAITS, FAILED | RUNNING), errors.ExecutionNotLeaseable),
+    "claim: running": (claimed, changed(WAITS, RUNNING), errors.ActiveAttemptExists),
+    "claim: interrupted": (claimed, PARKED, errors.UseClaimResumedExecution),
+    "claim: without a grant": (claimed, WAITS, errors.InvalidClaimGrant),
+    "resume: gone": (resumed, None, errors.NotFound),
+    "resume: not runnable": (resumed, HELD, errors.ExecutionNotLeaseable),
+    "resume: not interrupted": (resumed, changed(WAITS, LEASED), errors.NotAResumedExecution),
+    "resume: leased": (resumed, changed(PARKED, LEASED | DELAYED), errors.LeaseConflict),
+    "resume: with an outcome": (resumed, changed(PARKED, FAILED), errors.ExecutionNotLeaseable),
+    "resume: without a grant": (resumed, PARKED, errors.InvalidClaimGrant),
+    "operator: gone": (taken, None, errors.NotFound),
+    "operator: not runnable": (taken, HELD, errors.ExecutionNotEligible),
+    "operator: leased": (taken, changed(WAITS, LEASED | FAILED | RUNNING | OFFERED), errors.LeaseConflict),
+    "operator: with an outcome": (taken, changed(WAITS, FAILED | RUNNING | OFFERED), errors.ExecutionNotEligible),
+    "operator: running": (taken, changed(WAITS, RUNNING | OFFERED), errors.ActiveAttemptExists),
+    "operator: offered": (taken, changed(WAITS, OFFERED | DELAYED), errors.GrantAlreadyExists),
+    "operator: delayed": (taken, changed(WAITS, DELAYED), errors.ExecutionNotEligible),
+}
+
+
+@pytest.mark.parametrize(("rule", "row", "error"), REFUSED.values(), ids=REFUSED.keys())
+def test_a_claim_is_refused_by_the_first_check_that_fails(
+    rule: Callable[[Execution | None], Decision[Any]], row: Execution | None, error: type[errors.FabricError]
+) -> None:
+    decision = rule(row)
+
+    assert type(decision.answer) is error
+    assert decision.change is None
+
+
+def test_a_lease_is_renewed_by_the_attempt_that_holds_it() -> None:
+    assert lease.renewable(HELD, 0, FENCE, NOW) == Decision(None)
+    assert isinstance(lease.renewable(HELD, 1, FENCE, NOW).answer, errors.StaleLease)
+    assert isinstance(lease.renewable(None, 0, FENCE, NOW).answer, errors.NotFound)
+    assert isinstance(lease.renewable(LOST, 0, FENCE, NOW).answer, errors.LeaseExpired)

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from flowfabric import errors
+from flowfabric.cursors import FROM_THE_START
 from flowfabric.engine.cancelling import Dispositions
 from flowfabric.engine.flow_cancels import WaitTimeout
 from flowfabric.model import flow_answers
@@ -46,6 +47,12 @@ async def test_s_052_skipped_member_waits_again(flow: Flowing) -> None:
     assert await flow.counts("b") == "0/0/0 of 1 pending"
     assert (await replay_events(flow, "b"))[0]["branch"] == "skipped_flow_member"
     assert (await replay_events(flow, "b"))[0]["groups_reset"] == 1
+    feed = await flow.engine.subscribe_operator_event(FROM_THE_START)
+    told = [await feed.next(timeout_s=0), await feed.next(timeout_s=0)]
+    assert [news and news.details for news in told] == [
+        {"branch": "normal"},
+        {"branch": "skipped_flow_member", "groups_reset": 1},
+    ]
     await flow.succeed("a")
     await flow.cascade("a")
     assert await flow.vector("b") == REPLAYED
