@@ -230,6 +230,17 @@ async def test_unblock_only_peeks_so_everything_that_could_be_admitted_is_set_fr
     assert got in blocked[1:], "the one that nobody here can run takes nothing from the others"
 
 
+async def test_work_that_has_its_slot_needs_no_other_room(play: Play) -> None:
+    await policy(play, cap=1)
+    e = await play.create(policy=LIMITED)
+    await play.engine.check_admission(Q, e, window_seconds=60, rate_limit=0, concurrency_cap=1)
+    await play.engine.block_execution_for_admission(e, reason="waiting_for_quota")
+
+    assert (await play.engine.sweep_once("unblock")).processed == 1
+
+    assert await pull(play) == [e]
+
+
 async def forget_usage(play: Play, *, limit: int) -> None:
     """Write into a budget what no rule would."""
     [row] = (await play.engine.load((Want(Budget, (B,)),))).rows[0]

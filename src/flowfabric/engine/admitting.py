@@ -18,12 +18,15 @@ from flowfabric.model import verdicts
 from flowfabric.model.budget import BudgetDimension
 from flowfabric.model.execution import Execution
 from flowfabric.model.quota import QuotaPolicy, QuotaRequest
-from flowfabric.model.states import BlockingReason
+from flowfabric.model.states import BlockingReason, EligibilityState, LifecyclePhase
 from flowfabric.model.worker import Worker
 from flowfabric.rules import admission, budgets
 from flowfabric.rules.admission import QuotaSheet
 from flowfabric.rules.policy import decode_terms
 from flowfabric.stores.base import Want
+
+# Where a row stands that nobody claimed: held up by a quota, or over.
+LEFT = (EligibilityState.BLOCKED_BY_QUOTA, EligibilityState.NOT_APPLICABLE)
 
 
 class Seen(msgspec.Struct):
@@ -135,11 +138,11 @@ class Admitting(Budgets, Quotas):
             got = isinstance(verdict, verdicts.Admitted)
             asked.append(Asked(policy, numbers, ask, got, before if got else None))
         for one in asked[:-1]:
-            verdict = await self._confirm(one.policy, one.ask)
+            verdict = await self._confirm(one.policy, one.ask, got=one.got)
             if refusal := _full(one.policy, one.numbers, verdict):
                 await self._refuse_asked(row, refusal, asked, seen)
                 return None
-            one.got = one.got or isinstance(verdict, verdicts.Admitted)
+            one.got = isinstance(verdict, verdicts.Admitted)
         return Admitted(row, tuple((one.policy, one.ask.admission) for one in asked if one.got))
 
     async def _refuse_asked(self, row: Execution, refusal: Refusal, asked: Sequence[Asked], seen: Seen) -> None:
@@ -196,6 +199,19 @@ class Admitting(Budgets, Quotas):
         for reason, name in sorted(seen.refused):
             await (self.wake_budget if reason is BlockingReason.WAITING_FOR_BUDGET else self.wake_quota)(name)
         seen.refused.clear()
+
+    async def look_after(self, row: Execution) -> None:
+        """Somebody else was faster with this row: see that no slot which calls took over from each other is left to it.
+
+        One that has ended needs none any more; one that was blocked meanwhile goes on with what it has.
+        """
+        policies = decode_terms(row.terms).quota_policy_ids
+        found = (await self.load((Want(Execution, (row.execution_id,)),))).rows[0] if policies else []
+        if any(one.replay_count > row.replay_count or one.eligibility_state not in LEFT for one in found):
+            return
+        for policy in policies:
+            ended = not found or found[0].lifecycle_phase is LifecyclePhase.TERMINAL
+            await (self._release(policy, row.execution_id, life=row.replay_count) if ended else self.wake_quota(policy))
 
     async def give_back(self, admitted: Admitted) -> None:
         """Release exactly what this call got."""

@@ -112,8 +112,10 @@ class Quotas(Waiting, Relay):
         await self.wake_quota(quota_policy_id)
         return answer
 
-    async def _confirm(self, quota_policy_id: str, ask: admission.Asking) -> verdicts.Admission:
-        return await self.quota_chains.ask(quota_policy_id, lambda sheet, now: admission.confirm(sheet, ask, now))
+    async def _confirm(self, quota_policy_id: str, ask: admission.Asking, *, got: bool) -> verdicts.Admission:
+        return await self.quota_chains.ask(
+            quota_policy_id, lambda sheet, now: admission.confirm(sheet, ask, now, got=got)
+        )
 
     async def _take_back(
         self, quota_policy_id: str, execution_id: str, admitted: int, *, got: bool, before: QuotaRequest | None

@@ -122,6 +122,7 @@ class Scheduler(Claims, Admitting, Workers):
         claimed = await self._claim_row(admitted.row, order)
         if claimed is None:
             await self.give_back(admitted)
+            await self.look_after(admitted.row)
         return claimed
 
     # -- grants ---------------------------------------------------------------------------------------------------

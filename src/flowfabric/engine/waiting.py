@@ -43,6 +43,7 @@ class Room:
         self._only = only
         self._spent: dict[str, bool] = {}
         self._left: dict[str, int | None] = {}
+        self._holders: dict[str, frozenset[tuple[str, int]]] = {}
         self.unreadable: set[str] = set()  # these have no room for anybody, as far as anybody can know
 
     async def learn(self, rows: Sequence[Execution]) -> None:
@@ -60,6 +61,7 @@ class Room:
             now, policies = await self._books.quota_chains.look(unknown)
             for name, policy in policies.items():
                 self._left[name] = admission.room(policy, now)
+                self._holders[name] = admission.holders(policy, now)
                 if isinstance(admission.limits_of(policy.root), errors.FabricError):
                     self._left[name] = 0
                     self.unreadable.add(name)
@@ -71,7 +73,9 @@ class Room:
 
     def admits(self, row: Execution) -> bool:
         """Whether nothing of what blocked this row is in its way any more; if room is counted, it takes its share."""
-        policies = self._policies(row)
+        # One that was blocked by a call that knew nothing of the slot which another call got for it needs no room.
+        me = (row.execution_id, row.replay_count)
+        policies = [policy for policy in self._policies(row) if me not in self._holders[policy]]
         if any(self._spent[budget] for budget in self._budgets(row)):
             return False
         if any(self._left[policy] == 0 for policy in policies):

@@ -191,15 +191,19 @@ def release(
     return verdicts.Released(), replace(sheet, slots=slots, root=replace(row, active=max(0, row.active - held.counted)))
 
 
-def confirm(sheet: QuotaSheet, ask: Asking, now: int) -> Told[verdicts.Admission]:
+def confirm(sheet: QuotaSheet, ask: Asking, now: int, *, got: bool) -> Told[verdicts.Admission]:
     """Make a provisional admission one to rely on, now that the other policies admit as well.
 
-    Another call that took the slot over keeps it. One that was taken back meanwhile is asked for again.
+    `Admitted` says that the slot is this call's to give back: it `got` it, and has it still. One that another call had
+    meanwhile is nobody's to give back, since either of them may be the one to claim. One that was taken back is asked
+    for again.
     """
     held = sheet.slots.get(ask.execution_id)
     if held is None or held.life < ask.life or not is_live(held, now):
         return check(sheet, replace(ask, provisional=False), now)
-    return verdicts.AlreadyAdmitted(), _with_slot(sheet, replace(held, admission=abs(held.admission)))
+    is_mine = got and abs(held.admission) == ask.admission
+    verdict = verdicts.Admitted() if is_mine else verdicts.AlreadyAdmitted()
+    return verdict, _with_slot(sheet, replace(held, admission=ask.admission))
 
 
 def take_back(
@@ -254,6 +258,11 @@ def reconcile(sheet: QuotaSheet, idle: frozenset[str], now: int) -> Told[bool]:
         row = replace(row, active=max(0, row.active - gone))
     after = replace(sheet, requests=requests, slots=slots, root=row if sheet.root is not None else None)
     return written(sheet, after) is not None, after
+
+
+def holders(sheet: QuotaSheet, now: int) -> frozenset[tuple[str, int]]:
+    """The executions, with their lives, that have a live slot: for them there is room whatever others do."""
+    return frozenset((slot.execution_id, slot.life) for slot in sheet.slots.values() if is_live(slot, now))
 
 
 def room(sheet: QuotaSheet, now: int) -> int | None:
