@@ -143,7 +143,8 @@ class PostgresControl:
 async def postgres_ground(url: str) -> AsyncIterator[Ground]:
     """A database of our own on the named server, dropped at the end; behind a pooler there is no bare table."""
     name = f"ff_bench_{token_hex(4)}"
-    server = await _connect(url)
+    is_pooled = await _is_pooled(url)
+    server = await _connect(url, is_pooled=is_pooled)
     try:
         try:
             await server.execute(f'create database "{name}"')
@@ -153,10 +154,10 @@ async def postgres_ground(url: str) -> AsyncIterator[Ground]:
             ) from refused
         try:
             own = urlunsplit(urlsplit(url)._replace(path=f"/{name}"))
-            connection = await _connect(own)
+            connection = await _connect(own, is_pooled=is_pooled)
             try:
                 control = None
-                if not await _is_pooled(url):
+                if not is_pooled:
                     await connection.execute(_TABLE)
                     control = PostgresControl(connection, own)
                 yield Ground(own, await _durability(connection), _versions(connection), control)
@@ -170,19 +171,22 @@ async def postgres_ground(url: str) -> AsyncIterator[Ground]:
 
 async def _is_pooled(url: str) -> bool:
     """Whether something in between refuses settings: the bare table's notifications would not get through it."""
-    dsn, _ = postgres_options(url)
     try:
-        connection = await asyncpg.connect(dsn, server_settings={"plan_cache_mode": "auto"})
-    except asyncpg.ProtocolViolationError:
-        return True
+        connection = await _connect(url, server_settings={"plan_cache_mode": "auto"})
+    except StoreUnavailable as refused:
+        if isinstance(refused.__cause__, asyncpg.ProtocolViolationError):
+            return True
+        raise
     await connection.close()
     return False
 
 
-async def _connect(url: str) -> Any:
+async def _connect(url: str, *, is_pooled: bool = False, **options: Any) -> Any:
     dsn, _ = postgres_options(url)
+    if is_pooled:
+        options["statement_cache_size"] = 0
     try:
-        return await asyncpg.connect(dsn, statement_cache_size=0)
+        return await asyncpg.connect(dsn, **options)
     except (OSError, asyncpg.PostgresError, asyncpg.InterfaceError, TimeoutError, ValueError) as error:
         raise StoreUnavailable(str(error), backend="postgres", in_doubt=False) from error
 
