@@ -9,10 +9,13 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from flowfabric.model import verdicts
+from flowfabric.model.execution import Execution
 from flowfabric.model.quota import QuotaPolicy, QuotaRequest, QuotaSlot
+from flowfabric.model.states import EligibilityState, LifecyclePhase
 from flowfabric.rules import admission
 from flowfabric.rules.admission import Asking, QuotaSheet
 from flowfabric.rules.change import Delete, Put
+from tests.stores.samples import execution
 
 NOW = 1_700_000_000_000
 Q = "0c000000-0000-4000-8000-000000000001"
@@ -223,3 +226,22 @@ def test_a_slot_of_an_earlier_call_is_not_undone_by_one_that_is_refused_elsewher
     _, sheet = admission.take_back(sheet, "e", 2, got=False)
 
     assert (again, active(sheet)) == (verdicts.AlreadyAdmitted(), 1)
+
+
+def test_what_became_of_an_admitted_row_says_whether_its_slot_is_left_over() -> None:
+    row = execution("e", replay_count=1)
+    over = replace(row, lifecycle_phase=LifecyclePhase.TERMINAL)
+    held_up = replace(row, eligibility_state=EligibilityState.BLOCKED_BY_QUOTA)
+    running = replace(row, lifecycle_phase=LifecyclePhase.ACTIVE)
+    found: list[tuple[Execution | None, bool, bool]] = [
+        (None, True, False),
+        (over, True, False),
+        (held_up, False, True),
+        (running, False, False),
+        (replace(over, replay_count=2), False, False),
+        (replace(held_up, replay_count=2), False, False),
+    ]
+
+    assert [(admission.is_over(row, one), admission.is_held_up(row, one)) for one, _, _ in found] == [
+        (is_over, is_held_up) for _, is_over, is_held_up in found
+    ]

@@ -18,15 +18,12 @@ from flowfabric.model import verdicts
 from flowfabric.model.budget import BudgetDimension
 from flowfabric.model.execution import Execution
 from flowfabric.model.quota import QuotaPolicy, QuotaRequest
-from flowfabric.model.states import BlockingReason, EligibilityState, LifecyclePhase
+from flowfabric.model.states import BlockingReason
 from flowfabric.model.worker import Worker
 from flowfabric.rules import admission, budgets
 from flowfabric.rules.admission import QuotaSheet
 from flowfabric.rules.policy import decode_terms
 from flowfabric.stores.base import Want
-
-# Where a row stands that nobody claimed: held up by a quota, or over.
-LEFT = (EligibilityState.BLOCKED_BY_QUOTA, EligibilityState.NOT_APPLICABLE)
 
 
 class Seen(msgspec.Struct):
@@ -206,12 +203,15 @@ class Admitting(Budgets, Quotas):
         One that has ended needs none any more; one that was blocked meanwhile goes on with what it has.
         """
         policies = decode_terms(row.terms).quota_policy_ids
-        found = (await self.load((Want(Execution, (row.execution_id,)),))).rows[0] if policies else []
-        if any(one.replay_count > row.replay_count or one.eligibility_state not in LEFT for one in found):
+        if not policies:
             return
+        rows = (await self.load((Want(Execution, (row.execution_id,)),))).rows[0]
+        found = rows[0] if rows else None
         for policy in policies:
-            ended = not found or found[0].lifecycle_phase is LifecyclePhase.TERMINAL
-            await (self._release(policy, row.execution_id, life=row.replay_count) if ended else self.wake_quota(policy))
+            if admission.is_over(row, found):
+                await self._release(policy, row.execution_id, life=row.replay_count)
+            elif admission.is_held_up(row, found):
+                await self.wake_quota(policy)
 
     async def give_back(self, admitted: Admitted) -> None:
         """Release exactly what this call got."""

@@ -19,7 +19,7 @@ from flowfabric import errors
 from flowfabric.model import verdicts
 from flowfabric.model.execution import Execution
 from flowfabric.model.quota import QuotaPolicy, QuotaRequest, QuotaSlot
-from flowfabric.model.states import LifecyclePhase
+from flowfabric.model.states import EligibilityState, LifecyclePhase
 from flowfabric.rules import outbox
 from flowfabric.rules.change import Change, Delete, Guard, Put, Write
 from flowfabric.rules.policy import decode_terms
@@ -171,6 +171,20 @@ def life_of(row: Execution | None) -> int:
     if row is None:
         return 0
     return row.replay_count + (row.lifecycle_phase is LifecyclePhase.TERMINAL)
+
+
+def is_over(row: Execution, found: Execution | None) -> bool:
+    """Whether the life for which a row was admitted is over, by what was found of it since."""
+    if found is None:
+        return True
+    return found.replay_count == row.replay_count and found.lifecycle_phase is LifecyclePhase.TERMINAL
+
+
+def is_held_up(row: Execution, found: Execution | None) -> bool:
+    """Whether it waits for a quota in that life, although it was admitted."""
+    if found is None or found.replay_count != row.replay_count:
+        return False
+    return found.eligibility_state is EligibilityState.BLOCKED_BY_QUOTA
 
 
 def release(
