@@ -233,7 +233,9 @@ Huge = type("H" * 3000, (Exception,), {})
 
 
 @pytest.mark.parametrize("kind", ["async", "plain"])
-async def test_however_a_handler_fails_its_run_ends_at_once_and_its_worker_goes_on(app: Fabric, kind: str) -> None:
+async def test_however_a_handler_fails_its_run_ends_at_once_and_its_worker_goes_on(
+    app: Fabric, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """Otherwise the lease lapses, the next worker takes the run over and meets the same end, and so on."""
     raising: dict[str, Callable[[], BaseException]] = {
         "Mute: (its text cannot be made: ValueError)": Mute,
@@ -268,6 +270,8 @@ async def test_however_a_handler_fails_its_run_ends_at_once_and_its_worker_goes_
             assert str(failed.value).startswith(f"{task.name} {run.id} attempt 0: ")
             assert "run.replay()" in failed.value.__notes__[0]
             assert len(await run.attempts()) == 1
+            assert f"{run.id}: attempt 0 of {task.name} failed" in caplog.text
+        assert caplog.text.encode(), "whatever it says, the log can be written"
         if kind == "plain":
             with pytest.raises(RunFailed, match="payload_too_large"):
                 await (await too_large.submit()).result(30)

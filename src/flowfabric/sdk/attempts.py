@@ -19,7 +19,7 @@ from flowfabric.sdk.cells import Cells, Order
 from flowfabric.sdk.context import Context, Pending, entered
 from flowfabric.sdk.durable import Crash, Unwound
 from flowfabric.sdk.inputs import named_budgets, plain_input, read_input
-from flowfabric.sdk.outcomes import AWAY, Failed, Later, Outcome, raised, returned, trace_of
+from flowfabric.sdk.outcomes import AWAY, Failed, Later, Outcome, is_text, raised, returned, trace_of
 from flowfabric.sdk.threads import DaemonThreads
 from flowfabric.sdk.turns import Turns
 
@@ -223,8 +223,10 @@ async def _failed(claimed: Claimed, task: Task[..., Any], own: Pending, failure:
     if own.context is not None:
         await own.context.keep_last_words()
     outcome, which = raised(failure), (claimed.execution_id, claimed.attempt_index, task.name)
-    if isinstance(outcome, Failed):
+    if isinstance(outcome, Failed) and is_text(failure):
         logger.warning("%s: attempt %d of %s failed", *which, exc_info=(type(failure), failure, trace_of(failure)))
+    elif isinstance(outcome, Failed):  # a log could not be written with what it says
+        logger.warning("%s: attempt %d of %s failed: %s", *which, outcome.reason.rstrip())
     else:
         logger.info("%s: attempt %d of %s goes on later: %s", *which, failure)
     return outcome

@@ -110,6 +110,15 @@ def trace_of(failure: BaseException) -> TracebackType | None:
     return trace or failure.__traceback__
 
 
+def is_text(failure: BaseException) -> bool:
+    """Whether what it says can be written down as it is: half a character cannot."""
+    try:
+        _text(failure).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _text(failure: BaseException) -> str:
     try:
         return str(failure)
