@@ -192,9 +192,12 @@ async def test_siblings_that_nobody_has_touched_are_cancelled_without_a_look(
 
     end, settled, inbound, ended, fold = ("commit", 1), ("load", 3), ("load", 1), ("load", 1), ("commit", 1)
     assert asked[:6] == [end, settled, inbound, ended, fold, ("commit", 3)]
-    assert ("load", 3) not in asked[6:]
+    counted, drained = [("load", 5), ("commit", 1)], [("load", 2), ("commit", 1)]
+    assert asked[6:] == [*counted, *drained]
     states = (await crew.states(*"abcd")).split()
     assert (states.count("completed"), states.count("cancelled")) == (1, 3)
+    group = await crew.group("j")
+    assert (group.succeeded, group.failed, group.cancel_siblings_pending_flag) == (1, 3, False)
 
 
 @pytest.mark.usefixtures("unseen")

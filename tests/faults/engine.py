@@ -96,4 +96,25 @@ ENGINE = (
         "",
         "tests/scenarios/test_flow_retention.py::test_a_child_that_very_many_read_is_kept_for_its_parent_too",
     ),
+    Fault(
+        "a sibling that was replayed is counted by its former end",
+        "engine/folding.py",
+        "is_noted=False) if dependency.revision == one.revision else None",
+        "is_noted=False)",
+        "tests/engine/test_unneeded_siblings.py",
+    ),
+    Fault(
+        "a sweep drains what a dead process has cancelled and not counted",
+        "engine/cancelling.py",
+        "            await self.count_unnoted(child)\n",
+        "",
+        "tests/engine/test_unneeded_siblings.py",
+    ),
+    Fault(
+        "a reconciler drains what a dead process has cancelled and not counted",
+        "engine/flow_cancels.py",
+        "        await self.cancelling.count_unnoted(child)\n",
+        "",
+        "tests/engine/test_unneeded_siblings.py",
+    ),
 )

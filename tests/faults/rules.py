@@ -11,6 +11,7 @@ UNSEEN = "tests/engine/test_flow_dispatch.py"
 SIGNALS = "tests/scenarios/test_ss_prose_signals.py"
 STANDS = "tests/rules/test_guards.py"
 JOINS = "tests/rules/test_flow_guards.py"
+UNNEEDED = "tests/engine/test_unneeded_siblings.py"
 
 RULES = (
     Fault(
@@ -330,5 +331,19 @@ RULES = (
         "    if seen is not None:\n",
         "    if False:\n",
         "tests/rules/test_workers.py",
+    ),
+    Fault(
+        "siblings that go take the end with them that nobody counted",
+        "rules/cancel.py",
+        "return row.cancelled_by == FLOW_CASCADE or row.cancellation_reason in SIBLING_REASONS",
+        "return row.cancelled_by == FLOW_CASCADE",
+        UNNEEDED,
+    ),
+    Fault(
+        "an end that is noted nowhere counts though the sibling lives again",
+        "rules/joins.py",
+        "*(one.dependency for one in counts.counted if not one.is_noted)",
+        "*()",
+        UNNEEDED,
     ),
 )

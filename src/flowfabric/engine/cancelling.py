@@ -7,6 +7,7 @@ acknowledged afterwards. A cancel may be repeated at will, so a crash in between
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -16,15 +17,18 @@ import msgspec
 from flowfabric import errors
 from flowfabric.engine.commits import Verdict
 from flowfabric.engine.core import Core
-from flowfabric.engine.folding import Child
+from flowfabric.engine.folding import Child, Folding, Settled
 from flowfabric.engine.noting import Rows, first
 from flowfabric.model.execution import Execution
 from flowfabric.model.flow import CancelBacklog, Dependency, EdgeGroup, PendingCancel, PendingCancelGroup
 from flowfabric.model.flow_answers import Disposition, SiblingDrain
+from flowfabric.model.states import TerminalOutcome
 from flowfabric.rules import cancel, flow_cancel, lease
 from flowfabric.rules.change import Change
 from flowfabric.rules.lease import Fence
 from flowfabric.stores.base import Want
+
+logger = logging.getLogger("flowfabric.cancelling")
 
 BATCH = 250  # of one commit; while one is on its way, the next one is decided
 MANY = 50  # siblings: of fewer most are running when their join fires, and would be tried in vain
@@ -43,8 +47,9 @@ class Cancel(NamedTuple):
 class Cancelling:
     """Ends executions that nobody needs any more."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, folding: Folding) -> None:
         self._core = core
+        self._folding = folding
 
     async def cancel_many(self, names: Sequence[str], reason: str, *, listed_by: str | None = None) -> Dispositions:
         """Cancel these; what became of each. A failure is told, not raised.
@@ -160,8 +165,17 @@ class Cancelling:
             if not entry:  # somebody else has drained it
                 return {}
             flagged = flow_cancel.flagged(entry[0], first(group))
-        done = await self._cancel_unseen(flagged)
-        done |= await self.cancel_many([name for name in flagged.siblings if name not in done], flagged.reason)
+            done = await self.cancel_many(flagged.siblings, flagged.reason)
+            await self.count_unnoted(child)
+        else:
+            unseen = await self._cancel_unseen(flagged)
+            seen = [name for name in flagged.siblings if name not in unseen]
+            done = unseen | await self.cancel_many(seen, flagged.reason)
+            await self._folding.fold(
+                Settled(child, edge.edge_id, TerminalOutcome.CANCELLED, edge.revision)
+                for edge in flagged.inbound
+                if unseen.get(edge.upstream_execution_id) is Disposition.CANCELLED
+            )
         if flagged.reason:
             self._count(flagged.reason, done)
         if all(isinstance(one, Disposition) for one in done.values()):
@@ -181,6 +195,17 @@ class Cancelling:
         await asyncio.gather(*(part(edges[start : start + BATCH]) for start in range(0, len(edges), BATCH)))
         return done
 
+    async def count_unnoted(self, child: Child) -> None:
+        """Count the ends that are noted on no edge of this group: whoever was to count them may have died."""
+        inbound: list[Dependency] = (await self._core.load((Want(Dependency, (child.execution_id,)),))).rows[0]
+        edges = [edge for edge in inbound if flow_cancel.is_unnoted(edge)]
+        upstreams = await readable(self._core, sorted({edge.upstream_execution_id for edge in edges}))
+        await self._folding.fold(
+            Settled(child, edge.edge_id, end, edge.revision)
+            for edge in edges
+            if (end := flow_cancel.unnoted_end(upstreams.get(edge.upstream_execution_id))) is not None
+        )
+
     def _count(self, reason: str, done: Dispositions) -> None:
         meters = self._core.meters
         meters.count("ff_sibling_cancel_dispatched", len(done), reason=reason)
@@ -194,6 +219,21 @@ class Cancelling:
             (Want(PendingCancelGroup, child), Want(EdgeGroup, child)),
             lambda rows, _: flow_cancel.drain(first(rows[0]), first(rows[1]), revision),
         )
+
+
+async def readable(core: Core, names: Sequence[str]) -> dict[str, Execution | None]:
+    """These executions, None for one that is gone; one that cannot be read is told of and left out."""
+    if not names:
+        return {}
+    try:
+        rows = (await core.load([Want(Execution, (name,)) for name in names])).rows
+    except errors.Corruption as fault:
+        if len(names) == 1:
+            logger.error("%s is passed over: %s", names[0], fault)
+            return {}
+        half = len(names) // 2  # until the one that cannot be read is alone
+        return await readable(core, names[:half]) | await readable(core, names[half:])
+    return {name: first(row) for name, row in zip(names, rows, strict=True)}
 
 
 def _disposition(answer: object) -> Disposition | errors.FabricError:

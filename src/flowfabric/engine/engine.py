@@ -92,7 +92,7 @@ class Engine(
         self._background = set()
         dispatch = self.settings.dispatch
         self.folding = Folding(self)
-        self.cancelling = Cancelling(self)
+        self.cancelling = Cancelling(self, self.folding)
         self.dispatcher = Dispatcher(self, self.folding, self.cancelling.cancel_siblings, enabled=dispatch)
         self.carrier = self.dispatcher
         self.follow(self.dispatcher.follow, Dependency, Dispatch, PendingCancelGroup)

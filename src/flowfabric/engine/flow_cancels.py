@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from flowfabric import errors
 from flowfabric.engine import intake
-from flowfabric.engine.core import Core
+from flowfabric.engine.cancelling import readable
 from flowfabric.engine.flows import FlowVerbs
 from flowfabric.engine.folding import Child
 from flowfabric.engine.noting import Rows, first
@@ -136,6 +135,7 @@ class FlowCancels(FlowVerbs):
             names = flow_cancel.siblings(rows[1][0]) if rows[1] else []
             return [[row for each in await self._rows_of(names) for row in each]]
 
+        await self.cancelling.count_unnoted(child)
         return await self.settle(
             (Want(PendingCancelGroup, child), Want(EdgeGroup, child)),
             lambda rows, _: flow_cancel.reconcile(
@@ -174,21 +174,6 @@ class FlowCancels(FlowVerbs):
             task.cancel()
         await asyncio.gather(*late, return_exceptions=True)
         return len(late)
-
-
-async def readable(core: Core, names: Sequence[str]) -> dict[str, Execution | None]:
-    """These executions, None for one that is gone; one that cannot be read is told of and left out."""
-    if not names:
-        return {}
-    try:
-        rows = (await core.load([Want(Execution, (name,)) for name in names])).rows
-    except errors.Corruption as fault:
-        if len(names) == 1:
-            logger.error("%s is passed over: %s", names[0], fault)
-            return {}
-        half = len(names) // 2  # until the one that cannot be read is alone
-        return await readable(core, names[:half]) | await readable(core, names[half:])
-    return {name: first(row) for name, row in zip(names, rows, strict=True)}
 
 
 def _longest_ms(wait: Wait) -> int | None:

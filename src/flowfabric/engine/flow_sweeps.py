@@ -12,7 +12,8 @@ from typing import Any
 import msgspec
 
 from flowfabric import errors, ids
-from flowfabric.engine.flow_cancels import FlowCancels, readable
+from flowfabric.engine.cancelling import readable
+from flowfabric.engine.flow_cancels import FlowCancels
 from flowfabric.engine.flow_reads import FlowReads
 from flowfabric.engine.folding import Child, Settled
 from flowfabric.engine.noting import first
@@ -161,7 +162,8 @@ class FlowSweeps:
             if outcome is not None:
                 noted = one.unfolded_at is not None and one.outcome is outcome  # and counted only while it still is
                 child = Child(one.flow_id, one.downstream_execution_id)
-                settled.append(Settled(child, one.edge_id, None if noted else outcome))
+                known = () if noted else (outcome, one.revision)
+                settled.append(Settled(child, one.edge_id, *known))
         return settled, len(names) - len(upstreams)
 
     async def _accepted(self, settled: list[Settled], choice: Choice) -> tuple[list[Settled], int]:

@@ -40,11 +40,15 @@ class Child(NamedTuple):
 
 
 class Settled(NamedTuple):
-    """An edge whose upstream has ended; without an outcome it is folded as its dependency notes it, if it does."""
+    """An edge whose upstream has ended; without an outcome it is folded as its dependency notes it, if it does.
+
+    With a revision it is folded only while the dependency has that: whoever saw the end had seen it before.
+    """
 
     child: Child
     edge_id: str
     outcome: TerminalOutcome | None = None
+    revision: int | None = None
 
 
 class Fold(msgspec.Struct, frozen=True):
@@ -244,6 +248,8 @@ _NOTHING = Tally(0, 0, 0, GroupState.PENDING, (), ())
 def _settlement(dependency: Dependency | None, one: Settled) -> Settlement | None:
     if dependency is None or dependency.flow_id != one.child.flow_id:
         return None
+    if one.outcome is not None and one.revision is not None:
+        return Settlement(dependency, one.outcome, is_noted=False) if dependency.revision == one.revision else None
     outcome = one.outcome
     if outcome is None and dependency.unfolded_at is not None:
         outcome = dependency.outcome

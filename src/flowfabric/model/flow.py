@@ -135,9 +135,10 @@ class EdgeGroup(msgspec.Struct, frozen=True, gc=False):
 class Dependency(msgspec.Struct, frozen=True, gc=False):
     """One applied edge as its downstream knows it.
 
-    The end of the upstream sets `outcome` and `unfolded_at`; the fold of the group sets `state` and unsets
-    `unfolded_at`, once. Only the replay of a skipped downstream takes that back. What nobody folded before the upstream
-    was given another life is passed over until that ends too.
+    The end of the upstream sets `outcome` and `unfolded_at`, unless it was cancelled with its whole flow, or as a
+    sibling that the group no longer needs; the fold of the group sets `state` and unsets `unfolded_at`, once. Only the
+    replay of a skipped downstream takes that back. What nobody folded before the upstream was given another life is
+    passed over until that ends too.
     """
 
     downstream_execution_id: str

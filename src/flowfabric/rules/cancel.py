@@ -26,6 +26,7 @@ SYSTEM_TIMEOUT = "system_timeout"
 SYSTEM_SOURCES = frozenset({lease.OPERATOR_OVERRIDE, FLOW_CASCADE, SYSTEM_TIMEOUT})
 QUORUM_SATISFIED = "sibling_quorum_satisfied"
 QUORUM_IMPOSSIBLE = "sibling_quorum_impossible"
+SIBLING_REASONS = (QUORUM_SATISFIED, QUORUM_IMPOSSIBLE)
 
 
 def cancel(row: Execution | None, fence: Fence, source: str, reason: str) -> Decision[Cancelled]:
@@ -53,6 +54,14 @@ def cancel(row: Execution | None, fence: Fence, source: str, reason: str) -> Dec
         also = successors.settled(row, TerminalOutcome.CANCELLED)
         return Decision(Cancelled(row.execution_id), Change((seen(row),), also, form=form))
     return Decision(Cancelled(row.execution_id), _ended(row, source, reason))
+
+
+def leaves_no_note(row: Execution) -> bool:
+    """Whether the cancel of this execution may have said nothing on the edges that lead away from it.
+
+    Those that its flow's cascade ended are counted by a reconciler, unneeded siblings by whoever cancelled them.
+    """
+    return row.cancelled_by == FLOW_CASCADE or row.cancellation_reason in SIBLING_REASONS
 
 
 def cancel_children(
@@ -119,7 +128,7 @@ _UNSTARTED_VALUES = tuple(UNSTARTED.values())
 
 def sibling_form(row: Execution, source: str, reason: str) -> Form | None:
     """The cancel of a sibling that was never started: the same for all of them; None for any other cancel."""
-    if source != lease.OPERATOR_OVERRIDE or reason not in (QUORUM_SATISFIED, QUORUM_IMPOSSIBLE):
+    if source != lease.OPERATOR_OVERRIDE or reason not in SIBLING_REASONS:
         return None
     if _known(row) != _UNSTARTED_VALUES or decode_terms(row.terms).quota_policy_ids:
         return None
@@ -139,8 +148,11 @@ def cancel_unseen(
 
     Each comes with the row of which that is said, where `Own` stands for what is not known. None come when they would
     need a look. `inbound` counts the edges that lead to the downstream.
+
+    One thing is left out: the ends are not noted on the edges. The downstream's group has fired and is in no hurry to
+    know of them; whoever cancels them counts them together, and their purge notes what nobody has counted.
     """
-    if reason not in (QUORUM_SATISFIED, QUORUM_IMPOSSIBLE) or decode_terms(other.terms).quota_policy_ids:
+    if reason not in SIBLING_REASONS or decode_terms(other.terms).quota_policy_ids:
         return []
     kept_ms, born = step.retention_ms(other), _born(other)
     form = _sibling_form(kept_ms, reason, other.flow_id is not None)
@@ -150,8 +162,7 @@ def cancel_unseen(
         name, waits = edge.upstream_execution_id, successors.only(edge, inbound)
         row = msgspec.structs.replace(model, execution_id=name, successors=waits)
         guard = supposed(Execution, AS_BORN, name, own=(*born, waits))
-        told = successors.settle(edge.downstream_execution_id, edge.edge_id, TerminalOutcome.CANCELLED)
-        found.append((Change((guard,), (told,), form=form), row))
+        found.append((Change((guard,), form=form), row))
     return found
 
 

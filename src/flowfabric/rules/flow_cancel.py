@@ -28,7 +28,7 @@ from flowfabric.model.flow import (
     PendingCancelGroup,
 )
 from flowfabric.model.flow_answers import HeaderAlreadyTerminal, HeaderCancelled, SiblingDrain, SiblingReconcile
-from flowfabric.model.states import LifecyclePhase
+from flowfabric.model.states import LifecyclePhase, TerminalOutcome
 from flowfabric.rules import cancel, limits
 from flowfabric.rules.change import NOW, Change, Decision, Delete, Guard, Insert, Patch, Write, at, joined, refuse
 from flowfabric.rules.flows import TERMINAL, seen_flow, seen_group
@@ -213,6 +213,18 @@ def cancelled_unseen(flagged: Flagged, edges: Sequence[Dependency]) -> list[tupl
     if flagged.ended is None:
         return []
     return cancel.cancel_unseen(edges, len(flagged.inbound), flagged.ended, flagged.reason)
+
+
+def is_unnoted(edge: Dependency) -> bool:
+    """Whether no end of the upstream has been noted on this edge, or counted."""
+    return edge.outcome is None and edge.last_resolved_at is None
+
+
+def unnoted_end(upstream: Execution | None) -> TerminalOutcome | None:
+    """How the upstream of such an edge has ended; None for one that lives, or whose end will be noted by itself."""
+    if upstream is None or upstream.lifecycle_phase is not LifecyclePhase.TERMINAL:
+        return None
+    return upstream.terminal_outcome if cancel.leaves_no_note(upstream) else None
 
 
 def _listed(members: str | None) -> list[str]:

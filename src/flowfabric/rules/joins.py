@@ -65,10 +65,15 @@ class Verdict(StrEnum):
 
 
 class Settlement(msgspec.Struct, frozen=True, gc=False):
-    """An edge and how its upstream ended."""
+    """An edge and how its upstream ended.
+
+    An end that is not noted on the edge counts only while the edge is as it was seen: another life of the upstream
+    writes it.
+    """
 
     dependency: Dependency
     outcome: TerminalOutcome
+    is_noted: bool = True
 
 
 class Tally(msgspec.Struct, frozen=True):
@@ -222,7 +227,8 @@ def fold(group: EdgeGroup, child: Execution | None, counts: Tally, around: Surro
     if child is not None and (counts.fired_by is not None or carried is not None):
         # Also when the child is left as it is: its worker may be about to park it until this group fires.
         guards.append(seen(child))
-    guards += map(seen_dependency, _without_result(carriers, carried))
+    relied_on = [*_without_result(carriers, carried), *(one.dependency for one in counts.counted if not one.is_noted)]
+    guards += {one.edge_id: seen_dependency(one) for one in relied_on}.values()
     if carried is not None:
         writes.append(_carry(*carried))
     skips = counts.skips(child) and not around.cancel_pending

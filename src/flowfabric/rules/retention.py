@@ -62,7 +62,7 @@ def purge(
     owned += (StepMemo,) if row.has_steps else ()
     waitpoints = (Delete(Waitpoint, (one, row.partition)) for one in waitpoint_ids or ())
     writes: tuple[Write, ...] = (*(Delete(kind, key) for kind in owned), *waitpoints, Delete(Execution, key))
-    if row.cancelled_by == cancel.FLOW_CASCADE:  # left to a reconciler that may not have come by yet
+    if cancel.leaves_no_note(row):  # and whoever is to count its end may not have come by yet
         writes = (*successors.settled(row, row.terminal_outcome), *writes)
     return Decision(True, Change(guards=(seen(row),), writes=writes, not_before=kept_until(row, default_ms)))
 

@@ -26,7 +26,7 @@ from flowfabric.model.flow import (
     PolicyVariant,
 )
 from flowfabric.model.states import EligibilityState, LifecyclePhase
-from flowfabric.rules import joins, successors
+from flowfabric.rules import cancel, joins, successors
 from flowfabric.testing.invariants import InvariantBroken, every
 
 
@@ -41,6 +41,7 @@ async def check_flow_invariants(engine: Engine) -> None:
         *_broken_flows(flows, members, edges),
         *_broken_groups(groups, inbound, edges, executions, flagged),
         *_broken_successors(executions, inbound),
+        *_broken_notes(executions, inbound, flagged),
         *_broken_backlogs(await every(store, CancelBacklog), await every(store, PendingCancel)),
     ]
     if broken:
@@ -140,6 +141,20 @@ def _broken_successors(executions: dict[str, Execution], inbound: Sequence[Depen
         named = {(one.edge_id, one.execution_id) for one in successors.named(row)}
         if row.successors != successors.MANY and not expected <= named:
             yield f"{row.execution_id}: names {len(named)} successors and has {len(expected)}"
+
+
+def _broken_notes(
+    executions: dict[str, Execution], inbound: Sequence[Dependency], flagged: set[tuple[str, str]]
+) -> Iterator[str]:
+    for one in inbound:
+        upstream = executions.get(one.upstream_execution_id)
+        if upstream is None or upstream.lifecycle_phase is not LifecyclePhase.TERMINAL or one.outcome is not None:
+            continue
+        # Many edges are told along a dispatch row, and those that a flow's cascade cancelled by a reconciler. Siblings
+        # that nobody needs are counted before their group is drained.
+        is_owed = upstream.successors == successors.MANY or upstream.cancelled_by == cancel.FLOW_CASCADE
+        if not is_owed and (one.flow_id, one.downstream_execution_id) not in flagged:
+            yield f"{one.downstream_execution_id}: edge {one.edge_id} does not know that its upstream has ended"
 
 
 def _broken_backlogs(backlogs: Sequence[CancelBacklog], pending: Sequence[PendingCancel]) -> Iterator[str]:
