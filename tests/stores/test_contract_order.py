@@ -61,6 +61,17 @@ async def test_many_rows_of_one_kind_are_loaded_like_few(filled: Store) -> None:
     assert nobody.now == loaded.now
 
 
+async def test_many_rows_of_several_kinds_are_loaded_like_few(filled: Store) -> None:
+    few = [Want(IdempotencyKey, (1,)), Want(Execution, ("nobody",)), *WANTS]
+    one_by_one = [(await filled.load([want])).rows[0] for want in few]
+    nobody = [Want(Payload, (f"nobody {number}",)) for number in range(80)]
+
+    loaded = await filled.load([*few * 60, *nobody])
+
+    assert loaded.rows == [*one_by_one * 60, *[[]] * 80]
+    assert loaded.now == (await filled.load(few)).now
+
+
 async def test_a_take_sees_the_commit_that_was_called_before_it_where_the_store_says_so(store: Store) -> None:
     await write(store, Insert(waiting("first", 1)), Insert(payload("first")))
     steps = change(Insert(waiting("second", 2)), Insert(payload("second")))

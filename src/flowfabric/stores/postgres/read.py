@@ -1,15 +1,16 @@
 """Reading: the statements for `load`, `due` and `scan`, composed from the catalogue.
 
 A load answers all its wants from one snapshot in one trip, so that no row of it is newer than its root: each kind of
-row comes as an array of records beside the others. Many rows of one kind come as rows, which the driver takes apart in
-half the time.
+row comes beside the others, a few rows as an array of records. Of many the driver would take very long to take such an
+array apart: they come as one array for each column, and when there is no other kind as rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 from flowfabric.model.execution import Execution, LineKey
 from flowfabric.stores.base import Due, Loaded, Scan, Tally, Want, Where
@@ -22,57 +23,92 @@ from flowfabric.stores.rows import TABLE, index_of
 MANY = 50  # wants of one kind
 
 
-async def load(connection: Any, wants: Sequence[Want], clock: int | None) -> Any:
+class Shape(NamedTuple):
+    """How the rows of one kind are asked for, and how they come."""
+
+    row: Row
+    habit: tuple[int, ...]  # of the numbers of the wants, and of their keys
+    many: bool
+
+
+class Answer(NamedTuple):
+    """What the server said."""
+
+    shapes: tuple[Shape, ...]
+    rows: Any  # a list of rows when there is one kind, of many rows; else one row with everything
+
+
+async def load(connection: Any, wants: Sequence[Want], clock: int | None) -> Answer:
     """The server's answer to these wants, for `loaded`."""
     kinds: dict[tuple[Row, int], list[tuple[Any, ...]]] = {}
     for number, want in enumerate(wants):
         kinds.setdefault((want.row, len(want.key)), []).append((number, *want.key))
-    shapes: list[tuple[Row, tuple[int, ...]]] = []
+    # Any number of rows may begin like a key; beside other kinds they are mostly few.
+    many = 1 if len(kinds) == 1 and _is_start(wants[0]) else MANY
+    shapes: list[Shape] = []
     lists: list[Any] = []
     for (row, width), given in kinds.items():
         types = ("int", *KEY_TYPES[row][:width])
         habit, values = zip(*map(travelling, types, zip(*given, strict=True)), strict=True)
-        shapes.append((row, habit))
+        shapes.append(Shape(row, habit, len(given) >= many))
         lists += values
-    if len(shapes) == 1 and len(wants) >= MANY:
-        return await connection.fetch(_load_rows_words(*shapes[0]), clock, *lists)
-    return await connection.fetchrow(_load_words(tuple(shapes)), clock, *lists)
+    asked = tuple(shapes)
+    if len(asked) == 1 and asked[0].many:
+        return Answer(asked, await connection.fetch(_load_rows_words(asked[0]), clock, *lists))
+    return Answer(asked, await connection.fetchrow(_load_words(asked), clock, *lists))
 
 
-def loaded(answer: Any, wants: Sequence[Want], line_at: LineAt) -> Loaded:
+def _is_start(want: Want) -> bool:
+    return len(want.key) < len(TABLE[want.row].key)
+
+
+def loaded(answer: Answer, wants: Sequence[Want], line_at: LineAt) -> Loaded:
     """The rows of each want."""
     rows: list[list[Any]] = [[] for _ in wants]
-    if type(answer) is list:
+    if type(answer.rows) is list:
         decode = CODEC[wants[0].row].decode
-        for _, number, *columns in answer:
+        for _, number, *columns in answer.rows:
             if number is not None:
                 rows[number].append(decode(columns, line_at))
-        return Loaded(answer[0]["now"], rows)
-    now, *kinds = answer
-    for records in kinds:
-        for record in records:
-            number = record[0]
-            rows[number].append(CODEC[wants[number].row].decode(record[1:], line_at))
+        return Loaded(answer.rows[0]["now"], rows)
+    now, *values = answer.rows
+    rest = iter(values)
+    for row, _, many in answer.shapes:
+        codec = CODEC[row]
+        found: Iterable[Sequence[Any]] = next(rest)
+        if many:  # an array for each column; null when there are no rows
+            columns = [*islice(rest, len(codec.columns))]
+            found = zip(found, *columns, strict=True) if found else ()
+        for number, *cells in found:
+            rows[number].append(codec.decode(cells, line_at))
     return Loaded(now, rows)
 
 
 @cache
-def _load_words(shapes: tuple[tuple[Row, tuple[int, ...]], ...]) -> str:
+def _load_words(shapes: tuple[Shape, ...]) -> str:
     parameters = Parameters()
-    answers = [f"select {CLOCK.format(given=parameters.one('bigint'))}"]
-    for row, habit in shapes:
-        columns = columns_of(TABLE[row], "t.")
-        answers.append(f"array(select row(x.number, {columns}) from {_found(parameters, row, habit)})")
-    return ", ".join(answers)
+    answers = [CLOCK.format(given=parameters.one("bigint"))]
+    beside: list[str] = []
+    for row, habit, many in shapes:
+        columns = [f't."{name}"' for name in TABLE[row].column_names]
+        found = _found(parameters, row, habit)
+        if many:
+            name = f"many_{len(beside)}"
+            arrays = ", ".join(f"array_agg({column})" for column in ("x.number", *columns))
+            beside.append(f"(select {arrays} from {found}) as {name}")
+            answers.append(f"{name}.*")
+        else:
+            answers.append(f"array(select row(x.number, {', '.join(columns)}) from {found})")
+    return f"select {', '.join(answers)}{' from ' if beside else ''}{', '.join(beside)}"
 
 
 @cache
-def _load_rows_words(row: Row, habit: tuple[int, ...]) -> str:
+def _load_rows_words(shape: Shape) -> str:
     """The same for one kind of row: the time, with nothing beside it when nothing is found, and the rows."""
     parameters = Parameters()
     clock = CLOCK.format(given=parameters.one("bigint"))
-    columns = columns_of(TABLE[row], "t.")
-    found = f"select x.number, {columns} from {_found(parameters, row, habit)}"
+    columns = columns_of(TABLE[shape.row], "t.")
+    found = f"select x.number, {columns} from {_found(parameters, shape.row, shape.habit)}"
     return (
         f"with clock as materialized (select {clock} as now)"
         f" select c.now, t.number, {columns} from clock c left join ({found} offset 0) t on true"
