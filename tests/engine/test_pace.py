@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 
 from flowfabric.clock import ManualClock
+from flowfabric.engine import waiting
+from flowfabric.engine.core import Pause
 from flowfabric.engine.engine import Engine
 from flowfabric.ids import SeededMinter
 from flowfabric.model.verdicts import QuotaPolicyCreated
 from flowfabric.rules.create import CreateExecution
 from flowfabric.settings import Settings
 from flowfabric.stores.base import Store
+from flowfabric.testing.faults import FlakyStore
 
 Q = "0c000000-0000-4000-8000-000000000001"
 JOB_MS = 100
@@ -109,6 +112,32 @@ async def test_a_window_lets_through_what_it_says_and_no_more(engine: Engine, cl
     assert len(instants) == 40
     for end in instants:
         assert sum(end - 1000 < now <= end for now in instants) <= 10, "in no window"
+
+
+async def test_a_window_that_opens_while_the_store_is_away_is_looked_at_again(
+    store: Store, clock: ManualClock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(waiting, "LATEST_LOOK_MS", 10)
+    monkeypatch.setattr(Pause.__init__, "__defaults__", (0.01,))  # it is away for long
+    wire = FlakyStore(store)
+    engine = Engine(wire, minter=SeededMinter(1), settings=Settings(poll_ms=3_600_000))
+    await limited(engine, 2, window_seconds=1, max_requests_per_window=1)
+    [first] = await pull(engine, 5)
+    wire.go_down()
+    engine.wake_quota_later(Q, 0)
+    async with asyncio.timeout(10):
+        while "has room again is not known" not in caplog.text:
+            await asyncio.sleep(0.001)
+
+    wire.heal()
+    clock.pass_ms(1000)
+    async with asyncio.timeout(10):
+        while not (claimed := await pull(engine, 5)):
+            await asyncio.sleep(0.001)
+
+    assert [one.execution_id for one in claimed] != [first.execution_id]
+    assert not [record for record in caplog.records if record.name == "asyncio"], "no task failed unheard"
+    engine.stop_timers()
 
 
 async def test_fifty_reporters_cost_two_round_trips(store: Store) -> None:

@@ -202,7 +202,12 @@ class Waiting(Books, Executions):
     async def _look_again(self, quota_policy_id: str) -> None:
         if not await self.wake_quota(quota_policy_id):
             return
-        now, sheets = await self.quota_chains.look([quota_policy_id])
-        opens_at = admission.next_passing(sheets[quota_policy_id], now)
-        wait_ms = LATEST_LOOK_MS if opens_at is None else max(1, opens_at - now)
+        wait_ms = LATEST_LOOK_MS
+        try:
+            now, sheets = await self.quota_chains.look([quota_policy_id])
+            opens_at = admission.next_passing(sheets[quota_policy_id], now)
+            if opens_at is not None:
+                wait_ms = max(1, opens_at - now)
+        except errors.FabricError as away:
+            logger.warning("when %s has room again is not known: %s", quota_policy_id, away)
         self.wake_quota_later(quota_policy_id, wait_ms)
