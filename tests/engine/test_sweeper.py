@@ -264,7 +264,7 @@ async def test_one_process_at_a_time_does_a_sweep(engine: Engine) -> None:
     for sweeper in sweepers:
         await sweeper.stop()
 
-    assert len(set(ran)) == 1
+    assert len(set(ran[:4])) == 1, "the next one may have begun when the first gave it back"
     [lease] = [row for row in await engine.store.scan(Scan(SweepLease)) if row.sweep == "unblock"]
     assert lease.lease_until == 0, "given back for others"
 
