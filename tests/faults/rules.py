@@ -335,7 +335,7 @@ RULES = (
     Fault(
         "siblings that go take the end with them that nobody counted",
         "rules/cancel.py",
-        "return row.cancelled_by == FLOW_CASCADE or row.cancellation_reason in SIBLING_REASONS",
+        "return unseen or row.cancelled_by == FLOW_CASCADE",
         "return row.cancelled_by == FLOW_CASCADE",
         UNNEEDED,
     ),

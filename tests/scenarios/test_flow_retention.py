@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from flowfabric.rules import successors
+from flowfabric.model.flow import Dispatch
+from flowfabric.rules import cancel, successors
 from tests.scenarios.flowing import Flowing
 
 DAY_MS = 86_400_000
@@ -134,3 +135,21 @@ async def test_an_end_that_was_left_to_the_reconciler_is_not_forgotten_with_the_
     await flow.sweep("dependency_reconciler")
 
     assert await flow.state("b", "c") == "skipped waiting"
+
+
+async def test_a_sibling_that_many_wait_for_does_not_tell_them_again_when_it_goes(
+    flow: Flowing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(successors, "FEW", 1)
+    await flow.begin("bc")
+    await flow.add("a", policy={"stream_policy": {"retention_ttl_ms": 0}})
+    await flow.edge("a", "b")
+    await flow.edge("a", "c")
+    await flow.engine.cancel_execution(flow.names["a"], reason=cancel.QUORUM_SATISFIED)
+    await flow.sweep("completion_dispatch")
+    assert await flow.state("b", "c") == "skipped skipped"
+    flow.clock.pass_ms(1)
+
+    assert await flow.sweep("retention_trimmer") == [1]
+
+    assert await flow.one(Dispatch, flow.names["a"]) is None

@@ -59,9 +59,11 @@ def cancel(row: Execution | None, fence: Fence, source: str, reason: str) -> Dec
 def leaves_no_note(row: Execution) -> bool:
     """Whether the cancel of this execution may have said nothing on the edges that lead away from it.
 
-    Those that its flow's cascade ended are counted by a reconciler, unneeded siblings by whoever cancelled them.
+    Those that its flow's cascade ended are counted by a reconciler, unneeded siblings by whoever cancelled them; but
+    siblings that many wait for are never cancelled unseen.
     """
-    return row.cancelled_by == FLOW_CASCADE or row.cancellation_reason in SIBLING_REASONS
+    unseen = row.cancellation_reason in SIBLING_REASONS and row.successors != successors.MANY
+    return unseen or row.cancelled_by == FLOW_CASCADE
 
 
 def cancel_children(
