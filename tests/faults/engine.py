@@ -113,8 +113,22 @@ ENGINE = (
     Fault(
         "a reconciler drains what a dead process has cancelled and not counted",
         "engine/flow_cancels.py",
-        "        await self.cancelling.count_unnoted(child)\n",
-        "",
+        "            await self.cancelling.count_unnoted(child)\n",
+        "            pass\n",
+        "tests/engine/test_unneeded_siblings.py",
+    ),
+    Fault(
+        "a reconciler counts for a join that has flagged nobody",
+        "engine/flow_cancels.py",
+        "if (await self.load((Want(PendingCancelGroup, child),))).rows[0]:",
+        "if True:",
+        "tests/engine/test_unneeded_siblings.py",
+    ),
+    Fault(
+        "a join is drained though its ends cannot be counted",
+        "engine/cancelling.py",
+        "            if fold.refused is not None:\n",
+        "            if False:\n",
         "tests/engine/test_unneeded_siblings.py",
     ),
 )

@@ -340,6 +340,20 @@ RULES = (
         UNNEEDED,
     ),
     Fault(
+        "a drain is finished though ends that came meanwhile are not counted",
+        "rules/flow_cancel.py",
+        "    if any(is_unnoted(edge) and unnoted_end(members.get(edge.upstream_execution_id)) for edge in inbound):\n",
+        "    if False:\n",
+        UNNEEDED,
+    ),
+    Fault(
+        "a join that fires again trusts what was known of its siblings",
+        "rules/flow_cancel.py",
+        "    if child is None or child.replay_count or child.terminal_outcome is TerminalOutcome.SKIPPED:\n",
+        "    if False:\n",
+        UNNEEDED,
+    ),
+    Fault(
         "an end that is noted nowhere counts though the sibling lives again",
         "rules/joins.py",
         "*(one.dependency for one in counts.counted if not one.is_noted)",

@@ -111,8 +111,8 @@ STANDS: dict[str, tuple[Decision[Any], set[Guard]]] = {
     ),
     "drain": (flow_cancel.drain(ENTRY, FLAGGED), {entry, join}),
     "drain without a join": (flow_cancel.drain(ENTRY, None), {entry}),
-    "finish a drain": (flow_cancel.reconcile(ENTRY, FLAGGED, {}), {entry, join}),
-    "forget a drain": (flow_cancel.reconcile(ENTRY, GROUP, {}), {entry}),
+    "finish a drain": (flow_cancel.reconcile(ENTRY, FLAGGED, {}, []), {entry, join}),
+    "forget a drain": (flow_cancel.reconcile(ENTRY, GROUP, {}, []), {entry}),
 }
 
 

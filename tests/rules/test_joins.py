@@ -214,9 +214,11 @@ def test_siblings_are_flagged_only_where_the_policy_says_so(
     fired = msgspec.structs.replace(group(variant, 1, 1, then), **fields)
     key = (fired.flow_id, fired.downstream_execution_id)
     entry = PendingCancelGroup(*key, 0, revision=change.id)  # as a store keeps it
-    known = flow_cancel.flagged_by(change, key, ()) or flow_cancel.Flagged([], "", change.id)
+    known = flow_cancel.flagged_by(change, key, (child(),)) or flow_cancel.Flagged([], "", change.id)
     assert known == flow_cancel.flagged(entry, fired)
-    assert flow_cancel.flagged_by(change, ("another", "group"), ()) is None
+    again = msgspec.structs.replace(child(), replay_count=1)
+    assert flow_cancel.flagged_by(change, key, (again,)) is None
+    assert flow_cancel.flagged_by(change, ("another", "group"), (child(),)) is None
 
 
 def test_only_the_carrying_edges_of_the_right_moment_hand_their_result_on() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 
@@ -14,6 +15,7 @@ from flowfabric.model.keys import SigningKey
 from flowfabric.model.states import LifecyclePhase
 from flowfabric.rules.change import Insert
 from flowfabric.stores.base import Collision, Store, Want
+from flowfabric.stores.rows import TABLE
 from flowfabric.stores.sqlite import SQLiteStore, desk
 from tests.scenarios.waits import until
 from tests.stores.samples import a_take, change, execution, payload, waiting, write
@@ -70,6 +72,15 @@ async def test_many_rows_of_several_kinds_are_loaded_like_few(filled: Store) -> 
 
     assert loaded.rows == [*one_by_one * 60, *[[]] * 80]
     assert loaded.now == (await filled.load(few)).now
+
+
+async def test_every_kind_of_row_is_loaded_by_itself_and_by_the_hundred(store: Store) -> None:
+    for row, table in TABLE.items():
+        kinds = get_type_hints(row)
+        key = tuple("nobody" if kinds[name] is str else 1 for name in table.key)
+        for width in range(1, len(key) + 1):
+            assert (await store.load([Want(row, key[:width])])).rows == [[]]
+        assert (await store.load([Want(row, key)] * 80)).rows == [[]] * 80
 
 
 async def test_a_take_sees_the_commit_that_was_called_before_it_where_the_store_says_so(store: Store) -> None:

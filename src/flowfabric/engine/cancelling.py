@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -171,7 +171,7 @@ class Cancelling:
             unseen = await self._cancel_unseen(flagged)
             seen = [name for name in flagged.siblings if name not in unseen]
             done = unseen | await self.cancel_many(seen, flagged.reason)
-            await self._folding.fold(
+            await self._fold(
                 Settled(child, edge.edge_id, TerminalOutcome.CANCELLED, edge.revision)
                 for edge in flagged.inbound
                 if unseen.get(edge.upstream_execution_id) is Disposition.CANCELLED
@@ -200,11 +200,17 @@ class Cancelling:
         inbound: list[Dependency] = (await self._core.load((Want(Dependency, (child.execution_id,)),))).rows[0]
         edges = [edge for edge in inbound if flow_cancel.is_unnoted(edge)]
         upstreams = await readable(self._core, sorted({edge.upstream_execution_id for edge in edges}))
-        await self._folding.fold(
+        await self._fold(
             Settled(child, edge.edge_id, end, edge.revision)
             for edge in edges
             if (end := flow_cancel.unnoted_end(upstreams.get(edge.upstream_execution_id))) is not None
         )
+
+    async def _fold(self, settled: Iterable[Settled]) -> None:
+        """Count these; raises when that cannot be: once the group is drained, nobody looks for them any more."""
+        for fold in await self._folding.fold(settled):
+            if fold.refused is not None:
+                raise fold.refused
 
     def _count(self, reason: str, done: Dispositions) -> None:
         meters = self._core.meters

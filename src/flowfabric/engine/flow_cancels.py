@@ -16,7 +16,7 @@ from flowfabric.engine.folding import Child
 from flowfabric.engine.noting import Rows, first
 from flowfabric.model import flow_answers
 from flowfabric.model.execution import Execution
-from flowfabric.model.flow import CancellationPolicy, EdgeGroup, Flow, FlowMember, PendingCancelGroup
+from flowfabric.model.flow import CancellationPolicy, Dependency, EdgeGroup, Flow, FlowMember, PendingCancelGroup
 from flowfabric.rules import flow_cancel, limits
 from flowfabric.stores.base import Want
 
@@ -135,13 +135,15 @@ class FlowCancels(FlowVerbs):
             names = flow_cancel.siblings(rows[1][0]) if rows[1] else []
             return [[row for each in await self._rows_of(names) for row in each]]
 
-        await self.cancelling.count_unnoted(child)
+        if (await self.load((Want(PendingCancelGroup, child),))).rows[0]:
+            await self.cancelling.count_unnoted(child)
         return await self.settle(
-            (Want(PendingCancelGroup, child), Want(EdgeGroup, child)),
+            (Want(PendingCancelGroup, child), Want(EdgeGroup, child), Want(Dependency, (child.execution_id,))),
             lambda rows, _: flow_cancel.reconcile(
                 first(rows[0]),
                 first(rows[1]),
-                {row.execution_id: row for row in rows[2]},
+                {row.execution_id: row for row in rows[3]},
+                rows[2],
             ),
             further=listed,
         )

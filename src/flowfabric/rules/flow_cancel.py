@@ -186,8 +186,13 @@ def flagged(entry: PendingCancelGroup, group: EdgeGroup | None) -> Flagged:
 def flagged_by(change: Change, key: tuple[str, str], known: Sequence[Any]) -> Flagged | None:
     """What the group of this key says of those after a change that fires it; None when that does not tell.
 
-    `known` are the rows that the change was decided on.
+    `known` are the rows that the change was decided on. Of a group that fires again they do not tell enough: when its
+    downstream was replayed its edges were written, and siblings may have been cancelled for its former life and be
+    counted by nobody.
     """
+    child = next((row for row in known if type(row) is Execution and row.execution_id == key[1]), None)
+    if child is None or child.replay_count or child.terminal_outcome is TerminalOutcome.SKIPPED:
+        return None
     for write in change.writes:
         if type(write) is Patch and write.row is EdgeGroup and write.key == key:
             fields = write.fields
@@ -246,14 +251,22 @@ def drain(
 
 
 def reconcile(
-    entry: PendingCancelGroup | None, group: EdgeGroup | None, members: Mapping[str, Execution]
+    entry: PendingCancelGroup | None,
+    group: EdgeGroup | None,
+    members: Mapping[str, Execution],
+    inbound: Sequence[Dependency],
 ) -> Decision[SiblingReconcile]:
-    """Finish what a crash interrupted; cancels nobody, and leaves a group with a running member alone."""
+    """Finish what a crash interrupted; cancels nobody, and leaves a group with a running member alone.
+
+    So it does with one whose members ended a moment ago and are still to be counted.
+    """
     if entry is None:
         return Decision(SiblingReconcile.NO_OP)
     if group is None or not group.cancel_siblings_pending_flag:
         return Decision(SiblingReconcile.STALE_REMOVED, _drained(entry, None))
     if any(row.lifecycle_phase is not LifecyclePhase.TERMINAL for row in members.values()):
+        return Decision(SiblingReconcile.NO_OP)
+    if any(is_unnoted(edge) and unnoted_end(members.get(edge.upstream_execution_id)) for edge in inbound):
         return Decision(SiblingReconcile.NO_OP)
     return Decision(SiblingReconcile.COMPLETED_DRAIN, _drained(entry, group))
 

@@ -108,10 +108,10 @@ def _load_rows_words(shape: Shape) -> str:
     parameters = Parameters()
     clock = CLOCK.format(given=parameters.one("bigint"))
     columns = columns_of(TABLE[shape.row], "t.")
-    found = f"select x.number, {columns} from {_found(parameters, shape.row, shape.habit)}"
+    found = f"select x.number as asked, {columns} from {_found(parameters, shape.row, shape.habit)}"
     return (
         f"with clock as materialized (select {clock} as now)"
-        f" select c.now, t.number, {columns} from clock c left join ({found} offset 0) t on true"
+        f" select c.now, t.asked, {columns} from clock c left join ({found} offset 0) t on true"
     )
 
 
