@@ -10,7 +10,7 @@ import msgspec
 from flowfabric import errors, ids
 from flowfabric.engine.asks import CreateExecution, Fence
 from flowfabric.engine.creating import Creating
-from flowfabric.engine.flow_cancels import NO_WAIT, FlowCancel, NoWait, Wait
+from flowfabric.engine.flow_cancels import NO_WAIT, FlowCancel, Wait, WaitTimeout, longest_wait_ms
 from flowfabric.engine.flows import GraphEdge
 from flowfabric.model import answers, flow_answers
 from flowfabric.model.flow import CancellationPolicy
@@ -123,9 +123,14 @@ class Submitting(Asking, Creating):
         wait: Wait = NO_WAIT,
     ) -> FlowCancel:
         """Cancel a flow and those of its members that the policy selects."""
-        query = {} if isinstance(wait, NoWait) else {"wait": "true"}
+        longest_ms = longest_wait_ms(wait)
+        query = {
+            "wait": None if longest_ms is None else "true",
+            "timeout_ms": longest_ms if isinstance(wait, WaitTimeout) else None,
+        }
         body = {"flow_id": flow_id, "reason": reason, "cancellation_policy": str(policy)}
-        told = await self.wire.ask("POST", f"/v1/flows/{segment(flow_id)}/cancel", body, query=query)
+        where = f"/v1/flows/{segment(flow_id)}/cancel"
+        told = await self.wire.ask("POST", where, body, query=query, wait_ms=longest_ms)
         cancelled: FlowCancel = variant(
             told.body, flow_answers.Cancelled, flow_answers.CancellationScheduled, flow_answers.PartiallyCancelled
         )
