@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from flowfabric import errors, ids
+from flowfabric.engine import intake
 from flowfabric.engine.asks import CreateExecution, Fence
 from flowfabric.engine.creating import Creating
 from flowfabric.engine.flow_cancels import NO_WAIT, FlowCancel, Wait, WaitTimeout, longest_wait_ms
@@ -179,12 +180,26 @@ def creation(ask: CreateExecution) -> dict[str, Any]:
         "creator_identity": ask.creator_identity,
         "idempotency_key": ask.idempotency_key,
         "tags": ask.tags,
-        "policy": None if ask.policy is None else msgspec.json.decode(ask.policy),
+        "policy": _policy(ask.policy),
         "delay_until": ask.delay_until,
         "execution_deadline_at": ask.execution_deadline_at,
         "parent_id": ask.parent_id,
     }
     return {name: value for name, value in given.items() if value is not None}
+
+
+def _policy(given: object) -> dict[str, Any] | None:
+    """A policy as the document that a body holds; what is none is refused here, in the engine's words."""
+    text = intake.policy_text(given)
+    if text is None:
+        return None
+    try:
+        document = msgspec.json.decode(text)
+    except (ValueError, RecursionError) as fault:
+        raise errors.InvalidPolicyJson("malformed") from fault
+    if not isinstance(document, dict):
+        raise errors.InvalidPolicyJson("not_object")
+    return document
 
 
 def _size(body: dict[str, Any]) -> int:
