@@ -34,9 +34,9 @@ async def lively(store: Store, clock: ManualClock) -> Flowing:
     return Flowing(Engine(store, minter=SeededMinter(1)), clock)
 
 
-async def spoil(flow: Flowing, name: str) -> None:
-    """Terms that nobody could have written."""
-    await flow.write(Patch(Execution, (flow.names[name],), {"terms": "[]"}))
+async def spoil(flow: Flowing, name: str, column: str = "terms") -> None:
+    """Terms, or successors, that nobody could have written."""
+    await flow.write(Patch(Execution, (flow.names[name],), {column: "[5]"}))
 
 
 def unreadable(flow: Flowing, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
@@ -139,9 +139,10 @@ async def test_an_execution_ends_whatever_became_of_those_who_wait_for_it(
     assert await lively.state("a", "b", "c") == "completed waiting_children waiting"
 
 
-async def test_a_member_that_cannot_be_cancelled_is_told_and_given_up(still: Flowing) -> None:
+@pytest.mark.parametrize("column", ["terms", "successors"])
+async def test_a_member_that_cannot_be_cancelled_is_told_and_given_up(still: Flowing, column: str) -> None:
     await still.begin("abc")
-    await spoil(still, "b")
+    await spoil(still, "b", column)
 
     answer = await still.engine.cancel_flow(still.id, reason="r", wait=WaitIndefinite())
 

@@ -11,9 +11,10 @@ from flowfabric import errors
 from flowfabric.engine.engine import Engine
 from flowfabric.ids import SeededMinter
 from flowfabric.model.execution import Execution
+from flowfabric.model.states import AttemptState, PublicState
 from flowfabric.rules.change import Change, Patch, seen
 from flowfabric.stores.base import Loaded, Want
-from flowfabric.stores.codec import CODEC
+from flowfabric.stores.codec import CODEC, tallied
 from tests.scenarios.play import LEASE_MS, Play
 
 
@@ -104,12 +105,19 @@ async def test_terms_that_are_none_are_corruption(play: Play) -> None:
             await play.engine.cancel_execution(e)
 
 
-def test_a_code_of_no_member_is_corruption_of_its_column() -> None:
+@pytest.mark.parametrize("code", [99, len(AttemptState), -1, -99])
+def test_a_code_of_no_member_is_corruption_of_its_column(code: int) -> None:
     codec = CODEC[Execution]
-    stored = [99 if name == "attempt_state" else None for name in codec.columns]
+    stored = [code if name == "attempt_state" else None for name in codec.columns]
 
-    with pytest.raises(errors.Corruption, match="exec_core: attempt_state: 99 stands for nothing"):
+    with pytest.raises(errors.Corruption, match=f"exec_core: attempt_state: {code} stands for nothing"):
         codec.decode(stored, lambda _: None)  # type: ignore[arg-type,return-value]
+
+
+def test_what_stands_for_nothing_is_counted_among_nothing() -> None:
+    found = [("default", 0, 3), ("default", 99, 1), ("default", -1, 2)]
+
+    assert tallied(("lane_id", "public_state"), found) == {("default", next(iter(PublicState))): 3}
 
 
 async def test_only_those_hear_of_an_unreadable_row_who_asked_for_it(play: Play) -> None:

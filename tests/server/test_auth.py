@@ -12,6 +12,7 @@ import pytest
 from flowfabric.clock import ManualClock
 from flowfabric.engine.engine import Engine
 from flowfabric.errors import InvalidInput, NotFound
+from flowfabric.ids import FlowId, flow_partition
 from flowfabric.server import ConfigError, ServerSettings
 from flowfabric.server.logs import JsonLines
 from flowfabric.server.settings import from_environment
@@ -89,6 +90,20 @@ async def test_a_token_sees_nothing_beyond_its_namespaces(ask: Asking) -> None:
     assert await status(ask, "GET", "/v1/executions/search?namespace=b", headers) == 403
     found = await ask.get("/v1/executions/search?namespace=a", headers=headers)
     assert mine in [one["execution_id"] for one in found.json()["executions"]]
+
+
+async def test_of_the_flow_of_a_hidden_execution_nothing_is_told_to_who_applies_an_edge(ask: Asking) -> None:
+    mine, _ = await ask.flow(namespace="a")
+    place = flow_partition(FlowId(mine), ask.engine.partitions)
+    hidden, unknown = await ask.created(namespace="b", execution_id=fresh(place)), fresh(place)
+    headers = await token(ask, "submit", namespaces=["a"])
+
+    told = [
+        (await ask.post(f"/v1/flows/{mine}/edges/apply", ask.edge(mine, fresh(place), child), headers=headers))
+        for child in (hidden, unknown)
+    ]
+
+    assert [(one.status_code, one.json()) for one in told] == [(404, {"error": "not found: execution"})] * 2
 
 
 async def test_a_handle_of_another_namespace_is_worth_nothing(ask: Asking) -> None:

@@ -57,6 +57,14 @@ async def test_a_graph_is_created_in_one_call_and_read_back(ask: Asking) -> None
     assert (await ask.get(f"/v1/flows/{flow_id}/members")).json() == {"members": []}
 
 
+async def test_a_flow_that_nobody_has_counted_yet_is_not_said_to_be_missing(ask: Asking) -> None:
+    flow_id, _ = await ask.flow(1)
+
+    told = await ask.get(f"/v1/flows/{flow_id}/summary")
+
+    assert (told.status_code, told.json()) == (404, {"error": "not found: flow_summary"})
+
+
 async def test_a_join_is_set_before_its_edges(ask: Asking) -> None:
     flow_id, [a, b] = await ask.flow(2)
     where = f"/v1/flows/{flow_id}/joins/{b}"

@@ -94,6 +94,20 @@ async def test_s_039_wait_mode_cancels_everybody(ask: Asking) -> None:
     assert (await ask.engine.load((Want(PendingCancel, (flow_id,)), Want(CancelBacklog, (flow_id,))))).rows == [[], []]
 
 
+async def test_a_wait_for_a_cancel_ends_when_the_caller_says_so(ask: Asking) -> None:
+    flow_id, _ = await ask.flow(1)
+    where, body = f"/v1/flows/{flow_id}/cancel", {"flow_id": flow_id, "reason": "", "cancellation_policy": "cancel_all"}
+
+    assert (await ask.post(f"{where}?wait=true&timeout_ms=soon", body)).status_code == 400
+    late = await ask.post(f"{where}?wait=true&timeout_ms=0", body)
+
+    assert (late.status_code, late.json()) == (
+        504,
+        {"error": "timeout: cancel_flow", "kind": "timeout", "retryable": False},
+    )
+    assert (await ask.get(f"/v1/flows/{flow_id}")).json()["public_flow_state"] == "cancelled"
+
+
 async def test_s_004_partition_co_location_is_enforced(ask: Asking) -> None:
     flow_id, [member] = await ask.flow(1)
     elsewhere = (partition_of(ExecutionId(member)) + 1) % 256

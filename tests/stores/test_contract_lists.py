@@ -111,6 +111,7 @@ CONDITIONS: list[tuple[Where, list[str]]] = [
     (Where("lifecycle_phase", "in", (LifecyclePhase.ACTIVE, LifecyclePhase.TERMINAL)), ["a", "b"]),
     (Where("line", "=", MAIL), ["c"]),
     (Where("line", "in", (MAIL, LineKey("other"), LineKey("never written"))), ["c", "d"]),
+    (Where("line", "in", (MAIL, MAIL)), ["c"]),
     (Where("line", "=", LineKey("never written")), []),
     (Where("line", "unset"), ["a", "b"]),
 ]

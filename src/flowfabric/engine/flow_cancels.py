@@ -62,7 +62,7 @@ class FlowCancels(FlowVerbs):
     ) -> FlowCancel:
         """Cancel a flow and those of its members that the policy selects; a repeated call changes nothing."""
         wanted = intake.parsed(flow_cancel.parse_policy(policy))
-        longest_ms = _longest_ms(wait)
+        longest_ms = longest_wait_ms(wait)
         why = limits.text("reason", reason)
         answer = await self.cancel_flow_header(flow_id, reason=why, policy=wanted)
         if isinstance(answer, flow_answers.HeaderAlreadyTerminal):
@@ -178,7 +178,8 @@ class FlowCancels(FlowVerbs):
         return len(late)
 
 
-def _longest_ms(wait: Wait) -> int | None:
+def longest_wait_ms(wait: Wait) -> int | None:
+    """How long a caller waits at most; None for one that does not."""
     match wait:
         case NoWait():
             return None

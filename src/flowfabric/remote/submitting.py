@@ -8,9 +8,10 @@ from typing import Any
 import msgspec
 
 from flowfabric import errors, ids
+from flowfabric.engine import intake
 from flowfabric.engine.asks import CreateExecution, Fence
 from flowfabric.engine.creating import Creating
-from flowfabric.engine.flow_cancels import NO_WAIT, FlowCancel, NoWait, Wait
+from flowfabric.engine.flow_cancels import NO_WAIT, FlowCancel, Wait, WaitTimeout, longest_wait_ms
 from flowfabric.engine.flows import GraphEdge
 from flowfabric.model import answers, flow_answers
 from flowfabric.model.flow import CancellationPolicy
@@ -123,9 +124,14 @@ class Submitting(Asking, Creating):
         wait: Wait = NO_WAIT,
     ) -> FlowCancel:
         """Cancel a flow and those of its members that the policy selects."""
-        query = {} if isinstance(wait, NoWait) else {"wait": "true"}
+        longest_ms = longest_wait_ms(wait)
+        query = {
+            "wait": None if longest_ms is None else "true",
+            "timeout_ms": longest_ms if isinstance(wait, WaitTimeout) else None,
+        }
         body = {"flow_id": flow_id, "reason": reason, "cancellation_policy": str(policy)}
-        told = await self.wire.ask("POST", f"/v1/flows/{segment(flow_id)}/cancel", body, query=query)
+        where = f"/v1/flows/{segment(flow_id)}/cancel"
+        told = await self.wire.ask("POST", where, body, query=query, wait_ms=longest_ms)
         cancelled: FlowCancel = variant(
             told.body, flow_answers.Cancelled, flow_answers.CancellationScheduled, flow_answers.PartiallyCancelled
         )
@@ -174,12 +180,26 @@ def creation(ask: CreateExecution) -> dict[str, Any]:
         "creator_identity": ask.creator_identity,
         "idempotency_key": ask.idempotency_key,
         "tags": ask.tags,
-        "policy": None if ask.policy is None else msgspec.json.decode(ask.policy),
+        "policy": _policy(ask.policy),
         "delay_until": ask.delay_until,
         "execution_deadline_at": ask.execution_deadline_at,
         "parent_id": ask.parent_id,
     }
     return {name: value for name, value in given.items() if value is not None}
+
+
+def _policy(given: object) -> dict[str, Any] | None:
+    """A policy as the document that a body holds; what is none is refused here, in the engine's words."""
+    text = intake.policy_text(given)
+    if text is None:
+        return None
+    try:
+        document = msgspec.json.decode(text)
+    except (ValueError, RecursionError) as fault:
+        raise errors.InvalidPolicyJson("malformed") from fault
+    if not isinstance(document, dict):
+        raise errors.InvalidPolicyJson("not_object")
+    return document
 
 
 def _size(body: dict[str, Any]) -> int:

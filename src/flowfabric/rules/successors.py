@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from flowfabric import errors
 from flowfabric.model.execution import Execution, LineKey
 from flowfabric.model.flow import Dependency, DependencyKind, Dispatch
 from flowfabric.model.states import TerminalOutcome
@@ -69,8 +70,11 @@ _USUAL = msgspec.structs.astuple(LineKey(""))
 
 
 def named(row: Execution) -> list[Successor]:
-    """The successors that the sheet names; none when there are none, or too many."""
-    return [] if row.successors is None or row.successors == MANY else _read(row.successors)
+    """The successors that the sheet names; none when there are none, or too many. `Corruption` for no successors."""
+    try:
+        return [] if row.successors is None or row.successors == MANY else _read(row.successors)
+    except msgspec.DecodeError as fault:
+        raise errors.Corruption(f"exec_core: successors: {fault}") from fault
 
 
 def with_successors(row: Execution, more: list[Successor]) -> str:

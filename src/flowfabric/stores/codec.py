@@ -29,9 +29,9 @@ INT_MIN, INT_MAX = -(2**63), 2**63 - 1
 EVENT_COLUMNS: tuple[str, ...] = Event.__struct_fields__
 
 
-def members(kind: type[Enum]) -> tuple[Enum, ...]:
-    """The members of an enum by their stored code."""
-    return tuple(kind)
+def members(kind: type[Enum]) -> dict[int, Enum]:
+    """The members of an enum by their stored code. Not a list: what is less than nothing would count from its end."""
+    return dict(enumerate(kind))
 
 
 # By identity: members are singletons, their hash is slow, and equal texts of two vocabularies have different codes.
@@ -40,7 +40,7 @@ CODES: dict[int, int] = {
     for table in TABLES
     for column in table.columns
     if column.is_enum
-    for code, member in enumerate(members(column.kind))
+    for code, member in members(column.kind).items()
 }
 
 
@@ -72,7 +72,7 @@ class RowCodec:
                 code = values[place]
                 if code is not None:
                     values[place] = kinds[code]
-        except IndexError as fault:
+        except KeyError as fault:
             raise self._unreadable(stored) from fault
         for place in self._lines:
             if values[place] is not None:
@@ -83,20 +83,25 @@ class RowCodec:
         return self._row(*values)
 
     def _unreadable(self, stored: Sequence[Any]) -> Corruption:
-        wrong = next(place for place, kinds in self._enums if (stored[place] or 0) >= len(kinds))
+        wrong = next(place for place, kinds in self._enums if (stored[place] or 0) not in kinds)
         name = self.table.name.removeprefix("ff_")
         return Corruption(f"{name}: {self.columns[wrong]}: {stored[wrong]} stands for nothing")
 
 
 def tallied(by: Sequence[str], found: Iterable[Sequence[Any]]) -> dict[tuple[Any, ...], int]:
-    """Counts by the values of an execution's columns, of which the stores keep codes; each ends with its number."""
-    kinds = [CODEC[Execution].column[name] for name in by]
-    return {
-        tuple(
-            members(column.kind)[code] if column.is_enum else code for column, code in zip(kinds, codes, strict=True)
-        ): count
-        for *codes, count in found
-    }
+    """Counts by the values of an execution's columns, of which the stores keep codes; each ends with its number.
+
+    A code of no member is left out: who reads that execution is told.
+    """
+    columns = [CODEC[Execution].column[name] for name in by]
+    kinds = [(place, members(column.kind)) for place, column in enumerate(columns) if column.is_enum]
+    counts: dict[tuple[Any, ...], int] = {}
+    for *values, count in found:
+        if all(values[place] in codes for place, codes in kinds):
+            for place, codes in kinds:
+                values[place] = codes[values[place]]
+            counts[tuple(values)] = count
+    return counts
 
 
 def encode_column(values: Sequence[Any], line_of: LineOf, now: int) -> Sequence[Any]:

@@ -9,7 +9,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from heapq import merge, nsmallest
-from itertools import islice, takewhile
+from itertools import chain, islice, takewhile
 from typing import Any
 
 import msgspec
@@ -92,8 +92,10 @@ class Shelf:
     def narrowed(self, scan: Scan) -> Iterator[Any]:
         """Rows among which are all that a list may hold: those of an index or a key that its conditions name."""
         for one in scan.where:
-            if one.op == "=" and one.value is not None and one.column in self.indexes:
-                return self.of(one.column, encode(one.value, self._line_of))
+            if one.op in ("=", "in") and one.value is not None and one.column in self.indexes:
+                values = one.value if one.op == "in" else (one.value,)
+                codes = {encode(value, self._line_of) for value in values if value is not None}
+                return chain.from_iterable(self.of(one.column, code) for code in codes)
         return self._among(scan)
 
     def _among(self, scan: Scan) -> Iterator[Any]:

@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from flowfabric import ids
 from flowfabric.engine.asks import EdgeSnapshot, FlowSnapshot
-from flowfabric.engine.flow_cancels import NoWait, WaitIndefinite
+from flowfabric.engine.flow_cancels import NoWait, Wait, WaitIndefinite, WaitTimeout
 from flowfabric.engine.flow_reads import FlowPage
 from flowfabric.engine.flows import GraphEdge
 from flowfabric.model import flow_answers
@@ -186,7 +186,9 @@ class ApplyBody(EdgeBody, frozen=True):
 )
 async def apply_dependency_to_child(ask: Ask[ApplyBody]) -> Reply:
     """Let the downstream of a staged edge wait for its upstream."""
-    return tagged(await ask.engine.apply_dependency_to_child(**ask.body.edge(ask.flow_id)))
+    edge = ask.body.edge(ask.flow_id)
+    await ask.may_touch(edge["downstream"])  # the flow that another one belongs to would be told
+    return tagged(await ask.engine.apply_dependency_to_child(**edge))
 
 
 class FlowCancelBody(Body, frozen=True):
@@ -205,7 +207,10 @@ class FlowCancelBody(Body, frozen=True):
     body=FlowCancelBody,
     scope=Scope.OPERATE,
     subject=Subject.FLOW,
-    query=(Param("wait", {"type": "string", "enum": ["true", "1", "false", "0"]}),),
+    query=(
+        Param("wait", {"type": "string", "enum": ["true", "1", "false", "0"]}),
+        Param("timeout_ms", {"type": "integer", "minimum": 0}),
+    ),
     long=True,
     audit=True,
 )
@@ -213,8 +218,14 @@ async def cancel_flow(ask: Ask[FlowCancelBody]) -> Reply:
     """Cancel a flow and those of its members that the policy selects."""
     flow_id, body = ask.flow_id, ask.body
     same("flow_id", flow_id, ids.parse_uuid(body.flow_id))
-    wait = WaitIndefinite() if ask.query("wait") in ("true", "1") else NoWait()
-    return tagged(await ask.engine.cancel_flow(flow_id, policy=body.cancellation_policy, reason=body.reason, wait=wait))
+    answer = await ask.engine.cancel_flow(flow_id, policy=body.cancellation_policy, reason=body.reason, wait=_wait(ask))
+    return tagged(answer)
+
+
+def _wait(ask: Ask[FlowCancelBody]) -> Wait:
+    if ask.query("wait") not in ("true", "1"):
+        return NoWait()
+    return WaitIndefinite() if ask.query("timeout_ms") is None else WaitTimeout(ask.number("timeout_ms"))
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -247,7 +258,11 @@ async def describe_flow(ask: Ask[None]) -> Reply:
 @routes.get(f"{ONE}/summary", {200: FlowSummary}, subject=Subject.FLOW)
 async def get_flow_summary(ask: Ask[None]) -> Reply:
     """Members by public state, as the projector last counted them."""
-    return json(found(await ask.engine.get_flow_summary(ask.flow_id), NO_FLOW))
+    flow_id = ask.flow_id
+    summary = await ask.engine.get_flow_summary(flow_id)
+    if summary is None:
+        found(await ask.engine.describe_flow(flow_id), NO_FLOW)
+    return json(found(summary, "not found: flow_summary"))
 
 
 class Members(msgspec.Struct, frozen=True):
