@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from flowfabric.handles import HandleKind as HandleKind
     from flowfabric.rules.create import CreateExecution as CreateExecution
     from flowfabric.rules.lease import Fence as Fence
+    from flowfabric.sdk.approvals import Approval as Approval
+    from flowfabric.sdk.approvals import Votes as Votes
     from flowfabric.sdk.context import Context as Context
     from flowfabric.sdk.context import current as current
     from flowfabric.sdk.durable import NonDeterministic as NonDeterministic
@@ -38,8 +40,10 @@ if TYPE_CHECKING:
     from flowfabric.sdk.joins import Quorum as Quorum
     from flowfabric.sdk.limits import Budget as Budget
     from flowfabric.sdk.limits import Limit as Limit
+    from flowfabric.sdk.output import Output as Output
     from flowfabric.sdk.run import Reset as Reset
     from flowfabric.sdk.run import Run as Run
+    from flowfabric.sdk.spending import Reservation as Reservation
     from flowfabric.sdk.task import Task as Task
     from flowfabric.settings import Settings as Settings
 
@@ -48,6 +52,7 @@ __version__ = "0.1.0"
 _PAGES = {
     "AllOf": "flowfabric.sdk.joins",
     "AnyOf": "flowfabric.sdk.joins",
+    "Approval": "flowfabric.sdk.approvals",
     "Budget": "flowfabric.sdk.limits",
     "BudgetExceeded": "flowfabric.sdk.failing",
     "Context": "flowfabric.sdk.context",
@@ -64,7 +69,9 @@ _PAGES = {
     "InvalidInput": "flowfabric.errors",
     "Limit": "flowfabric.sdk.limits",
     "NonDeterministic": "flowfabric.sdk.durable",
+    "Output": "flowfabric.sdk.output",
     "Quorum": "flowfabric.sdk.joins",
+    "Reservation": "flowfabric.sdk.spending",
     "Reset": "flowfabric.sdk.run",
     "Retry": "flowfabric.sdk.failing",
     "RetryAfter": "flowfabric.sdk.failing",
@@ -77,6 +84,7 @@ _PAGES = {
     "Settings": "flowfabric.settings",
     "StoreUnavailable": "flowfabric.errors",
     "Task": "flowfabric.sdk.task",
+    "Votes": "flowfabric.sdk.approvals",
     "connect": "flowfabric.connecting",
     "current": "flowfabric.sdk.context",
 }

@@ -14,7 +14,6 @@ from typing import Any
 
 import flowfabric
 from flowfabric.engine.surface import INTERNAL as INTERNAL_TO_THE_ENGINE
-from flowfabric.sdk import approvals, output, spending
 from flowfabric.testing import World
 from tests.postgres_install import ROOT
 
@@ -23,17 +22,13 @@ WIDTH = 100
 
 SECTIONS: dict[str, list[str]] = {
     "Applications": ["Fabric", "Task", "Run", "Reset", "connect", "Settings"],
-    "Inside a task": ["Context", "current", "RetryAfter", "Fatal"],
+    "Inside a task": ["Context", "current", "RetryAfter", "Fatal", "Approval", "Votes", "Output", "Reservation"],
     "Ways of a task": ["Retry", "Budget", "Limit"],
     "Flows and joins": ["Flow", "FlowRun", "AllOf", "AnyOf", "Quorum"],
     "How runs end": ["RunEnded", "RunFailed", "RunCancelled", "RunExpired", "RunSkipped", "BudgetExceeded"],
     "Errors": ["FabricError", "InvalidInput", "StoreUnavailable", "NonDeterministic"],
     "Underneath": ["Engine", "CreateExecution", "Fence", "Handle", "HandleKind"],
 }
-BESIDE: dict[str, list[type]] = {  # what one meets without naming it
-    "Inside a task": [approvals.Approval, approvals.Votes, output.Output, spending.Reservation],
-}
-
 MADE_BY_OTHERS = {"Task", "Run", "Context", "Flow", "FlowRun", "Approval", "Votes", "Output", "Reservation", "Engine"}
 # Between the pages of the library itself, and public for no other reason.
 INTERNAL = {
@@ -68,8 +63,7 @@ def page() -> str:
     parts = [HEAD]
     for section, names in SECTIONS.items():
         parts.append(f"## {section}\n")
-        things = [*(getattr(flowfabric, name) for name in names), *BESIDE.get(section, ())]
-        parts += [entry for thing in things for entry in _entry(thing)]
+        parts += [entry for name in names for entry in _entry(getattr(flowfabric, name))]
     parts += ["## Testing\n", *_entry(World)]
     return "\n".join(parts)
 

@@ -221,3 +221,62 @@ def _noting(done: list[int]) -> Any:
         return n
 
     return child
+
+
+# -- deploys ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("moment", ["while it waits for them", "when they have ended"])
+async def test_a_gather_that_got_other_children_by_a_deploy_waits_for_those(
+    caplog: pytest.LogCaptureFixture, moment: str
+) -> None:
+    lengths = ["1h", "2h"]
+
+    async def many(ctx: Context) -> list[str]:
+        several = await ctx.gather([slow.s(length) for length in lengths])
+        await ctx.sleep("4h")
+        return several
+
+    warned, refused = app.task(name="warned")(many), app.task(name="refused", on_mismatch="error")(many)
+
+    async with World(app) as world:
+        runs = [await warned.submit(), await refused.submit()]
+        await world.advance("90m" if moment == "while it waits for them" else "3h")
+        lengths.append("5h")
+        assert await runs[0].result() == ["after 1h", "after 2h", "after 5h"]
+        assert "children#0 is remembered with other children" in caplog.text
+        with pytest.raises(RunFailed, match="NonDeterministic"):
+            await runs[1].result()
+        world.assert_invariants()
+
+
+async def test_a_gather_that_was_put_before_another_does_not_take_its_children_for_its_own() -> None:
+    before = False
+
+    @app.task
+    async def inserted(ctx: Context) -> list[Any]:
+        first = await ctx.gather([slow.s("1h")]) if before else []
+        several = await ctx.gather([counted.s(n) for n in range(3)])
+        await ctx.sleep("4h")
+        return [*first, *several]
+
+    async with World(app) as world:
+        run = await inserted.submit()
+        await world.advance("1h")
+        before = True
+        assert await run.result() == ["after 1h", 0, 1, 2]
+        world.assert_invariants()
+
+
+async def test_a_gather_that_no_longer_has_the_child_that_failed_goes_on() -> None:
+    calls: list[Call[Any]] = [counted.s(1), broken.s()]
+
+    @app.task(retry=Retry(max=3, base="1h"))
+    async def fewer(ctx: Context) -> list[Any]:
+        return await ctx.gather(calls)
+
+    async with World(app) as world:
+        run = await fewer.submit()
+        await world.advance("1m")
+        del calls[1]
+        assert await run.result() == [1]

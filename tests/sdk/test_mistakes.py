@@ -277,6 +277,27 @@ async def test_however_a_handler_fails_its_run_ends_at_once_and_its_worker_goes_
                 await (await too_large.submit()).result(30)
 
 
+@pytest.mark.parametrize("raising", [KeyboardInterrupt, GeneratorExit])
+async def test_what_is_meant_for_the_process_does_not_end_it_when_a_thread_raises_it(
+    app: Fabric, raising: type[BaseException]
+) -> None:
+    """Ctrl-C reaches the main thread only; a library's would end one worker after the other."""
+
+    def breaks() -> None:
+        raise raising
+
+    plain = app.task(name="plain", retry=ONCE)(breaks)
+
+    @app.task(retry=ONCE)
+    async def stepping(ctx: Context) -> None:
+        await ctx.step(breaks)
+
+    async with working(app):
+        for task in (plain, stepping):
+            with pytest.raises(RunFailed, match=f"{raising.__name__} was raised in a thread"):
+                await (await task.submit()).result(10)
+
+
 async def test_a_step_whose_next_finds_nothing_fails_its_run(app: Fabric) -> None:
     def first(rows: list[int]) -> int:
         return next(row for row in rows if row > 5)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import date
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import pydantic
 import pytest
 
 from flowfabric import Context
 from flowfabric.errors import InvalidInput
-from flowfabric.sdk.codec import Signature
+from flowfabric.sdk.codec import Signature, json_bytes
 
 
 class Model(pydantic.BaseModel):
@@ -92,3 +93,44 @@ def test_a_call_that_does_not_fit_is_refused_in_the_words_of_python(
 ) -> None:
     with pytest.raises(InvalidInput, match=words):
         signature(handler).bound(args, kwargs)
+
+
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+Short = Annotated[str, pydantic.Field(max_length=3)]
+
+
+def bounded(
+    ctx: Annotated[Context, "the attempt"], n: Positive, names: list[Short], m: Positive | None = None
+) -> Positive:
+    return n
+
+
+def counted(n: Positive, m: list[Annotated[int, ["words"]]] | None = None) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("handler", "given", "told"),
+    [
+        (bounded, {"n": 0, "names": []}, "n: "),
+        (bounded, {"n": 1, "names": ["long name"]}, "names: "),
+        (bounded, {"n": 1, "names": [], "m": 0}, "m: "),
+        (counted, {"n": 0}, "n: "),
+    ],
+)
+def test_what_an_annotation_asks_of_a_value_is_checked(
+    handler: Callable[..., Any], given: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(InvalidInput, match=f"^invalid_input: {told}"):
+        signature(handler).to_json(given)
+    with pytest.raises(InvalidInput, match=f"^invalid_input: {told}"):
+        signature(handler).load(json_bytes(given))
+
+
+def test_values_that_are_as_their_annotations_ask_come_back() -> None:
+    given = {"n": 1, "names": ["ana"], "m": 2}
+
+    assert signature(bounded).context_name == "ctx"
+    assert signature(bounded).load(signature(bounded).to_json(given)) == given
+    assert signature(counted).load(b'{"n": 1}') == {"n": 1}
+    with pytest.raises(InvalidInput, match="^invalid_input: result: "):
+        signature(bounded).result.to_json(0, "result")

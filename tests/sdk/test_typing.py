@@ -15,9 +15,8 @@ from typing import Any, assert_type
 import msgspec
 import pydantic
 
-from flowfabric import AllOf, Context, Fabric, FlowRun, Quorum, Reset, Run, Task, current
+from flowfabric import AllOf, Approval, Context, Fabric, FlowRun, Quorum, Reset, Run, Task, Votes, current
 from flowfabric.model.states import PublicState
-from flowfabric.sdk.approvals import Approval, Votes
 from flowfabric.sdk.flows import Node
 from flowfabric.sdk.run import Frame
 from flowfabric.sdk.sync import SyncRun
@@ -104,6 +103,7 @@ async def knows_contexts(ctx: Context) -> None:
     assert_type(await ctx.receive("steer", Mail, timeout="5m"), Mail | None)
     assert_type(ctx.sync.receive("steer", Mail, timeout="5m"), Mail | None)
     gate = assert_type(await ctx.approval("approve", Mail), Approval[Mail])
+    assert_type(gate.links, list[str])
     votes = await gate
     assert_type(votes, Votes[Mail])
     assert_type([vote.value for vote in votes], list[Mail])

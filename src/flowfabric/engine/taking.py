@@ -204,9 +204,11 @@ class Taking(Lines):
         kind = HandleKind.RECLAIMED if answer.attempt_type is AttemptType.RECLAIM else HandleKind.FRESH
         if answer.attempt_id != holder.attempt_id:
             kind = HandleKind.RESUMED
-        return self._acquired(answer, kind, payload[0] if payload else None)
+        return self._acquired(answer, kind, payload[0] if payload else None, row.namespace)
 
-    def _acquired(self, acquired: Acquired, kind: HandleKind, payload: Payload | None = None) -> answers.Claimed:
+    def _acquired(
+        self, acquired: Acquired, kind: HandleKind, payload: Payload | None = None, namespace: str | None = None
+    ) -> answers.Claimed:
         self.note_lease(acquired.lane_id, acquired.lease_expires_at)
         if (count := acquired.reclaim_count) and count % reclaim.WARNED_EVERY == 0:
             logger.warning("%s has been reclaimed %d times: its workers keep losing it", acquired.execution_id, count)
@@ -230,6 +232,7 @@ class Taking(Lines):
             acquired.lease_expires_at,
             Handle.mint(self.store.tag, kind, fields),
             payload,
+            namespace,
         )
 
     def _holder(self, order: ClaimOrder) -> Holder:
@@ -348,6 +351,7 @@ class Taking(Lines):
             row.lease_expires_at or 0,
             Handle.mint(self.store.tag, kind, fields),
             payload,
+            row.namespace,
         )
 
 

@@ -313,4 +313,5 @@ def _claimed(work: Work) -> answers.Claimed:
             payload_encoding=work.payload_encoding,
             policy=work.policy,
         ),
+        namespace=work.namespace,
     )

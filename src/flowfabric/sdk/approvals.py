@@ -81,7 +81,7 @@ class Approval(Generic[V]):
         self._shape = shape
         self._opened = opened
         tokens = {} if isinstance(opened, GateMemo) else {one.waitpoint_id: one.token.reveal() for one in opened.links}
-        self.links = [Link.to(base_url, run_id, point, tokens.get(point, "")) for point in points]
+        self.links: list[str] = [Link.to(base_url, run_id, point, tokens.get(point, "")) for point in points]
 
     def __await__(self) -> Generator[Any, Any, Votes[V]]:
         return self._votes().__await__()

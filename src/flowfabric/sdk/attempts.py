@@ -17,7 +17,7 @@ from flowfabric.engine.engine import Engine
 from flowfabric.model.answers import Claimed
 from flowfabric.sdk.cells import Cells, Order
 from flowfabric.sdk.context import Context, Pending, entered
-from flowfabric.sdk.durable import Crash, Unwound
+from flowfabric.sdk.durable import Unwound, is_crash
 from flowfabric.sdk.inputs import named_budgets, plain_input, read_input
 from flowfabric.sdk.outcomes import AWAY, Failed, Later, Outcome, is_text, raised, returned, trace_of
 from flowfabric.sdk.threads import DaemonThreads
@@ -124,12 +124,12 @@ class Attempts:
                 raise
             # Something that the handler waited for was cancelled, not the attempt.
             return await _failed(claimed, task, own, ended)
-        except Crash:
-            logger.info("%s: crashed on purpose", claimed.execution_id)
-            return AWAY
         except (KeyboardInterrupt, GeneratorExit):
             raise
         except BaseException as failure:  # also `sys.exit()`: one handler must not end the others
+            if is_crash(failure):
+                logger.info("%s: crashed on purpose", claimed.execution_id)
+                return AWAY
             return _went_on(claimed, task) if own.is_parked else await _failed(claimed, task, own, failure)
         return _went_on(claimed, task) if own.is_parked else _told(claimed, task, returned(task, value))
 

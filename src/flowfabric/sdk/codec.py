@@ -18,6 +18,7 @@ from flowfabric.errors import InvalidInput
 HAS_PYDANTIC = importlib.util.find_spec("pydantic") is not None
 
 LONGEST_SCHEMA = 16_384
+OF_PYDANTIC = {"pydantic", "annotated_types"}  # where what it understands in `Annotated` comes from
 
 from_json = msgspec.json.Decoder().decode
 _encode = msgspec.json.Encoder().encode
@@ -145,7 +146,7 @@ class Signature:
     def __init__(self, handler: Callable[..., Any], context: type) -> None:
         what = handler.__qualname__
         try:
-            hints = typing.get_type_hints(handler)
+            hints = typing.get_type_hints(handler, include_extras=True)
         except (NameError, TypeError) as fault:
             raise InvalidInput(
                 f"task {what}: its annotations cannot be read ({fault}); types that it names must stand in its module"
@@ -265,7 +266,7 @@ def _arguments_decoder(
 
 
 def _adapter(annotation: Any) -> Any:
-    """pydantic's adapter for types that contain a model of pydantic's; the others need no pydantic."""
+    """pydantic's adapter for types that contain a model or a condition of pydantic's; the others need no pydantic."""
     if not HAS_PYDANTIC or not _mentions_model(annotation):
         return None
     import pydantic
@@ -278,18 +279,23 @@ def _adapter(annotation: Any) -> Any:
 
 def _is_a(annotation: Any, kind: type) -> bool:
     """Whether a parameter is annotated as this, or as this or None."""
+    if typing.get_origin(annotation) is typing.Annotated:
+        annotation = annotation.__origin__
     optional = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     parts = typing.get_args(annotation) if optional else (annotation,)
     return any(isinstance(part, type) and issubclass(part, kind) for part in parts)
 
 
-def _mentions_model(annotation: Any, seen: frozenset[Any] = frozenset()) -> bool:
+def _mentions_model(annotation: Any, seen: tuple[Any, ...] = ()) -> bool:
     import pydantic
 
     if isinstance(annotation, type) and issubclass(annotation, pydantic.BaseModel):
         return True
+    if typing.get_origin(annotation) is typing.Annotated:
+        asks = (type(one).__module__.partition(".")[0] for one in annotation.__metadata__)
+        return any(one in OF_PYDANTIC for one in asks) or _mentions_model(annotation.__origin__, seen)
     parts = [*typing.get_args(annotation), *_fields_of(annotation)]
-    return any(_mentions_model(part, seen | {annotation}) for part in parts if part not in seen)
+    return any(_mentions_model(part, (*seen, annotation)) for part in parts if part not in seen)
 
 
 def _fields_of(annotation: Any) -> list[Any]:

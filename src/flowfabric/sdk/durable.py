@@ -50,6 +50,13 @@ class Crash(BaseException):
     """Stands for the death of the process, in tests: nothing after it is written, and the lease lapses."""
 
 
+def is_crash(failure: BaseException) -> bool:
+    """Whether the process is to be taken for dead: a crash, or one among what a task group raised."""
+    if isinstance(failure, BaseExceptionGroup):
+        return failure.subgroup(Crash) is not None
+    return isinstance(failure, Crash)
+
+
 class Unwound(BaseException):
     """Unwinds a plain function that has to wait; not an `Exception`, so that it passes the usual handlers."""
 
@@ -121,7 +128,7 @@ class Durable:
             if known == name and other.digest == digest and place > occurrence:
                 steps[(name, occurrence)], steps[(known, place)] = other, memo
                 return other
-        self._mismatch(
+        self.mismatch(
             f"step {name!r} (number {occurrence}) is remembered with another input; what it returned then stands. Give "
             "steps that may swap places a key="
         )
@@ -142,7 +149,7 @@ class Durable:
             return
         await asyncio.sleep(0)  # steps that are started together come to their places in one turn
         if left := self._passed_over(steps, branch):
-            self._mismatch(
+            self.mismatch(
                 f"step {name!r} (number {occurrence}) runs for the first time although {', '.join(left)} ran before: "
                 "was it renamed or moved? Give it its old name= or a key=, or let runs of the old function finish first"
             )
@@ -151,7 +158,8 @@ class Durable:
         left = (name for name, place in steps.keys() - self._met if _branch_of(name) == branch)
         return sorted({repr(name) for name in left if not name.startswith("key:")})
 
-    def _mismatch(self, words: str) -> None:
+    def mismatch(self, words: str) -> None:
+        """Say that the function took another way than before: once an attempt, or as an error that ends it."""
         words = f"{self.handle.fields.execution_id}: {words}"
         if self._strict:
             raise NonDeterministic(words)

@@ -45,7 +45,11 @@ DEFAULT_STORE = "sqlite:///flowfabric.db"
 
 
 class Fabric:
-    """Tasks on a store. `Fabric()` reads FLOWFABRIC_URL, else keeps everything in flowfabric.db here."""
+    """Tasks on a store. `Fabric()` reads FLOWFABRIC_URL, else keeps everything in flowfabric.db here.
+
+    Apps of several namespaces may share a store: keys, budgets and limits are told apart, and workers take the runs of
+    their own app's namespace only.
+    """
 
     def __init__(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -60,6 +61,8 @@ def returned(task: Task[..., Any], value: Any) -> Outcome:
 def raised(failure: BaseException) -> Outcome:
     """What a handler's exception means."""
     match failure:
+        case BaseExceptionGroup():
+            return _together(failure)
         case RetryAfter():
             return Later(failure.after_ms)
         case Fatal() | InvalidInput():
@@ -70,6 +73,18 @@ def raised(failure: BaseException) -> Outcome:
             return Failed(reason_of(failure), "budget_exceeded")
         case _:
             return Failed(reason_of(failure), type(failure).__name__[:LONGEST_CATEGORY])
+
+
+def _together(group: BaseExceptionGroup) -> Outcome:
+    """What failures at once mean, as of a task group: one that no retry can mend is none among others either."""
+    each = [raised(one) for one in group.exceptions]
+    categories = {one.category for one in each if isinstance(one, Failed)}
+    if not categories:
+        return Later(max(one.after_ms for one in each if isinstance(one, Later)))
+    if "permanent" in categories:
+        return Failed(reason_of(group), "permanent")
+    category = categories.pop() if len(categories) == 1 else type(group).__name__
+    return Failed(reason_of(group), category[:LONGEST_CATEGORY])
 
 
 async def tell(engine: Engine, handle: Handle, outcome: Outcome) -> None:
@@ -93,13 +108,36 @@ async def _told(engine: Engine, handle: Handle, outcome: Outcome) -> None:
 
 
 def reason_of(failure: BaseException) -> str:
-    """The failure in a line, and where it happened: where the application called what failed, and where that did."""
+    """The failure in a line, and where it happened: where the application called what failed, and where that did.
+
+    Of several that were raised together the line names all, and each is told after it.
+    """
+    each = [*_leaves(failure)]
+    line = _line(failure)
+    if each != [failure]:
+        line = f"{'; '.join(map(_line, each))} ({line})"
+    told = [(line, failure), *((_line(one), one) for one in each if one is not failure)]
+    text = "\n".join(f"{words}\n{_where(one)}".rstrip("\n") for words, one in told)
+    return text.replace("\x00", "\\0").encode("utf-8", "backslashreplace")[:LONGEST_REASON].decode("utf-8", "ignore")
+
+
+def _where(failure: BaseException) -> str:
     frames = [*traceback.extract_tb(failure.__traceback__)]
     theirs = [frame for frame in frames if not frame.filename.startswith(OUR_FILES)] or frames
-    where = "".join(traceback.format_list(theirs if len(theirs) <= 3 else [theirs[0], *theirs[-2:]]))
-    line = f"{type(failure).__name__}: {_text(failure)}"
-    text = f"{line}\n{where}" if where else line
-    return text.replace("\x00", "\\0").encode("utf-8", "backslashreplace")[:LONGEST_REASON].decode("utf-8", "ignore")
+    return "".join(traceback.format_list(theirs if len(theirs) <= 3 else [theirs[0], *theirs[-2:]]))
+
+
+def _line(failure: BaseException) -> str:
+    return f"{type(failure).__name__}: {_text(failure)}"
+
+
+def _leaves(failure: BaseException) -> Iterator[BaseException]:
+    """The failures in a group and in the groups within it; else the failure itself."""
+    if not isinstance(failure, BaseExceptionGroup):
+        yield failure
+        return
+    for one in failure.exceptions:
+        yield from _leaves(one)
 
 
 def trace_of(failure: BaseException) -> TracebackType | None:
@@ -113,7 +151,8 @@ def trace_of(failure: BaseException) -> TracebackType | None:
 def is_text(failure: BaseException) -> bool:
     """Whether what it says can be written down as it is: half a character cannot."""
     try:
-        _text(failure).encode()
+        for one in (failure, *_leaves(failure)):
+            _text(one).encode()
     except UnicodeEncodeError:
         return False
     return True

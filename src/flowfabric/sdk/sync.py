@@ -23,7 +23,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 
-from flowfabric.sdk.approvals import Approval, Link, Votes
+from flowfabric.sdk.approvals import Approval, Votes
 from flowfabric.sdk.durable import in_step
 from flowfabric.sdk.durations import Duration
 from flowfabric.sdk.joins import AllOf, Join
@@ -178,7 +178,7 @@ class SyncApproval(Generic[V]):
         self._portal = portal
 
     @property
-    def links(self) -> list[Link]:
+    def links(self) -> list[str]:
         """One signed link per approver."""
         return self._approval.links
 

@@ -59,12 +59,19 @@ class DaemonThreads(Executor):
 
 
 def without_stops(function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
-    """Call it; a `StopIteration` cannot travel through a future, and whoever waits for it would wait for ever."""
+    """Call it in a thread; what must not travel from there through a future is told as an error.
+
+    Whoever waits for a `StopIteration` would wait for ever. What ends a process is the main thread's: Ctrl-C is told
+    there and nowhere else.
+    """
     try:
         return function(*args, **kwargs)
     except StopIteration as stop:
         told = RuntimeError("StopIteration was raised: a next() found nothing")
         raise told.with_traceback(stop.__traceback__) from stop
+    except (KeyboardInterrupt, GeneratorExit) as end:
+        told = RuntimeError(f"{type(end).__name__} was raised in a thread")
+        raise told.with_traceback(end.__traceback__) from end
 
 
 class Portal:

@@ -227,25 +227,51 @@ class Waiting(ABC):
                 )
         runs = await self._spawn(calls)
         ids = tuple(run.id for run in runs)
-        name = self.durable.gate_name("children")
         need = join.needed(len(ids))
-        memo = await self.durable.wait(GateArgs(name=name, kind=GateKind.CHILDREN, children=ids, need=need))
-        votes = [] if memo.votes is None else msgspec.json.decode(memo.votes, type=list[Vote])
-        ended = {vote.member: vote.outcome for vote in votes}
+        ended = await self._ends(self.durable.gate_name("children"), ids, need)
         if join.cancel_rest:
             rest = [run.id for run in runs if run.id not in ended]
             await self.engine.cancel_children(self.handle, rest, reason="the others were enough")
-        if memo.ended_as is not GateEnd.SATISFIED:
+        if not _is_enough(ended, need):
             failed = next(run for run in runs if ended.get(run.id, "success") != "success")
             await Run.result(failed)  # raises with its reason
             raise RunFailed(failed.id, failed.task, "too few children succeeded")
         return [(run, ended.get(run.id) == "success") for run in runs]
 
-    def _derived(self, place: str, number: int) -> uuid.UUID:
-        return uuid.uuid5(uuid.NAMESPACE_OID, f"{self.run_id}|{place}|{number}")
+    async def _ends(self, name: str, ids: tuple[str, ...], need: int) -> dict[str, str]:
+        """How the children ended that have when it is decided whether enough of them succeed."""
+        ended = _ends_among(ids, await self._gate_of(name, ids, need))
+        if not _is_enough(ended, need) and not _is_hopeless(ended, need, len(ids)):
+            self.durable.mismatch(
+                f"{name} is remembered with other children; those of now are waited for. Was a gather added, moved or "
+                "changed? Let runs of the old function finish first"
+            )
+            ended = _ends_among(ids, await self._gate_of(f"{name}:{self._derived(name, *ids)}", ids, need))
+        return ended
+
+    async def _gate_of(self, name: str, ids: tuple[str, ...], need: int) -> GateMemo:
+        return await self.durable.wait(GateArgs(name=name, kind=GateKind.CHILDREN, children=ids, need=need))
+
+    def _derived(self, place: str, *parts: object) -> uuid.UUID:
+        return uuid.uuid5(uuid.NAMESPACE_OID, "|".join(map(str, (self.run_id, place, *parts))))
 
     def _child_id(self, place: str) -> str:
         return f"{{fp:{partition_of(ExecutionId(self.run_id))}}}:{self._derived(place, 0)}"
+
+
+def _ends_among(ids: tuple[str, ...], memo: GateMemo) -> dict[str, str]:
+    """The ends of these children that the gate knew of when it closed."""
+    votes = [] if memo.votes is None else msgspec.json.decode(memo.votes, type=list[Vote])
+    ended = {vote.member: vote.outcome for vote in votes}
+    return {child: ended[child] for child in ids if child in ended}
+
+
+def _is_enough(ended: dict[str, str], need: int) -> bool:
+    return sum(outcome == "success" for outcome in ended.values()) >= need
+
+
+def _is_hopeless(ended: dict[str, str], need: int, count: int) -> bool:
+    return sum(outcome != "success" for outcome in ended.values()) > count - need
 
 
 class Child(Run[T]):

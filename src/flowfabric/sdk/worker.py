@@ -11,6 +11,7 @@ from collections.abc import Coroutine, Iterable
 from typing import Any
 
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.pulling import Pull
 from flowfabric.errors import FabricError, InvalidInput, StoreUnavailable
 from flowfabric.model.answers import Claimed
 from flowfabric.sdk import declared
@@ -150,13 +151,7 @@ class Worker:
         )
 
     async def _pull(self, engine: Engine, ends: Ends) -> None:
-        pull = engine.pulling(
-            self._lanes,
-            worker_id=self.worker_id,
-            worker_instance_id=self.instance_id,
-            capabilities=self._capabilities,
-            lease_ttl_ms=self._ttl_ms,
-        )
+        pull = self._pulling(engine)
         max_wait_ms = max(PULL_WAIT_MS, engine.settings.poll_ms)
         while not self._stopping.is_set():
             # A slot is a handler's: the next one may be fetched while the end of the last one is on its way.
@@ -172,8 +167,30 @@ class Worker:
                 logger.warning("no work: the store is away (%s); trying again", away)
                 await asyncio.sleep(PAUSE_S)
                 continue
+            if foreign := [one for one in claimed if one.namespace not in (None, self._app.namespace)]:
+                logger.info(
+                    "these lanes have work of namespace %s, too: from now on only that of %s is asked for, which takes "
+                    "longer; lanes of their own would be better",
+                    foreign[0].namespace,
+                    self._app.namespace,
+                )
+                await asyncio.gather(*(_hand_back(engine, one) for one in foreign))
+                pull.close()
+                pull = self._pulling(engine, (self._app.namespace,))
+                claimed = [one for one in claimed if one not in foreign]
             self._begin(claimed)
         pull.close()
+
+    def _pulling(self, engine: Engine, namespaces: tuple[str, ...] | None = None) -> Pull:
+        """Claims from the lanes; of all namespaces, which is the fastest way, until there are others than its own."""
+        return engine.pulling(
+            self._lanes,
+            worker_id=self.worker_id,
+            worker_instance_id=self.instance_id,
+            capabilities=self._capabilities,
+            lease_ttl_ms=self._ttl_ms,
+            namespaces=namespaces,
+        )
 
     async def _drain(self, ends: Ends) -> list[Claimed]:
         """Finish what runs within the grace time; the rest is cancelled, and returned to be handed back."""

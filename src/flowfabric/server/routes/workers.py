@@ -53,6 +53,7 @@ class Work(msgspec.Struct, frozen=True):
     creator_identity: str
     policy: str | None
     traceparent: str | None = None  # where it was submitted, when traces are kept
+    namespace: str | None = None  # a redeemed grant does not tell
 
 
 class Works(msgspec.Struct, frozen=True):
@@ -179,6 +180,7 @@ async def _work(ask: Ask[ClaimsBody] | Ask[RedeemBody], claimed: answers.Claimed
         creator_identity=creator,
         policy=policy,
         traceparent=submitted,
+        namespace=claimed.namespace,
     )
 
 
