@@ -87,6 +87,32 @@ def test_an_edge_that_is_applied_is_one_more_to_wait_for_beside_those_that_have_
     assert (dependency.outcome, dependency.unfolded_at, dependency.data_passing_ref) == (None, None, None)
 
 
+ANY_OF = {"policy_variant": PolicyVariant.ANY_OF, "k": 1, "on_satisfied": OnSatisfied.LET_RUN}
+MET_ONCE = {"group_state": GroupState.SATISFIED, "satisfied_at": NOW - 5, "succeeded": 1}
+# Each: a join that has fired; its state, since when it waits, and when it was met, once another edge is applied.
+FIRED: dict[str, tuple[EdgeGroup, GroupState, Any, Any]] = {
+    "all_of waits again": (group(**MET_ONCE), GroupState.PENDING, at(0), None),
+    "any_of is met already": (group(**ANY_OF, **MET_ONCE), GroupState.SATISFIED, None, NOW - 5),
+    "impossible for ever": (group(group_state=GroupState.IMPOSSIBLE, failed=1), GroupState.IMPOSSIBLE, None, None),
+}
+
+
+@pytest.mark.parametrize(("join", "state", "waits", "met"), FIRED.values(), ids=FIRED.keys())
+def test_an_edge_that_comes_late_reopens_only_a_join_that_asks_for_all(
+    join: EdgeGroup, state: GroupState, waits: Any, met: Any
+) -> None:
+    _, after, _ = applied(UPSTREAM, join)
+
+    assert (after.group_state, after.waiting_since, after.satisfied_at, after.n) == (state, waits, met, 2)
+
+
+def test_the_revision_that_an_edge_is_applied_at_is_kept_for_people() -> None:
+    ask = replace(APPLY, graph_revision=7)
+
+    assert dependents.grown(GROUP, ask).last_flow_graph_revision == 7
+    assert dependents.grown(group(last_flow_graph_revision=7), APPLY).last_flow_graph_revision == 7
+
+
 def test_an_edge_says_what_it_passes_on_when_it_is_staged_or_when_it_is_applied() -> None:
     passes = replace(EDGE, data_passing_ref="staged")
     for given, kept in ((None, "staged"), ("", "staged"), ("own", "own")):
