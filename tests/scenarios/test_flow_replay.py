@@ -253,6 +253,21 @@ async def test_an_upstream_that_lives_again_has_not_ended_for_those_who_had_not_
     assert (await flow.state("b"), await flow.counts("b")) == ("waiting", "2/0/0 of 2 satisfied")
 
 
+async def test_a_replay_takes_back_what_nobody_has_counted_and_leaves_what_was_counted(flow: Flowing) -> None:
+    await flow.begin("abc")
+    await flow.edge("a", "b")
+    await flow.edge("a", "c")
+    await flow.fail("a")
+    assert await flow.resolve("a", "b", "failed") == "impossible"
+    counted = await flow.dependency("a", "b")
+
+    await replay(flow, "a")
+
+    assert await flow.dependency("a", "b") == counted
+    taken_back = await flow.dependency("a", "c")
+    assert (taken_back.outcome, taken_back.unfolded_at) == (None, None)
+
+
 async def test_a_replay_takes_back_its_own_end_and_nobody_elses(flow: Flowing, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flowfabric.rules.successors.FEW", 0)
     await flow.begin("abcd")
