@@ -11,10 +11,12 @@ from flowfabric.clock import ManualClock
 from flowfabric.engine.flow_cancels import WaitTimeout
 from flowfabric.ids import FlowId
 from flowfabric.model.execution import Execution
+from flowfabric.model.flow import CancelBacklog
 from flowfabric.model.flow_answers import Cancelled, PartiallyCancelled
 from flowfabric.rules.successors import FEW
 from flowfabric.stores.base import Want
 from flowfabric.testing.faults import Loss
+from flowfabric.testing.invariants import every
 from tests.engine.crew import Crew
 
 
@@ -167,6 +169,76 @@ async def test_a_skip_that_meets_the_cancel_of_its_flow_leaves_the_member_to_it(
     assert await crew.states("b") == "waiting_children"
     await crew.mortal.cancelling.cancel_members(crew.flow, [crew.names["b"]], "r")
     assert await crew.states("b") == "cancelled"
+
+
+async def test_members_that_are_claimed_when_they_are_about_to_be_cancelled_are_cancelled_all_the_same(
+    crew: Crew,
+) -> None:
+    await crew.graph([*"ab"], [])
+    await crew.engine.cancel_flow_header(crew.flow, reason="r")
+    writing = crew.store.stop_before("commit")
+    cancel = asyncio.create_task(crew.mortal.cancelling.cancel_members(crew.flow, [*crew.names.values()], "r"))
+    await writing.reached()
+    assert len(await crew.claim()) == 2
+    writing.open()
+
+    assert await cancel == []
+    assert await crew.states(*"ab") == "cancelled cancelled"
+
+
+async def test_a_cancel_that_takes_too_long_when_its_process_ends_is_cut_off_and_left_to_the_reconciler(
+    crew: Crew, clock: ManualClock
+) -> None:
+    await crew.graph([*"ab"], [])
+    await crew.engine.cancel_flow_header(crew.flow, reason="r")
+    writing = crew.store.stop_before("commit")
+    crew.mortal._in_background(crew.mortal.cancelling.cancel_members(crew.flow, [*crew.names.values()], "r"))
+    await writing.reached()
+
+    async with asyncio.timeout(10):
+        assert await crew.mortal.finish_background(grace_s=0.01) == 1
+
+    clock.pass_ms(30_000)
+    await crew.sweep("cancel_reconciler")
+    assert await crew.states(*"ab") == "cancelled cancelled"
+
+
+async def test_a_dispatch_that_takes_too_long_when_its_process_ends_is_cut_off_and_left_to_the_sweeps(
+    crew: Crew,
+) -> None:
+    await crew.graph([*"abc"], [("a", "c"), ("b", "c")])
+    held = await crew.claim()
+    folding = crew.store.stop_before("load")
+    await crew.engine.complete(held[0].handle)
+    await folding.reached()
+
+    async with asyncio.timeout(10):
+        assert await crew.engine.dispatcher.close(grace_s=0.01) == 1
+    await crew.engine.complete(held[1].handle)
+    assert (await crew.owed(), await crew.states("c")) == (2, "waiting_children")
+
+    await crew.mortal.sweep_once("completion_dispatch")
+    assert await crew.states("c") == "waiting"
+
+
+@pytest.mark.parametrize("answer_is_lost", [False, True])
+async def test_members_that_cannot_be_looked_at_are_told_of_and_left_to_the_reconciler(
+    crew: Crew, clock: ManualClock, answer_is_lost: bool
+) -> None:
+    await crew.graph([*"ab"], [])
+    await crew.engine.cancel_flow_header(crew.flow, reason="r")
+    if answer_is_lost:
+        crew.store.lose("commit", Loss.REPLY)
+    crew.store.lose("load", Loss.REQUEST, after=int(answer_is_lost))
+
+    failed = await crew.mortal.cancelling.cancel_members(crew.flow, [*crew.names.values()], "r")
+
+    assert len(crew.store.lost) == 1 + answer_is_lost
+    assert failed == [*crew.names.values()]
+    clock.pass_ms(30_000)
+    await crew.sweep("cancel_reconciler")
+    assert await crew.states(*"ab") == "cancelled cancelled"
+    assert await every(crew.store.inner, CancelBacklog) == []
 
 
 @pytest.mark.parametrize("loss", Loss)

@@ -13,6 +13,7 @@ from flowfabric.engine import cancelling
 from flowfabric.engine.commits import Verdict
 from flowfabric.model.answers import Claimed
 from flowfabric.model.execution import Execution
+from flowfabric.model.flow import Dependency
 from flowfabric.model.states import AttemptRecordState
 from flowfabric.rules.cancel import QUORUM_SATISFIED
 from flowfabric.rules.change import Change
@@ -198,6 +199,8 @@ async def test_siblings_that_nobody_has_touched_are_cancelled_without_a_look(
     assert (states.count("completed"), states.count("cancelled")) == (1, 3)
     group = await crew.group("j")
     assert (group.succeeded, group.failed, group.cancel_siblings_pending_flag) == (1, 3, False)
+    edges = (await crew.engine.load((Want(Dependency, (crew.names["j"],)),))).rows[0]
+    assert sorted(edge.outcome for edge in edges) == ["cancelled", "cancelled", "cancelled", "success"]
 
 
 @pytest.mark.usefixtures("unseen")

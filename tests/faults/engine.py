@@ -131,4 +131,34 @@ ENGINE = (
         "            if False:\n",
         "tests/engine/test_unneeded_siblings.py",
     ),
+    Fault(
+        "of many edges into one child only the first ones are counted",
+        "engine/folding.py",
+        "                if not todo[fold.child]:\n                    del todo[fold.child]\n",
+        "                del todo[fold.child]\n",
+        "tests/scenarios/test_flow_cascade.py"
+        "::test_a_cascade_resolves_every_edge_into_one_child_however_few_it_looks_at_together",
+    ),
+    Fault(
+        "of many edges away from one execution only the first page is read",
+        "engine/dispatch.py",
+        "        if len(page) < PAGE:\n            break\n",
+        "        break\n",
+        "tests/scenarios/test_flow_cascade.py::test_a_cascade_reads_the_edges_of_each_level_to_the_last_page",
+    ),
+    Fault(
+        "of joins that wait since one instant only the first page is ever looked at",
+        "engine/flow_sweeps.py",
+        'Rotation(EdgeGroup, "waiting_since", ("flow_id", "downstream_execution_id"))',
+        'Rotation(EdgeGroup, "waiting_since", ("flow_id",))',
+        "tests/scenarios/test_flow_cascade.py::test_s_092_blocked_items_behind_a_full_batch_are_not_starved",
+    ),
+    Fault(
+        "a member that is claimed when it is about to be cancelled runs on",
+        "engine/cancelling.py",
+        "                left.append(name)  # it moved meanwhile: look again\n",
+        "                pass\n",
+        "tests/engine/test_flow_deaths.py"
+        "::test_members_that_are_claimed_when_they_are_about_to_be_cancelled_are_cancelled_all_the_same",
+    ),
 )

@@ -360,4 +360,41 @@ RULES = (
         "*()",
         UNNEEDED,
     ),
+    Fault(
+        "a join cancels upstreams of another one that fires with it",
+        "rules/joins.py",
+        "return sorted(going & {one.upstream_execution_id for one in inbound})",
+        "return sorted(going)",
+        "tests/scenarios/test_flow_siblings.py::test_joins_that_fire_together_have_each_their_own_siblings",
+    ),
+    Fault(
+        "a late end skips a member that was replayed after its join had become impossible",
+        "rules/joins.py",
+        "return self.fired_by is not None and self.state is GroupState.IMPOSSIBLE and _is_open(child)",
+        "return self.state is GroupState.IMPOSSIBLE and _is_open(child)",
+        "tests/scenarios/test_flow_replay.py"
+        "::test_an_end_that_comes_late_neither_skips_a_replayed_member_nor_gives_it_another_input",
+    ),
+    Fault(
+        "a join that has counted an end is not looked after any more",
+        "rules/joins.py",
+        "    if counts.fired_by is None:\n        return {}\n",
+        "",
+        "tests/scenarios/test_flow_cascade.py"
+        "::test_an_end_that_nobody_noted_is_found_in_a_join_that_has_counted_others",
+    ),
+    Fault(
+        "a child is skipped though the cancel of its flow came first",
+        "rules/joins.py",
+        "            guards.append(seen_flow(around.flow))\n",
+        "            pass\n",
+        JOINS,
+    ),
+    Fault(
+        "a replay takes back the ends of others",
+        "rules/successors.py",
+        "return (Delete(Dispatch, (row.execution_id,)),)",
+        "return (Delete(Dispatch, ()),)",
+        "tests/scenarios/test_flow_replay.py::test_a_replay_takes_back_its_own_end_and_nobody_elses",
+    ),
 )

@@ -36,6 +36,7 @@ from flowfabric.rules.conditions import (
     to_plain,
     write_condition,
 )
+from flowfabric.rules.signals import Accepted
 
 KEYS = st.sampled_from(["k", "l", "m"])
 NAMES = st.sampled_from(["go", "ok", "stop"])
@@ -162,6 +163,51 @@ def test_a_node_of_a_later_release_is_kept_and_never_true(stored: str) -> None:
     assert meet(AllOf((condition, Single("k"))), {}, arrival)[0] == Effect.APPENDED
     with pytest.raises(InvalidInput):
         parse_condition(msgspec.json.decode(stored))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"n": -1},
+        {"n": True},
+        {"n": "1"},
+        {"count_kind": "DistinctMoods"},
+        {"matcher": "Nobody"},
+        {"matcher": None},
+        {"waitpoints": ["k", 1]},
+        {"waitpoints": "k"},
+        {"kind": "AnyOf"},
+    ],
+    ids=str,
+)
+def test_a_count_with_a_part_that_is_none_is_no_condition(changed: dict[str, Any]) -> None:
+    sound = {"kind": "Count", "n": 1, "count_kind": "DistinctSignals", "matcher": "Wildcard", "waitpoints": ["k"]}
+    assert isinstance(parse_condition({"Composite": sound}), Count)
+    stored = {"Composite": sound | changed}
+
+    with pytest.raises(InvalidInput):
+        parse_condition(stored)
+    assert read_condition(msgspec.json.encode(stored).decode()) == Unknown(stored)
+
+
+def test_a_signal_counts_when_it_was_kept_for_a_wait_or_brought_one_nearer_to_its_end() -> None:
+    effects = [value for name, value in vars(Effect).items() if name.isupper()]
+
+    counted = {effect for effect in effects if Accepted("s", effect).counts}
+
+    assert counted == {Effect.SATISFIED, Effect.APPENDED, Effect.BUFFERED}
+
+
+@pytest.mark.parametrize("levels", [5, 17, 18, 400])
+def test_a_condition_of_any_depth_is_read_and_found_too_deep(levels: int) -> None:
+    plain: Any = to_plain(Single("k"))
+    for _ in range(levels):
+        plain = {"Composite": {"kind": "AllOf", "members": [plain]}}
+
+    refused = check_structure(parse_condition(plain))
+
+    assert refused is not None
+    assert refused.detail == f"depth 5 exceeds cap 4 at path {'.'.join(['members[0]'] * 4)}"
 
 
 def test_names_and_keys_are_listed_as_they_are_met() -> None:

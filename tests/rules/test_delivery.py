@@ -41,6 +41,17 @@ def test_without_carrying_every_edge_is_left_to_a_fold() -> None:
     assert decision.change.guards == (Guard(Dispatch, ("u0",), 7),)
 
 
+def test_a_child_that_is_skipped_by_the_end_is_left_to_a_fold_which_looks_at_its_flow() -> None:
+    failed = Dispatch("u0", "f", TerminalOutcome.FAILED, 0, revision=7)
+
+    decision = deliver(failed, [ALONE], is_last=True, carry=True)
+
+    assert decision.answer == Step(1, (edge(0),), is_last=True)
+    assert decision.change is not None
+    assert decision.change.events == ()
+    assert decision.change.guards == (Guard(Dispatch, ("u0",), 7),)
+
+
 def test_a_step_that_is_not_the_last_notes_how_far_it_came() -> None:
     decision = deliver(OWED, [ALONE, WITH_OTHERS], is_last=False, carry=True)
 

@@ -10,11 +10,20 @@ from msgspec.structs import replace
 from flowfabric import errors
 from flowfabric.model.answers import Moved
 from flowfabric.model.execution import Execution
-from flowfabric.model.flow import Dependency, EdgeGroup, GroupState, OnSatisfied, PolicyVariant
+from flowfabric.model.flow import (
+    Dependency,
+    DependencyState,
+    EdgeGroup,
+    GroupState,
+    OnSatisfied,
+    PendingCancelGroup,
+    PolicyVariant,
+)
 from flowfabric.model.flow_answers import Applied, Eligibility
 from flowfabric.model.states import OwnershipState, PublicState, TerminalOutcome
 from flowfabric.rules import dependents, joins
-from flowfabric.rules.change import Insert, Put, at
+from flowfabric.rules.cancel import QUORUM_SATISFIED
+from flowfabric.rules.change import Change, Insert, Patch, Put, at
 from tests.rules.test_flow_guards import APPLY, BLOCKED, CHILD, EDGE, GROUP, SKIPPED, UPSTREAM, U
 from tests.rules.test_guards import EXECUTION, NOW, TERMINAL, row
 
@@ -87,6 +96,32 @@ def test_an_edge_that_is_applied_is_one_more_to_wait_for_beside_those_that_have_
     assert (dependency.outcome, dependency.unfolded_at, dependency.data_passing_ref) == (None, None, None)
 
 
+ANY_OF = {"policy_variant": PolicyVariant.ANY_OF, "k": 1, "on_satisfied": OnSatisfied.LET_RUN}
+MET_ONCE = {"group_state": GroupState.SATISFIED, "satisfied_at": NOW - 5, "succeeded": 1}
+# Each: a join that has fired; its state, since when it waits, and when it was met, once another edge is applied.
+FIRED: dict[str, tuple[EdgeGroup, GroupState, Any, Any]] = {
+    "all_of waits again": (group(**MET_ONCE), GroupState.PENDING, at(0), None),
+    "any_of is met already": (group(**ANY_OF, **MET_ONCE), GroupState.SATISFIED, None, NOW - 5),
+    "impossible for ever": (group(group_state=GroupState.IMPOSSIBLE, failed=1), GroupState.IMPOSSIBLE, None, None),
+}
+
+
+@pytest.mark.parametrize(("join", "state", "waits", "met"), FIRED.values(), ids=FIRED.keys())
+def test_an_edge_that_comes_late_reopens_only_a_join_that_asks_for_all(
+    join: EdgeGroup, state: GroupState, waits: Any, met: Any
+) -> None:
+    _, after, _ = applied(UPSTREAM, join)
+
+    assert (after.group_state, after.waiting_since, after.satisfied_at, after.n) == (state, waits, met, 2)
+
+
+def test_the_revision_that_an_edge_is_applied_at_is_kept_for_people() -> None:
+    ask = replace(APPLY, graph_revision=7)
+
+    assert dependents.grown(GROUP, ask).last_flow_graph_revision == 7
+    assert dependents.grown(group(last_flow_graph_revision=7), APPLY).last_flow_graph_revision == 7
+
+
 def test_an_edge_says_what_it_passes_on_when_it_is_staged_or_when_it_is_applied() -> None:
     passes = replace(EDGE, data_passing_ref="staged")
     for given, kept in ((None, "staged"), ("", "staged"), ("own", "own")):
@@ -111,3 +146,49 @@ def test_an_edge_from_one_that_is_gone_is_refused() -> None:
 
     assert isinstance(decision.answer, errors.InvalidDependency)
     assert decision.change is None
+
+
+V = "{fp:86}:33333333-3333-4333-8333-333333333333"
+LIVES = UPSTREAM
+OVER = replace(row(TERMINAL, terminal_outcome=TerminalOutcome.SUCCESS), execution_id=V)
+CAME = Dependency(EXECUTION, "d", "f", V, EDGE.dependency_kind, DependencyState.SATISFIED)
+NEVER_CAME = Dependency(EXECUTION, "e", "f", U, EDGE.dependency_kind, DependencyState.IMPOSSIBLE)
+LOST: dict[str, Any] = {"n": 2, "failed": 1, "skipped": 1, "group_state": GroupState.IMPOSSIBLE}
+
+
+def replayed(join: EdgeGroup) -> Change:
+    change = dependents.replay_member(SKIPPED, join, [CAME, NEVER_CAME], {U: LIVES, V: OVER}).change
+    assert change is not None
+    return change
+
+
+def test_a_skipped_member_that_is_replayed_waits_for_what_had_not_come_and_for_nothing_else() -> None:
+    change = replayed(group(**LOST))
+
+    [reset] = [write.fields for write in change.writes if isinstance(write, Patch) and write.row is EdgeGroup]
+    after = group(**LOST | reset)
+    assert (after.succeeded, after.failed, after.skipped, after.group_state) == (1, 0, 0, GroupState.PENDING)
+    assert (after.waiting_since, after.satisfied_at) == (at(0), None)
+    edges = [write.key for write in change.writes if isinstance(write, Patch) and write.row is Dependency]
+    assert edges == [(EXECUTION, "e")]
+    written = [write.key for write in change.writes if isinstance(write, Patch) and write.row is Execution]
+    assert written == [(EXECUTION,), (U,)], "the upstream that lives, so that its end looks again"
+    assert {guard.key for guard in change.guards} == {(EXECUTION,), ("f", EXECUTION), (U,)}
+
+
+@pytest.mark.parametrize("then", OnSatisfied)
+def test_a_skipped_member_that_is_replayed_when_enough_has_come_runs(then: OnSatisfied) -> None:
+    first = {"policy_variant": PolicyVariant.ANY_OF, "k": 1, "on_satisfied": then}
+    change = replayed(group(**LOST, **first))
+
+    [reset] = [write.fields for write in change.writes if isinstance(write, Patch) and write.row is EdgeGroup]
+    after = group(**LOST | first | reset)
+    assert (after.group_state, after.waiting_since, after.satisfied_at) == (GroupState.SATISFIED, None, at(0))
+    edges = [write.key for write in change.writes if isinstance(write, Patch) and write.row is Dependency]
+    assert edges == [(EXECUTION, "e")]
+    flagged = (after.cancel_siblings_pending_flag, after.cancel_siblings_pending_members, after.cancel_siblings_reason)
+    is_listed = PendingCancelGroup in {type(write.row) for write in change.writes if isinstance(write, Put)}
+    if then is OnSatisfied.CANCEL_REMAINING:  # the upstream that lives is needed no more
+        assert (flagged, is_listed) == ((True, U, QUORUM_SATISFIED), True)
+    else:
+        assert (flagged, is_listed) == ((False, None, None), False)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from flowfabric.model.execution import Execution
+from flowfabric.model.execution import Execution, Payload, Result
 from flowfabric.model.flow import (
     CancelBacklog,
     CancellationPolicy,
@@ -28,10 +28,11 @@ from flowfabric.model.flow import (
     PolicyVariant,
 )
 from flowfabric.model.states import EligibilityState, TerminalOutcome
-from flowfabric.rules import dependents, flow_cancel, flows, graph
+from flowfabric.rules import dependents, flow_cancel, flows, graph, joins
 from flowfabric.rules.change import Decision, Guard, LeaseCheck, LeaseWant
 from flowfabric.rules.create import CreateExecution
 from flowfabric.rules.flows import Policy, StageEdge
+from flowfabric.rules.joins import Settlement, Surroundings
 from tests.rules.test_guards import ACTIVE, ELIGIBLE, EXECUTION, FENCE, NOW, RUNNABLE, TERMINAL, changed, row
 
 F = "f"
@@ -50,6 +51,9 @@ EDGE = Edge(F, "e", U, EXECUTION, SUCCESS_ONLY, NOW - 5)
 ASK = StageEdge(F, "e", U, EXECUTION, SUCCESS_ONLY, None, None)
 MEMBERS = (FlowMember(F, U), FlowMember(F, EXECUTION))
 APPLY = dependents.ApplyDependency(F, "e", U, EXECUTION)
+TWO = EdgeGroup(F, EXECUTION, PolicyVariant.ALL_OF, staged=2, n=2, revision=6)
+CARRIER = Dependency(EXECUTION, "e", F, U, SUCCESS_ONLY, data_passing_ref="r", unfolded_at=NOW, revision=2)
+EARLIER = Dependency(EXECUTION, "d", F, "u", SUCCESS_ONLY, data_passing_ref="r", unfolded_at=NOW - 1, revision=1)
 BACKLOG = CancelBacklog(F, NOW, 2, revision=9)
 PENDING = [PendingCancel(F, EXECUTION)]
 ENTRY = PendingCancelGroup(F, EXECUTION, NOW - 1, revision=4)
@@ -69,6 +73,7 @@ flow, no_flow = Guard(Flow, (F,), 5), Guard(Flow, (F,), None)
 join, no_join = Guard(EdgeGroup, (F, EXECUTION), 6), Guard(EdgeGroup, (F, EXECUTION), None)
 sheet, upstream = Guard(Execution, (EXECUTION,), 7), Guard(Execution, (U,), 8)
 held = Guard(Execution, (EXECUTION,), 7, LeaseCheck(LeaseWant.LIVE, "lease-1", 3))
+carrier = Guard(Dependency, (EXECUTION, "e"), 2)
 backlog = Guard(CancelBacklog, (F,), 9)
 entry = Guard(PendingCancelGroup, (F, EXECUTION), 4)
 
@@ -77,8 +82,8 @@ def staged(group: EdgeGroup | None) -> Decision[Any]:
     return flows.stage(FLOW, None, MEMBERS, group, ASK, closes_circle=False)
 
 
-def waiting(group: EdgeGroup | None) -> Decision[Any]:
-    return dependents.wait_children(row(ACTIVE, flow_id=F), group, FENCE, None, NOW)
+def waiting(group: EdgeGroup | None, flow_id: str | None = F) -> Decision[Any]:
+    return dependents.wait_children(row(ACTIVE, flow_id=flow_id), group, FENCE, None, NOW)
 
 
 def header(*rows: Execution) -> Decision[Any]:
@@ -86,6 +91,14 @@ def header(*rows: Execution) -> Decision[Any]:
     return flow_cancel.header(FLOW, MEMBERS, known, reason="r", policy=CancellationPolicy.CANCEL_ALL)
 
 
+def folded(group: EdgeGroup, *ends: Settlement, handed_on_by: str | None = None) -> Decision[Any]:
+    carried = None if handed_on_by is None else (Payload(EXECUTION, "task", ""), Result(handed_on_by, b"r"))
+    return joins.fold(group, BLOCKED, joins.tally(group, ends), Surroundings(flow=FLOW, carried=carried))
+
+
+SUCCESS, FAILED = TerminalOutcome.SUCCESS, TerminalOutcome.FAILED
+CAME = (Settlement(EARLIER, SUCCESS), Settlement(CARRIER, SUCCESS))
+UNNOTED = Settlement(CARRIER, FAILED, is_noted=False)
 ANY_OF = Policy(PolicyVariant.ANY_OF, OnSatisfied.LET_RUN)
 STANDS: dict[str, tuple[Decision[Any], set[Guard]]] = {
     "create": (flows.create(None, F, 86, "task", "n"), {no_flow}),
@@ -100,8 +113,20 @@ STANDS: dict[str, tuple[Decision[Any], set[Guard]]] = {
     "apply the first": (dependents.apply(CHILD, UPSTREAM, EDGE, None, None, APPLY), {no_join, sheet, upstream}),
     "wait": (waiting(GROUP), {held, join}),
     "wait for nobody": (waiting(None), {held, no_join}),
+    "wait outside of a flow": (waiting(None, flow_id=None), {held}),
     "promote": (dependents.promote_blocked(BLOCKED, None), {sheet, no_join}),
+    "promote outside of a flow": (dependents.promote_blocked(changed(BLOCKED, {"flow_id": None}), None), {sheet}),
     "replay": (dependents.replay_member(SKIPPED, GROUP, [DEPENDENCY], {U: UPSTREAM}), {sheet, join, upstream}),
+    "count": (folded(TWO, Settlement(DEPENDENCY, SUCCESS)), {join}),
+    "count what is noted nowhere": (
+        folded(TWO, Settlement(CARRIER, FAILED, is_noted=False)),
+        {join, sheet, flow, carrier},
+    ),
+    "let run": (folded(GROUP, Settlement(DEPENDENCY, SUCCESS)), {join, sheet}),
+    "skip": (folded(GROUP, Settlement(DEPENDENCY, FAILED)), {join, sheet, flow}),
+    "hand on": (folded(TWO, CAME[1], handed_on_by=U), {join, sheet}),
+    "hand nothing on": (folded(TWO, CAME[1]), {join, carrier}),
+    "hand on what came earlier": (folded(TWO, *CAME, handed_on_by="u"), {join, sheet, carrier}),
     "cancel": (header(CHILD), {flow}),
     "strike off": (flow_cancel.ack(BACKLOG, PENDING), {backlog}),
     "forget a backlog": (flow_cancel.drop_backlog(BACKLOG), {backlog}),

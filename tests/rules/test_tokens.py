@@ -157,6 +157,12 @@ def test_ss_028_a_rotation_drops_the_keys_whose_time_is_over() -> None:
     assert set(decision.drop) == {"over", "unreadable", "never"}
 
 
+def test_a_rotation_drops_them_where_no_key_signs_any_more_too() -> None:
+    assert rotate([key("over", A, NOW - 1)], "k", C, 0, NOW) == KeyDecision(
+        Rotated(None, "k", 1), put=(key("k", C),), drop=("over",)
+    )
+
+
 @pytest.mark.parametrize(
     ("kid", "secret", "grace", "refused"),
     [

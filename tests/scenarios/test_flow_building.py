@@ -397,12 +397,17 @@ async def test_an_edge_is_applied_only_between_its_own_ends(flow: Flowing) -> No
     assert [await flow.vector(name) for name in "bc"] == [WAITING, WAITING]
 
 
-async def test_an_edge_into_an_execution_of_no_flow_is_refused(flow: Flowing) -> None:
+async def test_an_edge_into_an_execution_of_no_flow_or_of_another_is_refused(flow: Flowing) -> None:
     await flow.begin("a")
     await flow.create("x")
 
     with pytest.raises(errors.ExecutionNotInFlow):
         await flow.apply("a", "x", flow.engine.minter.uuid())
+    with pytest.raises(errors.ExecutionAlreadyInFlow) as caught:
+        await flow.engine.apply_dependency_to_child(
+            flow.engine.minter.uuid(), flow.engine.minter.uuid(), flow.names["a"], flow.names["x"]
+        )
+    assert caught.value.execution_id == flow.names["a"]
     with pytest.raises(errors.NotFound):
         await flow.engine.apply_dependency_to_child(flow.id, flow.engine.minter.uuid(), flow.new_id(), flow.names["a"])
 

@@ -14,7 +14,7 @@ from flowfabric.model.flow import Dependency
 from flowfabric.model.flow_answers import CascadeOutcome, Eligibility
 from flowfabric.rules.change import Patch
 from flowfabric.rules.feeds import Filter
-from tests.scenarios.flowing import WAITING, WAITS, Flowing
+from tests.scenarios.flowing import WAITING, WAITS, Flowing, any_of
 
 SKIPPED = "terminal/unowned/not_applicable/none/skipped/none/skipped"
 
@@ -82,7 +82,9 @@ async def test_s_031_retryable_failure_does_not_cascade(flow: Flowing) -> None:
     assert await flow.state("a", "b") == "failed skipped"
 
 
-async def test_s_032_lost_event_is_healed(flow: Flowing) -> None:
+@pytest.mark.parametrize("few", [128, 0])
+async def test_s_032_lost_event_is_healed(flow: Flowing, monkeypatch: pytest.MonkeyPatch, few: int) -> None:
+    monkeypatch.setattr("flowfabric.rules.successors.FEW", few)
     await flow.begin("ab")
     await flow.edge("a", "b")
     await flow.succeed("a")
@@ -106,6 +108,75 @@ async def test_an_end_that_nobody_noted_is_healed_too(flow: Flowing) -> None:
 
     assert await flow.vector("b") == WAITING
     assert await flow.counts("b") == "1/0/0 of 1 satisfied"
+
+
+async def test_an_end_that_nobody_noted_is_counted_beside_one_that_is_noted(flow: Flowing) -> None:
+    await flow.begin("abc")
+    await flow.join("ab", "c", any_of("let_run"))
+    await flow.engine.cancel_execution(flow.names["a"], reason="r", source="flow_cascade")
+    await flow.succeed("b")
+
+    assert await flow.sweep("dependency_reconciler") == [2]
+
+    assert (await flow.vector("c"), await flow.counts("c")) == (WAITING, "1/1/0 of 2 satisfied")
+
+
+async def test_an_end_that_nobody_noted_is_found_in_a_join_that_has_counted_others(flow: Flowing) -> None:
+    await flow.begin("abc")
+    await flow.join("ab", "c")
+    await flow.succeed("a")
+    await flow.cascade("a")
+    await flow.engine.cancel_execution(flow.names["b"], reason="r", source="flow_cascade")
+
+    assert await flow.sweep("dependency_reconciler") == [1]
+
+    assert (await flow.state("c"), await flow.counts("c")) == ("skipped", "1/1/0 of 2 impossible")
+    group = await flow.group("c")
+    assert (group.waiting_since, group.satisfied_at) == (None, None), "it waits no more, and never had what it needs"
+
+
+async def test_a_cascade_reads_the_edges_of_each_level_to_the_last_page(
+    flow: Flowing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flowfabric.engine.dispatch.PAGE", 2)
+    await flow.begin("abcuvwxyz")
+    for pair in ("ab", "ac", "bu", "bv", "bw", "cx", "cy", "cz"):
+        await flow.edge(*pair)
+    await flow.fail("a")
+
+    assert await flow.cascade("a") == [CascadeOutcome(resolved=8, cascaded_children=8)]
+
+    assert set((await flow.state(*"bcuvwxyz")).split()) == {"skipped"}
+
+
+@pytest.mark.parametrize("sweep", ["completion_dispatch", "dependency_reconciler"])
+async def test_a_sweep_tells_how_many_edges_it_resolved_of_an_end_that_many_wait_for(
+    flow: Flowing, monkeypatch: pytest.MonkeyPatch, sweep: str
+) -> None:
+    monkeypatch.setattr("flowfabric.rules.successors.FEW", 1)
+    await flow.begin("abcde")
+    for name in "bcd":
+        await flow.edge("a", name)
+    await flow.edge("d", "e")
+    await flow.fail("a")
+
+    assert await flow.sweep(sweep, 2) == [4, 0]
+
+    assert await flow.state(*"bcde") == "skipped skipped skipped skipped"
+
+
+async def test_a_cascade_resolves_every_edge_into_one_child_however_few_it_looks_at_together(
+    flow: Flowing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flowfabric.engine.folding.EDGES", 2)
+    await flow.begin("ab")
+    for _ in range(5):
+        await flow.edge("a", "b")
+    await flow.succeed("a")
+
+    assert await flow.cascade("a") == [CascadeOutcome(resolved=5, cascaded_children=0)]
+
+    assert (await flow.vector("b"), await flow.counts("b")) == (WAITING, "5/0/0 of 5 satisfied")
 
 
 async def test_s_033_staged_but_unapplied_edge_is_ignored(flow: Flowing) -> None:
@@ -301,12 +372,14 @@ async def test_s_089_an_expired_member_skips_its_dependents(flow: Flowing) -> No
     assert await flow.state(*"xyzt") == "skipped skipped skipped skipped"
 
 
-async def test_s_092_blocked_items_behind_a_full_batch_are_not_starved(flow: Flowing) -> None:
+@pytest.mark.parametrize("apart_ms", [1, 0], ids=["one after the other", "all at once"])
+async def test_s_092_blocked_items_behind_a_full_batch_are_not_starved(flow: Flowing, apart_ms: int) -> None:
     names = [f"m{number:02}" for number in range(60)]
     await flow.begin(["running", "done", *names])
+    names.sort(key=lambda name: flow.names[name])  # of one instant they are taken by their ids
     for name in names[:-1]:
         await flow.edge("running", name)
-        flow.clock.pass_ms(1)
+        flow.clock.pass_ms(apart_ms)
     await flow.edge("done", names[-1])
     await flow.run("running")
     await flow.succeed("done")

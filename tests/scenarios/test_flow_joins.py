@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from itertools import count
+from typing import Any
 
 import pytest
 
 from flowfabric import errors
 from flowfabric.ids import FlowId, flow_partition
+from flowfabric.model.execution import Payload
 from flowfabric.model.flow_answers import Resolution
 from tests.scenarios.flowing import ALL_OF, WAITING, WAITS, Flowing, any_of, quorum
 
@@ -105,6 +107,25 @@ async def test_s_021_redelivered_completion_does_not_double_count(flow: Flowing)
     assert [one.resolved for one in await flow.cascade("1", "1")] == [0, 0]
     assert await flow.group("b") == fired
     assert await flow.vector("b") == WAITING
+
+
+@pytest.mark.parametrize("first", ["success", "failed", "skipped"])
+async def test_an_end_that_was_counted_is_the_last_word_on_its_edge(flow: Flowing, first: str) -> None:
+    await flow.begin("b12")
+    await flow.join("12", "b", quorum(2, "let_run"))
+    held = await flow.run("1")
+    counted = await flow.resolve("1", "b", first)
+    before = await flow.dependency("1", "b")
+    flow.clock.pass_ms(5000)
+
+    again = [await flow.resolve("1", "b", word) for word in (first, "expired")]
+    await flow.engine.complete(held.handle)
+    swept = [(await flow.sweep(name))[0] for name in ("completion_dispatch", "dependency_reconciler")]
+
+    assert (counted, again, swept) == (PENDING if first == "success" else IMPOSSIBLE, [ALREADY, ALREADY], [0, 0])
+    assert (before.outcome, before.last_resolved_at, before.unfolded_at) == (first, flow.clock.now - 5000, None)
+    assert await flow.dependency("1", "b") == before
+    assert sum(map(int, (await flow.counts("b")).split()[0].split("/"))) == 1
 
 
 @pytest.mark.parametrize(
@@ -225,6 +246,23 @@ async def test_s_027_result_becomes_the_childs_input(
     assert await flow.payload("b") == payload
 
 
+@pytest.mark.parametrize("lively", [False, True])
+@pytest.mark.parametrize(("encoding", "found"), [("json", "json"), (None, "refs")])
+async def test_a_result_that_becomes_an_input_is_read_as_it_was_written(
+    flow: Flowing, lively: bool, encoding: str | None, found: str
+) -> None:
+    flow.engine.dispatcher._enabled = lively
+    await flow.begin("a")
+    await flow.add("b", input_payload=b"orig", payload_encoding="refs")
+    await flow.edge("a", "b", data_passing_ref="r")
+
+    await flow.engine.complete((await flow.run("a")).handle, result=b"1", encoding=encoding)
+    await (flow.engine.dispatched() if lively else flow.cascade("a"))
+
+    payload = await flow.one(Payload, flow.names["b"])
+    assert (await flow.state("b"), payload.input_payload, payload.payload_encoding) == ("waiting", b"1", found)
+
+
 @pytest.mark.parametrize("few", [128, 1])
 @pytest.mark.parametrize("lively", [False, True])
 async def test_a_reference_that_came_with_the_apply_is_as_good_as_one_of_the_edge(
@@ -296,6 +334,17 @@ async def test_the_payload_of_an_ended_child_is_never_replaced(flow: Flowing) ->
 
     assert (await flow.state("b"), await flow.payload("b")) == ("cancelled", b"orig")
     assert await flow.counts("b") == "1/0/0 of 1 satisfied"
+
+
+@pytest.mark.parametrize("policy", [ALL_OF, any_of("let_run")], ids=["all_of", "any_of"])
+async def test_a_result_that_makes_the_join_impossible_is_nobodys_input(flow: Flowing, policy: Any) -> None:
+    await flow.begin("ab", input_payload=b"orig")
+    await flow.join("a", "b", policy, dependency_kind="failure_only", data_passing_ref="r")
+
+    await flow.succeed("a", result=b"A")
+    await flow.cascade("a")
+
+    assert (await flow.state("b"), await flow.payload("b")) == ("skipped", b"orig")
 
 
 @pytest.mark.parametrize("together", [False, True])

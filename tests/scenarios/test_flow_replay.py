@@ -253,6 +253,35 @@ async def test_an_upstream_that_lives_again_has_not_ended_for_those_who_had_not_
     assert (await flow.state("b"), await flow.counts("b")) == ("waiting", "2/0/0 of 2 satisfied")
 
 
+async def test_a_replay_takes_back_what_nobody_has_counted_and_leaves_what_was_counted(flow: Flowing) -> None:
+    await flow.begin("abc")
+    await flow.edge("a", "b")
+    await flow.edge("a", "c")
+    await flow.fail("a")
+    assert await flow.resolve("a", "b", "failed") == "impossible"
+    counted = await flow.dependency("a", "b")
+
+    await replay(flow, "a")
+
+    assert await flow.dependency("a", "b") == counted
+    taken_back = await flow.dependency("a", "c")
+    assert (taken_back.outcome, taken_back.unfolded_at) == (None, None)
+
+
+async def test_a_replay_takes_back_its_own_end_and_nobody_elses(flow: Flowing, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flowfabric.rules.successors.FEW", 0)
+    await flow.begin("abcd")
+    await flow.edge("a", "b")
+    await flow.edge("c", "d")
+    await flow.fail("a")
+    await flow.succeed("c")
+
+    await replay(flow, "a")
+    await flow.sweep("completion_dispatch")
+
+    assert await flow.state("a", "b", "c", "d") == "waiting waiting_children completed waiting"
+
+
 async def test_a_replay_takes_back_what_the_join_had_flagged(flow: Flowing) -> None:
     await flow.begin("b123")
     await flow.join("123", "b", quorum(2, "cancel_remaining"))
@@ -281,6 +310,23 @@ async def test_an_edge_does_not_stop_a_replayed_member_whose_join_can_never_set_
 
     assert (await flow.vector("b"), await flow.counts("b")) == (REPLAYED, "0/1/0 of 2 impossible")
     await flow.succeed("b")
+
+
+async def test_an_end_that_comes_late_neither_skips_a_replayed_member_nor_gives_it_another_input(flow: Flowing) -> None:
+    await flow.begin("acd")
+    await flow.add("b", input_payload=b"own")
+    await flow.join("acd", "b", data_passing_ref="r")
+    await flow.cancel("b")
+    await flow.fail("a")
+    await flow.cascade("a")
+    await replay(flow, "b")
+
+    await flow.succeed("c", result=b"late")
+    await flow.fail("d")
+    await flow.cascade("c", "d")
+
+    assert (await flow.vector("b"), await flow.counts("b")) == (REPLAYED, "1/2/0 of 3 impossible")
+    assert await flow.payload("b") == b"own"
 
 
 async def test_a_quorum_of_more_than_there_are_waits_for_another_edge_after_a_replay(flow: Flowing) -> None:

@@ -197,6 +197,32 @@ async def test_an_upstream_that_still_runs_when_its_edge_is_resolved_by_hand_is_
     assert flow_cancel.siblings(group) == flow.ids("123")
 
 
+async def test_an_upstream_whose_end_was_noted_nowhere_is_no_sibling_of_itself(flow: Flowing) -> None:
+    await flow.begin("b123")
+    await flow.join("123", "b", quorum(3, "cancel_remaining"))
+    await flow.engine.cancel_execution(flow.names["1"], reason="r", source="flow_cascade")
+
+    await flow.sweep("dependency_reconciler")
+
+    assert await flow.counts("b") == "0/1/0 of 3 impossible"
+    assert flow_cancel.siblings(await flow.group("b")) == flow.ids("23")
+
+
+async def test_joins_that_fire_together_have_each_their_own_siblings(flow: Flowing) -> None:
+    await flow.begin("bc12345")
+    await flow.join("123", "b", quorum(2, "cancel_remaining"))
+    await flow.join("45", "c", any_of("cancel_remaining"))
+    await flow.fail("1")
+    await flow.cascade("1")
+    await flow.engine.replay_execution(flow.names["1"])
+    await flow.succeed("2", "3", "4")
+
+    assert await flow.sweep("completion_dispatch") == [3]
+
+    flagged = {name: flow_cancel.siblings(await flow.group(name)) for name in "bc"}
+    assert flagged == {"b": flow.ids("1"), "c": flow.ids("5")}
+
+
 async def test_a_dispatcher_that_comes_late_leaves_what_was_flagged_since(flow: Flowing) -> None:
     """Its siblings are cancelled when the member is replayed and its join fires anew; those are not its own."""
     await flow.begin("b123")

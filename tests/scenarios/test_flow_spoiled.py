@@ -13,7 +13,7 @@ from flowfabric.engine.flow_cancels import WaitIndefinite
 from flowfabric.engine.sweeper import Pass
 from flowfabric.ids import SeededMinter
 from flowfabric.model.execution import Execution
-from flowfabric.model.flow import EdgeGroup
+from flowfabric.model.flow import EdgeGroup, FlowSummary
 from flowfabric.model.flow_answers import Cancelled, CascadeOutcome, PartiallyCancelled
 from flowfabric.rules.change import Patch
 from flowfabric.rules.feeds import Filter
@@ -113,6 +113,19 @@ async def test_a_sweep_goes_on_past_an_execution_that_cannot_be_read(
 
     assert await still.engine.sweep_once(sweep, chosen) == Pass(2, 1)
     assert await still.state("c", "d") == "skipped skipped"
+
+
+async def test_the_projector_goes_on_past_a_flow_with_a_member_that_cannot_be_read(
+    still: Flowing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await still.begin("a")
+    others = [await Flowing(still.engine, still.clock).begin("b") for _ in range(3)]
+    unreadable(still, monkeypatch, "a")
+
+    swept = await still.engine.sweep_once("flow_projector")
+
+    assert (swept.processed, swept.errors) == (3, 1)
+    assert [await other.one(FlowSummary, other.id) is not None for other in (still, *others)] == [False] + [True] * 3
 
 
 async def test_an_end_reaches_the_others_past_a_join_that_cannot_be_counted(lively: Flowing) -> None:

@@ -192,6 +192,23 @@ async def test_the_resumed_claim_goes_on_with_the_same_attempt(play: Play, waits
     assert [news.variant for news in await play.lease_feed(e)] == ["Acquired", "Revoked", "Acquired"]
 
 
+async def test_what_closed_a_waitpoint_is_still_told_when_the_execution_waits_for_something_else(
+    play: Play, waits: Waits
+) -> None:
+    given: dict[str, Any] = {"timeout_behavior": "auto_resume", "timeout_at": play.now + 100}
+    held, first = await waits.suspended(**given)
+    e = held.execution_id
+    await waits.time_out(play.now + 100)
+    closed = await waits.record(e, first.waitpoint_id)
+    assert closed.close_reason == "timed_out_auto_resume"
+
+    for _ in range(2):
+        play.clock.pass_ms(1000)
+        later = await waits.suspend(await play.resumed(e))
+        await waits.send(e, "go", later)
+        assert await waits.record(e, first.waitpoint_id) == closed
+
+
 async def test_a_worker_that_pulls_gets_what_was_resumed(play: Play, waits: Waits) -> None:
     held, p = await waits.suspended()
     assert await play.pull("wb") is None

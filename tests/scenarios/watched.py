@@ -49,6 +49,7 @@ class Watched:
 
     async def commit(self, changes: Sequence[Change], hint: frozenset[str] = frozenset()) -> list[int | None]:
         self.calls["commit"] += 1
+        assert all(change.id for change in changes), "what a change writes bears its mark"
         verdicts = await self.store.commit(changes, hint)
         await self._look()
         return verdicts

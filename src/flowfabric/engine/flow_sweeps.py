@@ -121,7 +121,8 @@ class FlowSweeps:
         more, unread_too = await self._unnoticed(await self._waiting.page(self._engine, GROUPS))
         accepted, unread_children = await self._accepted(settled + more, choice)
         folded = await self._fold(accepted)
-        return Pass(folded.processed, unread + unread_too + unread_children + delivered.errors + folded.errors)
+        faults = unread + unread_too + unread_children + delivered.errors + folded.errors
+        return Pass(delivered.processed + folded.processed, faults)
 
     async def _deliver(self, limit: int) -> Pass:
         """Go on with the ends that have many edges, and cascade the skips; what is processed are edges."""
