@@ -191,7 +191,7 @@ class Claiming:
         life.resume(self.now, timeout)
         return self._claimed(life, "Resumed")
 
-    def _claimed(self, life: Life, kind: str, payload: Any = None) -> dict[str, Any]:
+    def _claimed(self, life: Life, kind: str) -> dict[str, Any]:
         lease, attempt = life.lease or {}, life.attempts[-1]
         shared = {
             "execution_id": life.execution_id,
@@ -213,7 +213,8 @@ class Claiming:
             "attempt_type": attempt["attempt_type"],
             "lease_expires_at": lease["expires"],
             "handle": handle,
-            "payload": payload,
+            "payload": None,
+            "namespace": None,
         }
 
     # -- 4.6, 4.7 -----------------------------------------------------------------------------------------------------
@@ -239,25 +240,28 @@ class Claiming:
             if len(claimed) == limit:
                 break
             ids = seen[len(claimed)] if len(claimed) < len(seen) else {"lease_id": ANY, "attempt_id": ANY}
-            payload = {
-                "is": "Payload",
-                "execution_id": life.execution_id,
-                "execution_kind": "task",
-                "creator_identity": "",
-                "input_payload": life.payload,
-                "payload_encoding": None,
-                "policy": ANY,
-            }
+            told = {"payload": self._payload(life), "namespace": life.namespace}
             if life.is_interrupted():
                 if life.reclaims >= self._cap(life, None):
                     self._end_at_cap(life)
                     continue
-                claimed.append({**self._reclaimed(life, {**holder, "lane": lane_id}, ids), "payload": payload})
+                claimed.append({**self._reclaimed(life, {**holder, "lane": lane_id}, ids), **told})
             elif life.attempt_state == "attempt_interrupted":
-                claimed.append({**self._resumed(life, holder, ids, "claim_resumed", None), "payload": payload})
+                claimed.append({**self._resumed(life, holder, ids, "claim_resumed", None), **told})
             else:
-                claimed.append({**self._fresh(life, holder, ids, timeout=life.own_timeout()), "payload": payload})
+                claimed.append({**self._fresh(life, holder, ids, timeout=life.own_timeout()), **told})
         return claimed
+
+    def _payload(self, life: Life) -> dict[str, Any]:
+        return {
+            "is": "Payload",
+            "execution_id": life.execution_id,
+            "execution_kind": "task",
+            "creator_identity": "",
+            "input_payload": life.payload,
+            "payload_encoding": None,
+            "policy": ANY,
+        }
 
     def _lapsed(self, lane_id: str) -> list[Life]:
         return [life for life in self.lives.values() if life.lane == lane_id and life.has_lapsed(self.now)]

@@ -69,7 +69,7 @@ class Claimed(msgspec.Struct, frozen=True, gc=False):
     lease_expires_at: int
     handle: Handle
     payload: Payload | None = None  # what to work on, when the claim brought it along
-    namespace: str | None = None  # whose it is, when the claim says so
+    namespace: str | None = None  # whose it is, told together with the payload
 
 
 class OperatorClaim(msgspec.Struct, frozen=True, gc=False):
