@@ -13,6 +13,7 @@ from flowfabric.engine.engine import Engine
 from flowfabric.engine.flow_cancels import NoWait, WaitIndefinite, WaitTimeout
 from flowfabric.ids import FlowId, mint_for_flow
 from flowfabric.model import flow_answers
+from flowfabric.model.flow import CancellationPolicy
 from flowfabric.remote import RemoteEngine
 from flowfabric.server import create_app
 from flowfabric.stores.memory import MemoryStore
@@ -53,7 +54,7 @@ async def test_whoever_waits_hears_when_everybody_is_cancelled(caller: Engine, e
 
         answer = await caller.cancel_flow(flow, wait=wait)
 
-        assert answer == flow_answers.Cancelled("cancel_all", [member])  # type: ignore[arg-type]
+        assert answer == flow_answers.Cancelled(CancellationPolicy.CANCEL_ALL, [member])
         assert await engine.read_execution_state(member) == "cancelled"
 
 
@@ -62,7 +63,7 @@ async def test_whoever_does_not_wait_hears_at_once(caller: Engine, engine: Engin
 
     answer = await caller.cancel_flow(flow, wait=NoWait())
 
-    assert answer == flow_answers.CancellationScheduled("cancel_all", 1, [member])  # type: ignore[arg-type]
+    assert answer == flow_answers.CancellationScheduled(CancellationPolicy.CANCEL_ALL, 1, [member])
 
 
 async def test_a_wait_that_is_over_is_a_timeout_and_the_flow_is_cancelled(caller: Engine, engine: Engine) -> None:

@@ -13,6 +13,7 @@ from flowfabric.rules.feeds import Filter
 from flowfabric.rules.flow_views import FlowSnapshot
 from flowfabric.rules.flows import EdgeSnapshot
 from flowfabric.rules.frames import FrameView, StreamPage, SummaryView
+from flowfabric.rules.gates import closed_by
 from flowfabric.rules.lease import Fence
 from flowfabric.rules.mailbox import MailArgs
 from flowfabric.rules.parking import GateArgs, Ready
@@ -68,6 +69,7 @@ __all__ = [
     "Wildcard",
     "ask_tag",
     "asked_by",
+    "closed_by",
     "outcome_of",
     "plain_condition",
     "schema_of",

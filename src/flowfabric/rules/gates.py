@@ -7,7 +7,7 @@ the execution: nothing is lost between the vote and the function that waited for
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -97,11 +97,18 @@ def with_children(gate: Gate, ends: Mapping[str, str]) -> tuple[Gate, GateEnd | 
     known = {vote.member for vote in gate.votes}
     news = [Vote(child, 0, ends[child]) for child in gate.children if child in ends and child not in known]
     gate = msgspec.structs.replace(gate, votes=(*gate.votes, *news)) if news else gate
-    good = sum(gate.any_outcome or vote.outcome == TerminalOutcome.SUCCESS for vote in gate.votes)
-    if good >= gate.need:
-        return gate, GateEnd.SATISFIED
-    still = len(gate.children) - len(gate.votes)
-    return gate, GateEnd.IMPOSSIBLE if good + still < gate.need else None
+    outcomes = [vote.outcome for vote in gate.votes]
+    return gate, closed_by(outcomes, len(gate.children), gate.need, any_outcome=gate.any_outcome)
+
+
+def closed_by(
+    outcomes: Collection[str | None], children: int, need: int, *, any_outcome: bool = False
+) -> GateEnd | None:
+    """How these ends, of so many children, close a gate that needs some of them; None while they do not."""
+    good = sum(any_outcome or outcome == TerminalOutcome.SUCCESS for outcome in outcomes)
+    if good >= need:
+        return GateEnd.SATISFIED
+    return GateEnd.IMPOSSIBLE if good + children - len(outcomes) < need else None
 
 
 def voted(root: Suspension, waitpoint: Waitpoint) -> set[int]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 import msgspec
 
-from flowfabric.engine.asks import Count, CountKind, GateArgs, ask_tag
+from flowfabric.engine.asks import Count, CountKind, GateArgs, ask_tag, closed_by
 from flowfabric.errors import ContentionError, ExecutionNotActive, FabricError, InvalidInput, StateError
 from flowfabric.ids import ExecutionId, partition_of
 from flowfabric.model.gate import GateEnd, GateKind, GateMemo, Vote
@@ -232,7 +232,7 @@ class Waiting(ABC):
         if join.cancel_rest:
             rest = [run.id for run in runs if run.id not in ended]
             await self.engine.cancel_children(self.handle, rest, reason="the others were enough")
-        if not _is_enough(ended, need):
+        if closed_by(ended.values(), len(ids), need) is not GateEnd.SATISFIED:
             failed = next(run for run in runs if ended.get(run.id, "success") != "success")
             await Run.result(failed)  # raises with its reason
             raise RunFailed(failed.id, failed.task, "too few children succeeded")
@@ -241,7 +241,7 @@ class Waiting(ABC):
     async def _ends(self, name: str, ids: tuple[str, ...], need: int) -> dict[str, str]:
         """How the children ended that have when it is decided whether enough of them succeed."""
         ended = _ends_among(ids, await self._gate_of(name, ids, need))
-        if not _is_enough(ended, need) and not _is_hopeless(ended, need, len(ids)):
+        if closed_by(ended.values(), len(ids), need) is None:
             self.durable.mismatch(
                 f"{name} is remembered with other children; those of now are waited for. Was a gather added, moved or "
                 "changed? Let runs of the old function finish first"
@@ -264,14 +264,6 @@ def _ends_among(ids: tuple[str, ...], memo: GateMemo) -> dict[str, str]:
     votes = [] if memo.votes is None else msgspec.json.decode(memo.votes, type=list[Vote])
     ended = {vote.member: vote.outcome for vote in votes}
     return {child: ended[child] for child in ids if child in ended}
-
-
-def _is_enough(ended: dict[str, str], need: int) -> bool:
-    return sum(outcome == "success" for outcome in ended.values()) >= need
-
-
-def _is_hopeless(ended: dict[str, str], need: int, count: int) -> bool:
-    return sum(outcome != "success" for outcome in ended.values()) > count - need
 
 
 class Child(Run[T]):
