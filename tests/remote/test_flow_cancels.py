@@ -16,16 +16,6 @@ from flowfabric.model import flow_answers
 from flowfabric.model.flow import CancellationPolicy
 from flowfabric.remote import RemoteEngine
 from flowfabric.server import create_app
-from flowfabric.stores.memory import MemoryStore
-
-
-@pytest.fixture
-async def engine() -> AsyncIterator[Engine]:
-    store = MemoryStore()
-    await store.open(migrate=True)
-    async with Engine(store) as engine:
-        await engine.ensure_signing_key("00" * 32)
-        yield engine
 
 
 @pytest.fixture(params=["on a store", "through a server"])

@@ -17,7 +17,6 @@ from flowfabric.model.answers import Claimed, Created, Duplicate, RetryScheduled
 from flowfabric.model.gate import GateKind
 from flowfabric.remote import RemoteEngine, ending
 from flowfabric.server import App, ServerSettings, create_app
-from flowfabric.stores.memory import MemoryStore
 
 WORKER: dict[str, Any] = {"worker_id": "w", "worker_instance_id": "w:1"}
 RETRY = '{"retry_policy": {"max_retries": 5, "backoff": {"type": "fixed", "delay_ms": 60000}}}'
@@ -47,15 +46,6 @@ class Losing(httpx2.AsyncBaseTransport):
                     self.app = create_app(self.app.engine, self.app.settings)
                 raise httpx2.ReadError("the connection broke")
         return response
-
-
-@pytest.fixture
-async def engine() -> AsyncIterator[Engine]:
-    store = MemoryStore()
-    await store.open(migrate=True)
-    async with Engine(store) as engine:
-        await engine.ensure_signing_key("00" * 32)
-        yield engine
 
 
 @pytest.fixture
