@@ -121,7 +121,7 @@ class Asking:
         partition = flow_partition(FlowId(flow_id), PartitionCounts())
         found = []
         for _ in range(members):
-            member = await self.created(execution_id=fresh(partition))
+            member = await self.created(execution_id=fresh(partition), namespace=given.get("namespace", "ns"))
             body = {"flow_id": flow_id, "execution_id": member, "now": NOW}
             added = await self.post(f"/v1/flows/{flow_id}/members", body)
             assert added.status_code == 201, added.text

@@ -37,6 +37,7 @@ class Ended(msgspec.Struct, frozen=True):
     result: bytes | None
     encoding: str | None
     reason: str | None
+    namespace: str | None = None  # None when a server does not say it
 
 
 class Pull:
@@ -316,4 +317,5 @@ def _ended(row: Execution, result: Result | None) -> Ended:
         result.payload if result else None,
         result.encoding if result else None,
         None if succeeded else row.failure_reason or row.cancellation_reason,
+        row.namespace,
     )

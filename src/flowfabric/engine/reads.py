@@ -92,12 +92,24 @@ class Reads(Core):
         row = await self._row(execution_id)
         return None if row is None else views.vector(row)
 
-    async def read_results(self, execution_ids: Sequence[str]) -> dict[str, bytes | None]:
-        """The results of many executions in one trip; None for one that has none."""
+    async def read_results(
+        self, execution_ids: Sequence[str], *, namespace: str | None = None
+    ) -> dict[str, bytes | None]:
+        """The results of many executions in one trip; None for one that has none.
+
+        With a `namespace`, an execution of another one is a conflict.
+        """
         wanted = [intake.execution(execution) for execution in intake.each("execution_ids", execution_ids)]
-        loaded = await self.load([Want(Result, (execution,)) for execution in wanted]) if wanted else None
-        found = [] if loaded is None else loaded.rows
-        return {execution: rows[0].payload if rows else None for execution, rows in zip(wanted, found, strict=True)}
+        limits.optional_text("namespace", namespace)
+        if not wanted:
+            return {}
+        owners = () if namespace is None else wanted
+        wants = [Want(Result, (one,)) for one in wanted] + [Want(Execution, (one,)) for one in owners]
+        found = (await self.load(wants)).rows
+        for row in (row for rows in found[len(wanted) :] for row in rows):
+            if row.namespace != namespace:
+                raise errors.IdInOtherNamespace(execution_id=row.execution_id)
+        return {one: rows[0].payload if rows else None for one, rows in zip(wanted, found, strict=False)}
 
     async def get_execution_result(self, execution_id: str) -> bytes | None:
         """The result's exact bytes; None until one is stored."""

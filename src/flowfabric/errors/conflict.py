@@ -12,6 +12,12 @@ class ConflictError(FabricError):
     kind = "conflict"
 
 
+class IdInOtherNamespace(ConflictError):
+    """This id is taken in another namespace."""
+
+    kind = "id_in_other_namespace"
+
+
 class DependencyAlreadyExists(ConflictError):
     """These two executions are already connected."""
 

@@ -136,4 +136,5 @@ def _ended(told: lookups.Ended) -> Ended:
         None if result is msgspec.UNSET else result,
         told.encoding,
         told.reason,
+        told.namespace,
     )

@@ -117,11 +117,15 @@ class Reading(Asking):
         told = await self.wire.ask("GET", execution_path(execution_id, "result"), misses=True)
         return None if told.status == 404 else told.body
 
-    async def read_results(self, execution_ids: Sequence[str]) -> dict[str, bytes | None]:
-        """The results of many; None for an execution that has none."""
+    async def read_results(
+        self, execution_ids: Sequence[str], *, namespace: str | None = None
+    ) -> dict[str, bytes | None]:
+        """The results of many; None for an execution that has none. One of another namespace is a conflict."""
         found: dict[str, bytes | None] = {}
         for start in range(0, len(execution_ids), lookups.MAX_RESULTS):
-            body = {"execution_ids": list(execution_ids[start : start + lookups.MAX_RESULTS])}
+            body: dict[str, Any] = {"execution_ids": list(execution_ids[start : start + lookups.MAX_RESULTS])}
+            if namespace is not None:
+                body["namespace"] = namespace
             told = await self.wire.ask("POST", "/v1/executions/results", body)
             found |= read(told.body, lookups.ResultsOf).results
         return found

@@ -82,10 +82,15 @@ def create(
     *,
     defaults: Defaults = NO_DEFAULTS,
 ) -> Decision[Created | Duplicate]:
-    """A new execution, claimable at once or after its delay; an id or key that is known changes nothing."""
+    """A new execution, claimable at once or after its delay; an id or key that is known changes nothing.
+
+    An id that exists in another namespace is refused. Nothing of that execution is revealed.
+    """
     if remembered is not None and remembered.expires_at > now:
         return Decision(Duplicate(remembered.execution_id))
     if existing is not None:
+        if existing.namespace != ask.namespace:
+            return refuse(errors.IdInOtherNamespace(execution_id=ask.execution_id))
         return Decision(Duplicate(existing.execution_id))
     terms, terms_text = parse_policy(ask.policy)
     if isinstance(terms, errors.FabricError):

@@ -113,8 +113,10 @@ def parse_kind(given: object) -> DependencyKind | errors.FabricError:
 def create(
     existing: Flow | None, flow_id: str, partition: int, flow_kind: str, namespace: str
 ) -> Decision[Created | AlreadySatisfied]:
-    """A new flow; one that exists is left as it is, whatever the other arguments say."""
+    """A new flow; one that exists in this namespace is left as it is, whatever the kind says."""
     if existing is not None:
+        if existing.namespace != namespace:
+            return refuse(errors.IdInOtherNamespace(flow_id=flow_id))
         return Decision(AlreadySatisfied(flow_id))
     flow = Flow(flow_id, partition, flow_kind, namespace, FlowState.OPEN, at(0), at(0))
     return Decision(Created(flow_id), Change(guards=(absent(Flow, flow_id),), writes=(Insert(flow),)))
@@ -123,13 +125,15 @@ def create(
 def add_member(
     flow: Flow | None, row: Execution | None, member: FlowMember | None, execution_id: str
 ) -> Decision[Added | AlreadyMember]:
-    """Make an execution a member; again changes no number."""
+    """Make an execution of the flow's namespace a member; again changes no number."""
     if flow is None:
         return refuse(errors.NotFound("flow"))
     if flow.public_flow_state in TERMINAL:
         return refuse(errors.FlowAlreadyTerminal(flow_id=flow.flow_id))
     if row is None:
         return refuse(errors.NotFound("execution"))
+    if row.namespace != flow.namespace:
+        return refuse(errors.IdInOtherNamespace(execution_id=execution_id))
     if row.flow_id is not None and row.flow_id != flow.flow_id:
         return refuse(
             errors.ExecutionAlreadyInFlow(

@@ -105,7 +105,8 @@ class Attempts:
         """Call the handler; raises only when the attempt was cancelled from outside."""
         try:
             arguments = task.signature.load(
-                plain_input(claimed.payload) or await read_input(self._engine, claimed.payload)
+                plain_input(claimed.payload)
+                or await read_input(self._engine, claimed.payload, self._app.namespace)
             )
             try:
                 value = await self._call(task, own, arguments)
@@ -159,7 +160,7 @@ class Attempts:
     async def _stubbed(self, claimed: Claimed, task: Task[..., Any]) -> Outcome:
         """What a test has put in the place of the handler; it gets the arguments without a context."""
         try:
-            arguments = task.signature.load(await read_input(self._engine, claimed.payload))
+            arguments = task.signature.load(await read_input(self._engine, claimed.payload, self._app.namespace))
             value = self._app.stubs[task](**arguments)
             return returned(task, await value if inspect.isawaitable(value) else value)
         except Exception as failure:
@@ -204,7 +205,7 @@ class Attempts:
         order = Order(
             module=task.module,
             task=task.name,
-            input=await read_input(self._engine, claimed.payload),
+            input=await read_input(self._engine, claimed.payload, self._app.namespace),
             url=self._app.url if self._engine.is_shared else None,
             backend=handle.backend.value,
             kind=handle.kind.value,

@@ -222,7 +222,7 @@ class FlowRun:
         known = self.flow.nodes.get(node) if isinstance(node, str) else node
         if not isinstance(known, Node) or known.name not in self._run_ids:
             raise InvalidInput(f"flow {self.flow.name}: {node!r} is none of {', '.join(self._run_ids)}")
-        return known.call.task.run(self._run_ids[known.name])
+        return known.call.task.own_run(self._run_ids[known.name])
 
     @property
     def sync(self) -> SyncFlowRun:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from flowfabric.errors import InvalidInput
+from flowfabric.errors import IdInOtherNamespace, InvalidInput
 from flowfabric.sdk.codec import json_bytes
 from flowfabric.sdk.failing import Fatal
 
@@ -37,8 +37,11 @@ def plain_input(payload: Payload | None) -> bytes:
     return payload.input_payload or b""
 
 
-async def read_input(engine: Engine, payload: Payload | None) -> bytes:
-    """The parameters as a JSON object; a run without a result counts as null, one that is gone as a failure."""
+async def read_input(engine: Engine, payload: Payload | None, namespace: str) -> bytes:
+    """The parameters as a JSON object; a run without a result counts as null, one that is gone as a failure.
+
+    The ids of the runs are derived. One that belongs to another namespace is not the run that was meant.
+    """
     if payload is None:
         return b""
     given = payload.input_payload or b""
@@ -49,7 +52,10 @@ async def read_input(engine: Engine, payload: Payload | None) -> bytes:
     except msgspec.DecodeError as fault:
         raise InvalidInput(f"input: {fault}") from fault
     named = [run for runs in referring.results.values() for run in ([runs] if isinstance(runs, str) else runs)]
-    found = await engine.read_results(tuple(dict.fromkeys(named)))
+    try:
+        found = await engine.read_results(tuple(dict.fromkeys(named)), namespace=namespace)
+    except IdInOtherNamespace as foreign:
+        raise Fatal(f"input: {foreign}") from foreign
     if without := [run for run, result in found.items() if result is None]:
         there = await engine.read_kinds(without)
         if gone := [run for run in without if run not in there]:

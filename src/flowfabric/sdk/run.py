@@ -62,10 +62,13 @@ class Reset(msgspec.Struct, frozen=True):
 class Run(Generic[R]):
     """One submitted piece of work. It can be looked at from any process that knows its id."""
 
-    def __init__(self, run_id: str, task: str, shape: Shape, app: Fabric, *, created: bool = True) -> None:
+    def __init__(
+        self, run_id: str, task: str, shape: Shape, app: Fabric, *, created: bool = True, namespace: str | None = None
+    ) -> None:
         self.id = run_id
         self.task = task
         self.created = created  # False when an earlier submit with the same key stands for this one
+        self._namespace = namespace  # that it must belong to; None for an id that the caller brought
         self._shape = shape
         self._app = app
         self._engine = app.engine
@@ -263,6 +266,8 @@ class Run(Generic[R]):
             raise errors.NotFound(missing.entity, execution_id=self.id) from None
 
     async def _value(self, engine: Engine, ended: Ended) -> R:
+        if None not in (self._namespace, ended.namespace) and self._namespace != ended.namespace:
+            raise errors.IdInOtherNamespace(execution_id=self.id)
         if ended.outcome is not TerminalOutcome.SUCCESS:
             attempts = 0
             with suppress(errors.FabricError):

@@ -243,6 +243,11 @@ class Task(Generic[P, R]):
         """A run of this task that was submitted earlier, by its id."""
         return Run(run_id, self.name, self.signature.result, self.app)
 
+    def own_run(self, run_id: str, *, created: bool = True) -> Run[R]:
+        """A run of this task that belongs to the app's namespace; the result of any other is refused."""
+        namespace = self.app.namespace
+        return Run(run_id, self.name, self.signature.result, self.app, created=created, namespace=namespace)
+
     async def ask(
         self,
         engine: Engine,
@@ -380,7 +385,7 @@ class Submitter(Generic[P, R]):
             if isinstance(answer, FabricError):
                 raise answer
             created = not isinstance(answer, Duplicate)
-            runs.append(Run[R](answer.execution_id, task.name, task.signature.result, task.app, created=created))
+            runs.append(task.own_run(answer.execution_id, created=created))
         return runs
 
 

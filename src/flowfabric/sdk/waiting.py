@@ -176,7 +176,7 @@ class Waiting(ABC):
             known = (answer.execution_id, call.task.name, call.task.signature.result)
             # Under a key somebody else's run may stand for this one: it has another parent, to whom its end is told.
             is_ours = answer.execution_id == ask.execution_id
-            runs.append(Child(*known, self) if is_ours else Run(*known, self.app, created=False))
+            runs.append(Child(*known, self) if is_ours else call.task.own_run(answer.execution_id, created=False))
         return runs
 
     @overload
@@ -270,7 +270,7 @@ class Child(Run[T]):
     """A run that a handler spawned. While that works, it may cancel the child without being an operator."""
 
     def __init__(self, run_id: str, task: str, shape: Shape, parent: Waiting) -> None:
-        super().__init__(run_id, task, shape, parent.app)
+        super().__init__(run_id, task, shape, parent.app, namespace=parent.app.namespace)
         self._parent = parent
 
     async def result(self, timeout: Duration | None = None) -> T:

@@ -124,6 +124,7 @@ class Ended(msgspec.Struct, frozen=True):
     encoding: str | None
     reason: str | None
     result_b64: bytes | UnsetType | None = UNSET
+    namespace: str | None = None
 
 
 @routes.get(
@@ -156,11 +157,13 @@ def told_end(ended: pulling.Ended, *, with_result: bool) -> Ended:
         ended.encoding,
         ended.reason,
         ended.result if with_result else UNSET,
+        ended.namespace,
     )
 
 
 class ResultsBody(Body, frozen=True):
     execution_ids: Annotated[list[str], Meta(max_length=MAX_RESULTS)]
+    namespace: str | None = None  # that all of them must belong to
 
     def __post_init__(self) -> None:
         checked(ids.parse_execution_id, *self.execution_ids)
@@ -177,7 +180,8 @@ async def read_results(ask: Ask[ResultsBody]) -> Reply:
     """The results of many executions in one trip."""
     for execution_id in ask.body.execution_ids:
         await ask.may_touch(execution_id)
-    return json(ResultsOf(await ask.engine.read_results(ask.body.execution_ids)))
+    body = ask.body
+    return json(ResultsOf(await ask.engine.read_results(body.execution_ids, namespace=body.namespace)))
 
 
 @routes.get("/v1/lanes", {200: LanePage}, query=(CURSOR, LIMIT))

@@ -1,0 +1,100 @@
+"""Ids that the SDK derives: what stands there in another namespace is refused, and its result is never taken."""
+
+from __future__ import annotations
+
+import uuid
+
+import pytest
+
+from flowfabric import Context, Fabric, RunFailed, ids
+from flowfabric.errors import IdInOtherNamespace
+from flowfabric.sdk.flows import FlowRun
+from tests.sdk.conftest import working
+
+
+async def test_a_flow_that_another_namespace_occupies_is_a_conflict(shared_app: Fabric) -> None:
+    @shared_app.task
+    async def answer() -> str:
+        return "ours"
+
+    flow = shared_app.flow("nightly")
+    flow.add(answer)
+    flow_id = str(uuid.uuid5(uuid.NAMESPACE_URL, "flowfabric|default|flow|nightly|monday"))
+    engine = await shared_app.engine()
+    await engine.create_flow_graph(flow_id, [], namespace="intruder")
+
+    with pytest.raises(IdInOtherNamespace):
+        await flow.submit(key="monday")
+
+
+async def test_the_result_of_a_node_that_another_namespace_occupies_is_refused(shared_app: Fabric) -> None:
+    intruder = Fabric(shared_app.url, namespace="intruder")
+
+    @shared_app.task(name="answer")
+    async def ours() -> str:
+        return "ours"
+
+    @intruder.task(name="answer")
+    async def theirs() -> str:
+        return "forged"
+
+    flow = shared_app.flow("nightly")
+    node = flow.add(ours)
+    async with intruder, working(intruder):
+        engine = await intruder.engine()
+        flow_id = engine.minter.uuid()
+        here = ids.flow_partition(ids.FlowId(flow_id), engine.partitions)
+        run_id = f"{{fp:{here}}}:{uuid.uuid5(uuid.UUID(flow_id), node.name)}"
+        forged = await theirs.ask(engine, {}, options=theirs.own, execution_id=run_id)
+        await engine.create(forged)
+        assert await theirs.run(run_id).result(10) == "forged"
+        run = FlowRun(flow, flow_id, {node.name: run_id})
+
+        with pytest.raises(IdInOtherNamespace):
+            await run[node].result(10)
+        with pytest.raises(IdInOtherNamespace):
+            await run.result(10)
+
+
+async def test_a_node_does_not_read_the_result_of_another_namespace(shared_app: Fabric) -> None:
+    intruder = Fabric(shared_app.url, namespace="intruder")
+
+    @intruder.task
+    async def forge() -> str:
+        return "forged"
+
+    @shared_app.task
+    async def reads(given: str) -> str:
+        return given
+
+    async with intruder, working(intruder), working(shared_app):
+        forged = await forge.submit()
+        assert await forged.result(10) == "forged"
+        engine = await shared_app.engine()
+        ask = await reads.ask(engine, {}, options=reads.own, results={"given": forged.id})
+        made = await engine.create(ask)
+        with pytest.raises(RunFailed, match="taken in another namespace"):
+            await reads.run(made.execution_id).result(10)
+
+
+async def test_a_child_whose_id_another_namespace_occupies_is_a_conflict(shared_app: Fabric) -> None:
+    intruder = Fabric(shared_app.url, namespace="intruder")
+
+    @intruder.task
+    async def forge() -> str:
+        return "forged"
+
+    @shared_app.task
+    async def child() -> str:
+        return "ours"
+
+    @shared_app.task(retries=0)
+    async def parent(ctx: Context) -> str:
+        engine = await intruder.engine()
+        taken = ctx._child_id("child:child")  # noqa: SLF001 - ids of children are derivable
+        await engine.create(await forge.ask(engine, {}, options=forge.own, execution_id=taken))
+        return await (await ctx.spawn(child)).result()
+
+    async with intruder, working(shared_app):
+        with pytest.raises(RunFailed, match="id_in_other_namespace"):
+            await (await parent.submit()).result(10)
