@@ -265,12 +265,12 @@ def _solo_partition(lane: LaneId, flow_partitions: int) -> int:
 
 
 def budget_partition(budget_id: BudgetId, counts: PartitionCounts) -> int:
-    """Where a budget lives."""
+    """Where a budget lives, whichever namespace owns it: an id and its shared namesake are always together."""
     return crc16(_uuid_bytes(budget_id)) % counts.budget
 
 
 def quota_partition(quota_policy_id: QuotaPolicyId, counts: PartitionCounts) -> int:
-    """Where a quota policy lives."""
+    """Where a quota policy lives, whichever namespace owns it."""
     return crc16(_uuid_bytes(quota_policy_id)) % counts.quota
 
 

@@ -65,7 +65,9 @@ class Shuffled:
             await asyncio.sleep(0)
 
     async def _look(self) -> None:
-        loaded = await self.store.load((Want(BudgetDimension, (B,)), Want(QuotaPolicy, (Q,)), Want(QuotaSlot, (Q,))))
+        loaded = await self.store.load(
+            (Want(BudgetDimension, ("default", B)), Want(QuotaPolicy, ("default", Q)), Want(QuotaSlot, ("default", Q)))
+        )
         for row in loaded.rows[0]:
             assert (row.usage or 0) + row.reserved <= HARD
         for policy in loaded.rows[1]:
@@ -207,5 +209,5 @@ async def test_rate_and_concurrency_hold_in_every_window(store: Store, clock: Ma
     for sweep in ("outbox_relay", "quota_reconciler"):
         await floor.engines[0].sweep_once(sweep)
     await check_limit_invariants(floor.engines[0])
-    [policy] = (await store.load((Want(QuotaPolicy, (Q,)),))).rows[0]
+    [policy] = (await store.load((Want(QuotaPolicy, ("default", Q)),))).rows[0]
     assert policy.active == 0, "what ended gave its slot back"

@@ -138,7 +138,7 @@ class Floor:
         self.clock.pass_ms(self.chance.choice((0, 1, LEASE_MS)))
 
     async def books(self) -> tuple[int, int]:
-        loaded = await self.office.load((Want(QuotaPolicy, (Q,)), Want(QuotaSlot, (Q,))))
+        loaded = await self.office.load((Want(QuotaPolicy, ("default", Q)), Want(QuotaSlot, ("default", Q))))
         return loaded.rows[0][0].active, len(loaded.rows[1])
 
 

@@ -271,7 +271,7 @@ RULES = (
     Fault(
         "a reset forgets the ledgers of all budgets",
         "rules/budgets.py",
-        "[Delete(BudgetSpend, (name,))]",
+        "[Delete(BudgetSpend, name)]",
         "[Delete(BudgetSpend, ())]",
         "tests/scenarios/test_s_budgets.py::test_a_reset_forgets_the_ledger_of_its_own_budget_only",
     ),

@@ -119,6 +119,7 @@ def test_no_kind_exists_that_the_specification_does_not_know() -> None:
         "partition_mismatch",
         "forked_process",
         "worker_at_capacity",
+        "id_in_other_namespace",
         "suspension_not_found",
         "not_found",
     }

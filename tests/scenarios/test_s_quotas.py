@@ -45,7 +45,7 @@ async def check(play: Play, e: str, policy_id: str = Q, **given: Any) -> Any:
 
 
 async def root(play: Play, policy_id: str = Q) -> QuotaPolicy:
-    loaded = await play.engine.load((Want(QuotaPolicy, (policy_id,)),))
+    loaded = await play.engine.load((Want(QuotaPolicy, ("default", policy_id)),))
     row: QuotaPolicy = loaded.rows[0][0]
     return row
 
@@ -53,8 +53,8 @@ async def root(play: Play, policy_id: str = Q) -> QuotaPolicy:
 async def corrupt(play: Play, **fields: Any) -> None:
     """Write into a policy what no rule would."""
     row = await root(play)
-    guard = Guard(QuotaPolicy, (Q,), row.revision)
-    change = Change(guards=(guard,), writes=(Patch(QuotaPolicy, (Q,), fields),), id=row.revision + 1)
+    guard = Guard(QuotaPolicy, ("default", Q), row.revision)
+    change = Change(guards=(guard,), writes=(Patch(QuotaPolicy, ("default", Q), fields),), id=row.revision + 1)
     assert await play.engine.store.commit([change]) != [None]
 
 

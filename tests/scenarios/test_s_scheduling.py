@@ -185,9 +185,9 @@ async def test_s_078_fail_closed_on_an_unreadable_budget(play: Play, road: str) 
 
 async def write_limit(play: Play, hard: int) -> None:
     """Write into a budget what no rule would."""
-    [row] = (await play.engine.load((Want(Budget, (B,)),))).rows[0]
-    patch = Patch(BudgetDimension, (B, "tokens"), {"hard_limit": hard})
-    change = Change(guards=(Guard(Budget, (B,), row.revision),), writes=(patch,), id=1)
+    [row] = (await play.engine.load((Want(Budget, ("default", B)),))).rows[0]
+    patch = Patch(BudgetDimension, ("default", B, "tokens"), {"hard_limit": hard})
+    change = Change(guards=(Guard(Budget, ("default", B), row.revision),), writes=(patch,), id=1)
     assert await play.engine.store.commit([change]) != [None]
 
 

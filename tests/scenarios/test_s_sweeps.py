@@ -243,9 +243,9 @@ async def test_work_that_has_its_slot_needs_no_other_room(play: Play) -> None:
 
 async def forget_usage(play: Play, *, limit: int) -> None:
     """Write into a budget what no rule would."""
-    [row] = (await play.engine.load((Want(Budget, (B,)),))).rows[0]
-    patch = Patch(BudgetDimension, (B, "tokens"), {"hard_limit": limit, "usage": 0})
-    change = Change(guards=(Guard(Budget, (B,), row.revision),), writes=(patch,), id=row.revision + 1)
+    [row] = (await play.engine.load((Want(Budget, ("default", B)),))).rows[0]
+    patch = Patch(BudgetDimension, ("default", B, "tokens"), {"hard_limit": limit, "usage": 0})
+    change = Change(guards=(Guard(Budget, ("default", B), row.revision),), writes=(patch,), id=row.revision + 1)
     assert await play.engine.store.commit([change]) != [None]
 
 

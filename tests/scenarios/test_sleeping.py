@@ -127,7 +127,7 @@ async def test_too_little_room_does_not_wake_it(play: Play) -> None:
 async def test_the_sweep_wakes_what_a_dead_process_did_not(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     held = await asleep(play)
 
-    async def dies(budget_id: str) -> bool:
+    async def dies(budget_id: str, *, namespace: str) -> bool:
         return True
 
     monkeypatch.setattr(play.engine, "wake_budget", dies)
@@ -231,6 +231,6 @@ async def test_a_durable_function_sleeps_on_a_mailbox_of_that_name(play: Play) -
 
 def test_a_need_is_read_back_from_its_key() -> None:
     need = Need(B, "a:strange:name", 7)
-    assert read_need(need.key) == need
+    assert read_need(need.key, "a") == need
     for other in (None, "", "approve", "budget:", f"budget:{B}", f"budget:{B}:x:y"):
-        assert read_need(other) is None
+        assert read_need(other, "a") is None

@@ -13,6 +13,7 @@ from flowfabric.engine.engine import Engine
 from flowfabric.ids import SeededMinter
 from flowfabric.model.answers import Claimed
 from flowfabric.model.gate import GateKind
+from flowfabric.model.owned import OwnedId
 from flowfabric.model.suspension import Suspension, Waitpoint
 from flowfabric.model.verdicts import HardBreach, Ok
 from flowfabric.rules import spending
@@ -32,7 +33,9 @@ B2 = "0b000000-0000-4000-8000-000000000002"
 async def make_room_only(play: Play) -> None:
     """Raise the limit as a process that dies before it wakes anybody."""
     limits = (("tokens", 105, 0),)
-    await play.engine.budget_chains.ask(B, lambda sheet, now: spending.change_limits(sheet, limits, now))
+    await play.engine.budget_chains.ask(
+        OwnedId("default", B), lambda sheet, now: spending.change_limits(sheet, limits, now)
+    )
 
 
 async def suspension(engine: Engine, e: str) -> Suspension:

@@ -223,7 +223,7 @@ async def test_limits_that_were_changed_by_a_deploy_take_effect(app: Fabric) -> 
     engine = await app.engine()
     before, after = Budget("b", limits={"calls": 3}), Budget("b", limits={"calls": 5})
     budget_id = await app.declared(engine, before)
-    await after.declare(engine, budget_id)
+    await after.declare(engine, budget_id, namespace="default")
     assert (await engine.get_budget_status(budget_id)).hard_limits == {"calls": 5}
 
 

@@ -6,7 +6,7 @@ import uuid
 
 import pytest
 
-from flowfabric import Context, Fabric, RunFailed, ids
+from flowfabric import Context, Fabric, Retry, RunFailed, ids
 from flowfabric.errors import IdInOtherNamespace
 from flowfabric.sdk.flows import FlowRun
 from tests.sdk.conftest import working
@@ -88,7 +88,7 @@ async def test_a_child_whose_id_another_namespace_occupies_is_a_conflict(shared_
     async def child() -> str:
         return "ours"
 
-    @shared_app.task(retries=0)
+    @shared_app.task(retry=Retry(max=0))
     async def parent(ctx: Context) -> str:
         engine = await intruder.engine()
         taken = ctx._child_id("child:child")  # noqa: SLF001 - ids of children are derivable

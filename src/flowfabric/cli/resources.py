@@ -61,14 +61,15 @@ def budgets(
     budget_id: Annotated[str | None, typer.Argument(metavar="ID", help="Only this one.", show_default=False)] = None,
     limit: Annotated[int, typer.Option(min=1, max=1000, help="How many at a time.")] = 50,
     cursor: Annotated[str | None, typer.Option(help="Go on after this id.", show_default=False)] = None,
+    namespace: Annotated[str, typer.Option(help="Of this namespace.")] = "default",
     store: StoreOrServerOption = None,
     json: JsonOption = False,
 ) -> None:
     """List budgets. What was used and promised of each dimension, its limits, and when it begins anew."""
 
     async def found(engine: Engine) -> list[BudgetStatus]:
-        names = [budget_id] if budget_id else await engine.list_budgets(cursor=cursor, limit=limit)
-        return [await engine.get_budget_status(name) for name in names]
+        names = [budget_id] if budget_id else await engine.list_budgets(cursor=cursor, limit=limit, namespace=namespace)
+        return [await engine.get_budget_status(name, namespace=namespace) for name in names]
 
     known = on_store(store, found)
     more = known[-1].budget_id if budget_id is None and len(known) == limit else None
@@ -93,7 +94,8 @@ def budgets(
             [row for one in known for row in _rows(one)],
         )
         if more:
-            typer.echo(f"More: ff budgets --cursor '{more}'")
+            whose = "" if namespace == "default" else f" --namespace '{namespace}'"
+            typer.echo(f"More: ff budgets --cursor '{more}'{whose}")
 
 
 def _rows(status: BudgetStatus) -> list[tuple[object, ...]]:

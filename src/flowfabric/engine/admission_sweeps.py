@@ -24,10 +24,10 @@ def admission_sweeps(engine: Scheduler, unblocking: Unblocking, chosen: Filter |
     choice = Choice.of(engine.settings.sweeps, chosen)
 
     async def reset(row: Budget) -> bool:
-        return await engine.reset_budget_if_due(row.budget_id)
+        return await engine.reset_budget_if_due(row.budget_id, namespace=row.namespace)
 
     async def lapse(row: Budget) -> bool:
-        return await engine.lapse_reservations(row.budget_id)
+        return await engine.lapse_reservations(row.budget_id, namespace=row.namespace)
 
     def each_partition(count: int, reconcile: Callable[[int], Awaitable[Any]]) -> Callable[[int], Awaitable[Pass]]:
         async def run(_: int) -> Pass:

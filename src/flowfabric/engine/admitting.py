@@ -15,12 +15,13 @@ from flowfabric import errors
 from flowfabric.engine.budgets import Budgets
 from flowfabric.engine.quotas import Quotas
 from flowfabric.model import verdicts
-from flowfabric.model.budget import BudgetDimension
+from flowfabric.model.budget import Budget, BudgetDimension
 from flowfabric.model.execution import Execution
+from flowfabric.model.owned import OwnedId
 from flowfabric.model.quota import QuotaPolicy, QuotaRequest
 from flowfabric.model.states import BlockingReason
 from flowfabric.model.worker import Worker
-from flowfabric.rules import admission, budgets
+from flowfabric.rules import admission, budgets, owners
 from flowfabric.rules.admission import QuotaSheet
 from flowfabric.rules.policy import decode_terms
 from flowfabric.stores.base import Want
@@ -29,19 +30,29 @@ from flowfabric.stores.base import Want
 class Seen(msgspec.Struct):
     """What one call has learnt of budgets, policies and workers, and who refused something."""
 
-    spent: dict[str, BudgetDimension | None] = {}  # by budget: the dimension that is exhausted
-    policies: dict[str, verdicts.QuotaLimits | None] = {}
-    full: set[str] = set()  # policies that refused somebody
+    spent: dict[OwnedId, BudgetDimension | None] = {}  # by budget: the dimension that is exhausted
+    budgets: dict[OwnedId, Budget | None] = {}
+    limits: dict[OwnedId, verdicts.QuotaLimits | None] = {}
+    policies: dict[OwnedId, QuotaPolicy | None] = {}
+    full: set[OwnedId] = set()  # policies that refused somebody
     live: dict[str, list[Worker]] = {}
-    refused: set[tuple[BlockingReason, str]] = set()  # by whom, since somebody last looked whether there is room now
+    refused: set[tuple[BlockingReason, OwnedId]] = set()  # since somebody last looked whether there is room now
     refusals: int = 0
+
+    def budgets_of(self, row: Execution) -> list[OwnedId]:
+        """The budgets that the ids in a row's policy stand for."""
+        return [owners.owner(row.namespace, one, self.budgets) for one in decode_terms(row.terms).budget_ids]
+
+    def policies_of(self, row: Execution) -> list[OwnedId]:
+        """The quota policies that the ids in a row's policy stand for."""
+        return [owners.owner(row.namespace, one, self.policies) for one in decode_terms(row.terms).quota_policy_ids]
 
 
 class Refusal(msgspec.Struct, frozen=True):
     """What keeps a row from running now."""
 
     reason: BlockingReason
-    on: str  # the budget or the quota policy
+    on: OwnedId  # the budget or the quota policy
     detail: str
     dimension: str = ""  # of the budget
     hit: verdicts.Hit | None = None  # of the quota
@@ -52,13 +63,13 @@ class Admitted(msgspec.Struct, frozen=True):
     """An execution that may run, and the admissions that this call got for it."""
 
     row: Execution
-    got: tuple[tuple[str, int], ...] = ()
+    got: tuple[tuple[OwnedId, int], ...] = ()
 
 
 class Asked(msgspec.Struct):
     """A policy that did not refuse: what was asked, whether this call got a slot, and the request before this one."""
 
-    policy: str
+    policy: OwnedId
     numbers: verdicts.QuotaLimits
     ask: admission.Asking
     got: bool
@@ -99,31 +110,33 @@ class Admitting(Budgets, Quotas):
         return [row for row, _ in refused]
 
     async def _learn(self, rows: Sequence[Execution], seen: Seen) -> None:
-        terms = [decode_terms(row.terms) for row in rows]
-        unknown = sorted({budget for one in terms for budget in one.budget_ids} - seen.spent.keys())
+        terms = [(row.namespace, decode_terms(row.terms)) for row in rows]
+        named = {one for namespace, given in terms for one in owners.candidates(namespace, given.budget_ids)}
+        unknown = sorted(named - seen.spent.keys())
         if unknown:
             _, sheets = await self.budget_chains.look(unknown)
             for name, sheet in sheets.items():
                 if corrupt := budgets.corruption(sheet):
                     raise corrupt
+                seen.budgets[name] = sheet.root
                 seen.spent[name] = budgets.exhausted(sheet.dimensions.values())
-        unknown = sorted({policy for one in terms for policy in one.quota_policy_ids} - seen.policies.keys())
+        named = {one for namespace, given in terms for one in owners.candidates(namespace, given.quota_policy_ids)}
+        unknown = sorted(named - seen.limits.keys())
         if unknown:
-            loaded = await self.load([Want(QuotaPolicy, (policy,)) for policy in unknown])
+            loaded = await self.load([Want(QuotaPolicy, policy) for policy in unknown])
             for name, found in zip(unknown, loaded.rows, strict=True):
-                numbers = admission.limits_of(found[0] if found else None)
+                seen.policies[name] = found[0] if found else None
+                numbers = admission.limits_of(seen.policies[name])
                 if isinstance(numbers, errors.FabricError):
                     raise numbers
-                seen.policies[name] = None if numbers is None or numbers.unlimited else numbers
+                seen.limits[name] = None if numbers is None or numbers.unlimited else numbers
 
     async def _admit_row(self, row: Execution, seen: Seen) -> Admitted | None:
         if refusal := _spent(row, seen):
             await self._refuse(row, refusal, seen)
             return None
         limited = [
-            (policy, numbers)
-            for policy in decode_terms(row.terms).quota_policy_ids
-            if (numbers := seen.policies[policy]) is not None
+            (policy, numbers) for policy in seen.policies_of(row) if (numbers := seen.limits[policy]) is not None
         ]
         asked: list[Asked] = []
         for place, (policy, numbers) in enumerate(limited, start=1):
@@ -148,12 +161,12 @@ class Admitting(Budgets, Quotas):
             await self._take_back(one.policy, row.execution_id, one.ask.admission, got=one.got, before=one.before)
         await self._refuse(row, refusal, seen)
 
-    def _refusal(self, row: Execution, seen: Seen, sheets: dict[str, QuotaSheet], now: int) -> Refusal | None:
+    def _refusal(self, row: Execution, seen: Seen, sheets: dict[OwnedId, QuotaSheet], now: int) -> Refusal | None:
         """What of that which refused others is in the way of this row, too."""
         if refusal := _spent(row, seen):
             return refusal
-        for policy in decode_terms(row.terms).quota_policy_ids:
-            numbers = seen.policies.get(policy)
+        for policy in seen.policies_of(row):
+            numbers = seen.limits.get(policy)
             if numbers is None or policy not in sheets:
                 continue
             verdict, _ = admission.check(sheets[policy], self._asking(row, numbers), now)
@@ -184,17 +197,16 @@ class Admitting(Budgets, Quotas):
             self.meters.count("ff_quota_hit", reason=refusal.hit)
             seen.full.add(refusal.on)
         if refusal.wait_ms is not None:
-            self.wake_quota_later(refusal.on, refusal.wait_ms)
-        if await self.hold_up(row, refusal.reason, refusal.detail, refusal.on):
+            self.wake_quota_later(refusal.on.id, refusal.wait_ms, namespace=refusal.on.namespace)
+        if await self.hold_up(row, refusal.reason, refusal.detail, str(refusal.on)):
             seen.refused.add((refusal.reason, refusal.on))
-            seen.refused.update(
-                (BlockingReason.WAITING_FOR_QUOTA, policy) for policy in decode_terms(row.terms).quota_policy_ids
-            )
+            seen.refused.update((BlockingReason.WAITING_FOR_QUOTA, policy) for policy in seen.policies_of(row))
 
     async def _look_again_at(self, seen: Seen) -> None:
         """Room that was made while rows were being blocked must not wait for the sweep."""
         for reason, name in sorted(seen.refused):
-            await (self.wake_budget if reason is BlockingReason.WAITING_FOR_BUDGET else self.wake_quota)(name)
+            wake = self.wake_budget if reason is BlockingReason.WAITING_FOR_BUDGET else self.wake_quota
+            await wake(name.id, namespace=name.namespace)
         seen.refused.clear()
 
     async def look_after(self, row: Execution) -> None:
@@ -207,11 +219,11 @@ class Admitting(Budgets, Quotas):
             return
         rows = (await self.load((Want(Execution, (row.execution_id,)),))).rows[0]
         found = rows[0] if rows else None
-        for policy in policies:
+        for policy in owners.candidates(row.namespace, policies):
             if admission.is_over(row, found):
                 await self._release(policy, row.execution_id, life=row.replay_count)
             elif admission.is_held_up(row, found):
-                await self.wake_quota(policy)
+                await self.wake_quota(policy.id, namespace=policy.namespace)
 
     async def give_back(self, admitted: Admitted) -> None:
         """Release exactly what this call got."""
@@ -221,21 +233,21 @@ class Admitting(Budgets, Quotas):
 
 def _spent(row: Execution, seen: Seen) -> Refusal | None:
     """The first budget of a row that is known to be exhausted."""
-    for budget in decode_terms(row.terms).budget_ids:
+    for budget in seen.budgets_of(row):
         if full := seen.spent.get(budget):
-            detail = f"budget {budget}: {full.dimension} {budgets.counted(full)}/{full.hard_limit}"
+            detail = f"budget {budget.id}: {full.dimension} {budgets.counted(full)}/{full.hard_limit}"
             return Refusal(BlockingReason.WAITING_FOR_BUDGET, budget, detail, full.dimension)
     return None
 
 
-def _full(policy: str, numbers: verdicts.QuotaLimits, verdict: object) -> Refusal | None:
+def _full(policy: OwnedId, numbers: verdicts.QuotaLimits, verdict: object) -> Refusal | None:
     """What a policy's verdict means for a row; None when it lets it run."""
     match verdict:
         case verdicts.RateExceeded(retry_after_ms=wait):
-            detail = f"quota {policy}: rate, again in {wait} ms"
+            detail = f"quota {policy.id}: rate, again in {wait} ms"
             return Refusal(BlockingReason.WAITING_FOR_QUOTA, policy, detail, hit=verdicts.Hit.RATE, wait_ms=wait)
         case verdicts.ConcurrencyExceeded():
-            detail = f"quota {policy}: all {numbers.active_concurrency_cap} slots are taken"
+            detail = f"quota {policy.id}: all {numbers.active_concurrency_cap} slots are taken"
             return Refusal(BlockingReason.WAITING_FOR_QUOTA, policy, detail, hit=verdicts.Hit.CONCURRENCY)
         case _:
             return None

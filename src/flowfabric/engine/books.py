@@ -12,6 +12,7 @@ from flowfabric import ids
 from flowfabric.engine.chains import Chains
 from flowfabric.engine.core import Core
 from flowfabric.model.budget import Budget, BudgetDimension, Reservation, UsageKey
+from flowfabric.model.owned import OwnedId
 from flowfabric.model.quota import QuotaPolicy, QuotaRequest, QuotaSlot
 from flowfabric.rules import admission, budgets
 from flowfabric.rules.admission import QuotaSheet
@@ -28,11 +29,12 @@ class BudgetBook:
     def __init__(self, partitions: ids.PartitionCounts) -> None:
         self._partitions = partitions
 
-    def wants(self, key: str) -> tuple[Want, ...]:
-        return Want(Budget, (key,)), Want(BudgetDimension, (key,)), Want(Reservation, (key,))
+    def wants(self, key: OwnedId) -> tuple[Want, ...]:
+        return Want(Budget, key), Want(BudgetDimension, key), Want(Reservation, key)
 
-    def sheet(self, key: str, rows: Iterable[Any]) -> BudgetSheet:
-        return budgets.sheet_of(key, ids.budget_partition(ids.BudgetId(key), self._partitions), rows)
+    def sheet(self, key: OwnedId, rows: Iterable[Any]) -> BudgetSheet:
+        place = ids.budget_partition(ids.BudgetId(key.id), self._partitions)
+        return budgets.sheet_of(key.id, place, rows, key.namespace)
 
     def written(self, before: BudgetSheet, after: BudgetSheet, change_id: int) -> Change | None:
         change = budgets.written(before, after)
@@ -40,11 +42,12 @@ class BudgetBook:
             return None
         # A report without a key must not be applied twice, and by the time we ask after a lost answer another process
         # may have moved the revision on: so each change leaves a trace of its own.
-        trace = UsageKey(before.budget_id, _trace(change_id), after.row().last_updated_at + TRACE_LIFE_MS)
+        until = after.row().last_updated_at + TRACE_LIFE_MS
+        trace = UsageKey(before.budget_id, _trace(change_id), until, before.namespace)
         return msgspec.structs.replace(change, writes=(*change.writes, Put(trace)))
 
-    def trace(self, key: str, change_id: int) -> Want:
-        return Want(UsageKey, (key, _trace(change_id)))
+    def trace(self, key: OwnedId, change_id: int) -> Want:
+        return Want(UsageKey, (*key, _trace(change_id)))
 
     def shows(self, row: Any, change_id: int) -> bool:
         return True
@@ -56,17 +59,18 @@ class QuotaBook:
     def __init__(self, partitions: ids.PartitionCounts) -> None:
         self._partitions = partitions
 
-    def wants(self, key: str) -> tuple[Want, ...]:
-        return Want(QuotaPolicy, (key,)), Want(QuotaSlot, (key,)), Want(QuotaRequest, (key,))
+    def wants(self, key: OwnedId) -> tuple[Want, ...]:
+        return Want(QuotaPolicy, key), Want(QuotaSlot, key), Want(QuotaRequest, key)
 
-    def sheet(self, key: str, rows: Iterable[Any]) -> QuotaSheet:
-        return admission.sheet_of(key, ids.quota_partition(ids.QuotaPolicyId(key), self._partitions), rows)
+    def sheet(self, key: OwnedId, rows: Iterable[Any]) -> QuotaSheet:
+        place = ids.quota_partition(ids.QuotaPolicyId(key.id), self._partitions)
+        return admission.sheet_of(key.id, place, rows, key.namespace)
 
     def written(self, before: QuotaSheet, after: QuotaSheet, change_id: int) -> Change | None:
         return admission.written(before, after)
 
-    def trace(self, key: str, change_id: int) -> Want:
-        return Want(QuotaPolicy, (key,))
+    def trace(self, key: OwnedId, change_id: int) -> Want:
+        return Want(QuotaPolicy, key)
 
     def shows(self, row: Any, change_id: int) -> bool:
         return bool(row.revision == change_id)

@@ -6,12 +6,18 @@ from collections.abc import Iterable, Mapping
 
 from flowfabric import errors, ids
 from flowfabric.engine import intake
+from flowfabric.model.owned import OwnedId
 from flowfabric.rules import budgets, limits, spending
 
 
 def budget(text: object) -> str:
     """A budget's id."""
     return ids.parse_uuid(limits.text("budget_id", text), "budget_id")
+
+
+def owned(namespace: object, text: object) -> OwnedId:
+    """A budget by its owner and its id."""
+    return OwnedId(limits.text("namespace", namespace, limit=limits.MAX_NAME_BYTES), budget(text))
 
 
 def dimension(name: object) -> str:

@@ -2,12 +2,15 @@
 
 Reports to one budget are chained: fifty concurrent ones cost one load and one commit. A verb that makes room wakes
 what waits for it.
+
+A verb about a budget names its `namespace`. A verb of an execution finds the budget as its policy would: in the
+execution's namespace (loaded, unless the caller says which it is), then in `default` unless `shared` is False.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -19,6 +22,9 @@ from flowfabric.engine.waiting import PAGE, Waiting
 from flowfabric.handles import Handle
 from flowfabric.model import verdicts
 from flowfabric.model.budget import Budget, BudgetSpend, Reservation, UsageKey
+from flowfabric.model.execution import Execution
+from flowfabric.model.owned import DEFAULT_NAMESPACE, OwnedId
+from flowfabric.model.states import BlockingReason
 from flowfabric.rules import budgets, limits, reserving, spending
 from flowfabric.rules.budgets import BudgetSheet
 from flowfabric.stores.base import Scan, Want, Where
@@ -47,9 +53,10 @@ class Budgets(Waiting):
         on_hard_limit: str = "",
         on_soft_limit: str = "",
         reset_interval_ms: int = 0,
+        namespace: str = DEFAULT_NAMESPACE,
     ) -> verdicts.BudgetCreated | verdicts.BudgetExists:
-        """Define a budget; a second definition changes nothing."""
-        budget = budget_intake.budget(budget_id)
+        """Define a budget of a namespace; a second definition changes nothing."""
+        budget = budget_intake.owned(namespace, budget_id)
         texts = {
             "scope_type": scope_type,
             "scope_id": scope_id,
@@ -64,36 +71,63 @@ class Budgets(Waiting):
             reset_interval_ms=limits.duration("reset_interval_ms", reset_interval_ms, least=0),
             limits=budget_intake.limits_of(dimensions, hard_limits, soft_limits),
         )
-        return await self.budget_chains.ask(budget, lambda sheet, now: spending.create(sheet, definition, now))
+        answer: verdicts.BudgetCreated | verdicts.BudgetExists = await self.budget_chains.ask(
+            budget, lambda sheet, now: spending.create(sheet, definition, now)
+        )
+        if isinstance(answer, verdicts.BudgetCreated):
+            await self._wake_redefined(budget, BlockingReason.WAITING_FOR_BUDGET)
+        return answer
 
     async def change_budget_limits(
-        self, budget_id: str, *, dimensions: Sequence[str], hard_limits: Sequence[int], soft_limits: Sequence[int]
+        self,
+        budget_id: str,
+        *,
+        dimensions: Sequence[str],
+        hard_limits: Sequence[int],
+        soft_limits: Sequence[int],
+        namespace: str = DEFAULT_NAMESPACE,
     ) -> verdicts.LimitsChanged:
         """Raise or lower limits; what waits for room goes on when there is some."""
-        budget = budget_intake.budget(budget_id)
+        budget = budget_intake.owned(namespace, budget_id)
         given = budget_intake.limits_of(dimensions, hard_limits, soft_limits)
         return await self._make_room(budget, lambda sheet, now: spending.change_limits(sheet, given, now))
 
     # -- reporting ------------------------------------------------------------------------------------------------
 
     async def report_usage(
-        self, handle: Handle, budget_id: str, custom: Mapping[str, int], *, dedup_key: str | None = None
+        self,
+        handle: Handle,
+        budget_id: str,
+        custom: Mapping[str, int],
+        *,
+        dedup_key: str | None = None,
+        namespace: str | None = None,
+        shared: bool = True,
     ) -> verdicts.Usage:
         """Report as the worker that holds an execution; its lease is not asked for.
 
         When the budget's hard action is to suspend, a breach puts the execution to sleep until there is room.
         """
-        self.opened(handle)
-        budget, amounts = budget_intake.budget(budget_id), budget_intake.amounts_by_name("custom", custom)
-        answer = await self._report(budget, amounts, dedup_key)
+        holder = self.opened(handle)
+        amounts = budget_intake.amounts_by_name("custom", custom)
+        own = await self._own(namespace, budget_id, holder.execution_id)
+        answer, budget = await self._report(own, amounts, dedup_key, shared=shared)
         return await self._met_limit(answer, budget, amounts, handle)
 
     async def report_usage_admin(
-        self, budget_id: str, *, dimensions: Sequence[str], deltas: Sequence[int], dedup_key: str | None = None
+        self,
+        budget_id: str,
+        *,
+        dimensions: Sequence[str],
+        deltas: Sequence[int],
+        dedup_key: str | None = None,
+        namespace: str = DEFAULT_NAMESPACE,
     ) -> verdicts.Usage:
-        """Report without an execution, in the order given."""
-        budget, amounts = budget_intake.budget(budget_id), budget_intake.amounts_in_order(dimensions, deltas)
-        return await self._report(budget, amounts, dedup_key)
+        """Report to a budget of a namespace without an execution, in the order given."""
+        budget = budget_intake.owned(namespace, budget_id)
+        amounts = budget_intake.amounts_in_order(dimensions, deltas)
+        answer, _ = await self._report(budget, amounts, dedup_key, shared=False)
+        return answer
 
     async def record_spend(
         self,
@@ -103,6 +137,8 @@ class Budgets(Waiting):
         *,
         idempotency_key: str | None = None,
         handle: Handle | None = None,
+        namespace: str | None = None,
+        shared: bool = True,
     ) -> verdicts.Usage:
         """Report for an execution's ledger, so that it can be given back.
 
@@ -111,29 +147,75 @@ class Budgets(Waiting):
         execution = intake.execution(execution_id)
         if handle is not None and self.opened(handle).execution_id != execution:
             raise errors.InvalidInput("handle: of another execution")
-        budget, amounts = budget_intake.budget(budget_id), budget_intake.amounts_by_name("deltas", deltas)
-        answer = await self._report(budget, amounts, idempotency_key, execution)
+        amounts = budget_intake.amounts_by_name("deltas", deltas)
+        own = await self._own(namespace, budget_id, execution)
+        answer, budget = await self._report(own, amounts, idempotency_key, execution, shared=shared)
         return await self._met_limit(answer, budget, amounts, handle)
 
     async def _report(
-        self, budget: str, amounts: budgets.Amounts, key: str | None, execution_id: str | None = None
-    ) -> verdicts.Usage:
+        self,
+        own: OwnedId,
+        amounts: budgets.Amounts,
+        key: str | None,
+        execution_id: str | None = None,
+        *,
+        shared: bool,
+    ) -> tuple[verdicts.Usage, OwnedId]:
         digest = spending.digest_of(key) if limits.optional_text("dedup_key", key) and key else None
         ask = spending.Report(amounts, digest, execution_id)
-        wants: tuple[Want, ...] = () if digest is None else (Want(UsageKey, (budget, digest)),)
-        if execution_id is not None:
-            wants += (Want(BudgetSpend, (budget, execution_id)),)
-        return await self.budget_chains.ask(budget, lambda sheet, now: spending.report(sheet, ask, now), wants)
 
-    async def release_budget(self, budget_id: str, execution_id: str) -> verdicts.BudgetReleased:
+        def wants(budget: OwnedId) -> tuple[Want, ...]:
+            found: tuple[Want, ...] = () if digest is None else (Want(UsageKey, (*budget, digest)),)
+            return found if execution_id is None else (*found, Want(BudgetSpend, (*budget, execution_id)))
+
+        return await self._ask_owner(own, lambda sheet, now: spending.report(sheet, ask, now), wants, shared=shared)
+
+    async def release_budget(
+        self, budget_id: str, execution_id: str, *, namespace: str | None = None, shared: bool = True
+    ) -> verdicts.BudgetReleased:
         """Give back everything that an execution spent since the last reset; again gives back nothing."""
-        budget = budget_intake.budget(budget_id)
         execution = intake.execution(execution_id)
-        return await self._make_room(
-            budget,
+        own = await self._own(namespace, budget_id, execution)
+        return await self._make_owner_room(
+            own,
             lambda sheet, now: spending.release(sheet, execution, now),
-            (Want(BudgetSpend, (budget, execution)),),
+            lambda budget: (Want(BudgetSpend, (*budget, execution)),),
+            shared=shared,
         )
+
+    # -- whose budget ---------------------------------------------------------------------------------------------
+
+    async def _own(self, namespace: str | None, budget_id: str, execution_id: str) -> OwnedId:
+        """The budget of the execution's own namespace; `default` for an execution that nobody knows."""
+        if namespace is not None:
+            return budget_intake.owned(namespace, budget_id)
+        budget = budget_intake.budget(budget_id)
+        rows = (await self.load((Want(Execution, (execution_id,)),))).rows[0]
+        return OwnedId(rows[0].namespace if rows else DEFAULT_NAMESPACE, budget)
+
+    async def _ask_owner(
+        self,
+        own: OwnedId,
+        decide: Decide[BudgetSheet, A],
+        wants: Callable[[OwnedId], tuple[Want, ...]] = lambda _: (),
+        *,
+        shared: bool,
+    ) -> tuple[A, OwnedId]:
+        """Decide on the budget that an id stands for in a namespace; which one that was.
+
+        It costs no further round trip, unless the budget is the shared one of another namespace: then one more load.
+        """
+        if own.is_shared or not shared:
+            return await self.budget_chains.ask(own, decide, wants(own)), own
+
+        def decide_here(sheet: BudgetSheet, now: int) -> tuple[A | OwnedId | errors.FabricError, BudgetSheet]:
+            owner = sheet.owner(own.namespace)
+            return decide(sheet, now) if owner == own else (owner, sheet)
+
+        answer: A | OwnedId = await self.budget_chains.ask(own, decide_here, (*wants(own), Want(Budget, own.shared)))
+        if not isinstance(answer, OwnedId):
+            return answer, own
+        return await self.budget_chains.ask(answer, decide, wants(answer)), answer
 
     # -- reserving ------------------------------------------------------------------------------------------------
 
@@ -146,92 +228,116 @@ class Budgets(Waiting):
         ttl_ms: int,
         reservation_id: str | None = None,
         handle: Handle | None = None,
+        namespace: str | None = None,
+        shared: bool = True,
     ) -> verdicts.Reserved | verdicts.HardBreach | verdicts.AlreadyApplied:
         """Keep room free for an execution, for `ttl_ms` at most; the same reservation again lasts that much longer."""
-        budget = budget_intake.budget(budget_id)
+        execution = intake.execution(execution_id)
         ask = reserving.Promise(
             intake.optional_uuid("reservation_id", reservation_id) or self.minter.uuid(),
-            intake.execution(execution_id),
+            execution,
             budget_intake.amounts_by_name("amounts", amounts),
             limits.duration("ttl_ms", ttl_ms),
         )
-        answer: verdicts.Reserved | verdicts.HardBreach | verdicts.AlreadyApplied = await self.budget_chains.ask(
-            budget, lambda sheet, now: reserving.reserve(sheet, ask, now), (_settled(budget, ask.reservation_id),)
+        own = await self._own(namespace, budget_id, execution)
+        answer: verdicts.Reserved | verdicts.HardBreach | verdicts.AlreadyApplied
+        answer, budget = await self._ask_owner(
+            own,
+            lambda sheet, now: reserving.reserve(sheet, ask, now),
+            lambda budget: (_settled(budget, ask.reservation_id),),
+            shared=shared,
         )
         return await self._met_limit(answer, budget, ask.amounts, handle)
 
     async def settle_budget(
-        self, budget_id: str, execution_id: str, reservation_id: str, amounts: Mapping[str, int]
+        self,
+        budget_id: str,
+        execution_id: str,
+        reservation_id: str,
+        amounts: Mapping[str, int],
+        *,
+        namespace: str | None = None,
+        shared: bool = True,
     ) -> verdicts.Usage:
         """Turn a reservation into what the execution really spent; again is `AlreadyApplied`."""
-        budget = budget_intake.budget(budget_id)
         execution = intake.execution(execution_id)
         reservation = ids.parse_uuid(limits.text("reservation_id", reservation_id), "reservation_id")
         spent = budget_intake.amounts_by_name("amounts", amounts)
-        return await self._make_room(
-            budget,
+        own = await self._own(namespace, budget_id, execution)
+        return await self._make_owner_room(
+            own,
             lambda sheet, now: reserving.settle(sheet, reservation, execution, spent, now),
-            (_settled(budget, reservation), Want(BudgetSpend, (budget, execution))),
+            lambda budget: (_settled(budget, reservation), Want(BudgetSpend, (*budget, execution))),
+            shared=shared,
         )
 
-    async def reserved_for(self, budget_id: str, reservation_id: str) -> str | None:
+    async def reserved_for(
+        self, budget_id: str, reservation_id: str, *, namespace: str = DEFAULT_NAMESPACE
+    ) -> str | None:
         """The execution that a reservation was made for; None when there is no such reservation (any more)."""
-        budget = budget_intake.budget(budget_id)
+        budget = budget_intake.owned(namespace, budget_id)
         reservation = ids.parse_uuid(limits.text("reservation_id", reservation_id), "reservation_id")
-        rows = (await self.load((Want(Reservation, (budget, reservation)),))).rows[0]
+        rows = (await self.load((Want(Reservation, (*budget, reservation)),))).rows[0]
         return rows[0].execution_id if rows else None
 
-    async def refund_budget(self, budget_id: str, reservation_id: str) -> verdicts.Refunded:
+    async def refund_budget(
+        self, budget_id: str, reservation_id: str, *, namespace: str = DEFAULT_NAMESPACE, shared: bool = True
+    ) -> verdicts.Refunded:
         """Give a reservation's room back unused; again gives back nothing."""
-        budget = budget_intake.budget(budget_id)
+        own = budget_intake.owned(namespace, budget_id)
         reservation = ids.parse_uuid(limits.text("reservation_id", reservation_id), "reservation_id")
-        return await self._make_room(budget, lambda sheet, now: reserving.refund(sheet, reservation, now))
+        return await self._make_owner_room(
+            own, lambda sheet, now: reserving.refund(sheet, reservation, now), shared=shared
+        )
 
     # -- resetting ------------------------------------------------------------------------------------------------
 
-    async def reset_budget(self, budget_id: str) -> verdicts.BudgetReset:
+    async def reset_budget(self, budget_id: str, *, namespace: str = DEFAULT_NAMESPACE) -> verdicts.BudgetReset:
         """Begin a new period; what waits for the budget goes on."""
-        return await self._make_room(budget_intake.budget(budget_id), spending.reset)
+        return await self._make_room(budget_intake.owned(namespace, budget_id), spending.reset)
 
-    async def reset_budget_if_due(self, budget_id: str) -> bool:
+    async def reset_budget_if_due(self, budget_id: str, *, namespace: str = DEFAULT_NAMESPACE) -> bool:
         """The sweep's form; False when it was not due (any more)."""
-        return await self._make_room(budget_id, spending.reset_if_due) is not None
+        return await self._make_room(OwnedId(namespace, budget_id), spending.reset_if_due) is not None
 
-    async def lapse_reservations(self, budget_id: str) -> bool:
+    async def lapse_reservations(self, budget_id: str, *, namespace: str = DEFAULT_NAMESPACE) -> bool:
         """Let go of reservations whose time is over; True when there were some."""
-        return await self._make_room(budget_id, reserving.lapse)
+        return await self._make_room(OwnedId(namespace, budget_id), reserving.lapse)
 
     async def reconcile_budget_counters(self, partition: int) -> verdicts.Reconciled:
         """Set or clear the note of breach on every budget of a partition that never resets."""
         place = limits.integer("partition", partition, least=0, most=self.partitions.budget - 1)
         processed = failed = 0
-        after: tuple[str] | None = None
+        after: OwnedId | None = None
         while True:
             where = (Where("partition", "=", place), Where("defined", "=", True))
-            rows: list[Budget] = await self.store.scan(Scan(Budget, where, ("budget_id",), after, PAGE))
+            rows: list[Budget] = await self.store.scan(Scan(Budget, where, ("namespace", "budget_id"), after, PAGE))
+            keys = [OwnedId(row.namespace, row.budget_id) for row in rows]
             marks = await asyncio.gather(
-                *(self.budget_chains.ask(row.budget_id, spending.mark_breach) for row in rows), return_exceptions=True
+                *(self.budget_chains.ask(key, spending.mark_breach) for key in keys), return_exceptions=True
             )
             processed += sum(mark is True for mark in marks)
             failed += sum(isinstance(mark, errors.FabricError) for mark in marks)
             if len(rows) < PAGE:
                 return verdicts.Reconciled(processed, failed)
-            after = (rows[-1].budget_id,)
+            after = keys[-1]
 
     # -- reading --------------------------------------------------------------------------------------------------
 
-    async def get_budget_status(self, budget_id: str) -> verdicts.BudgetStatus:
-        """A budget for people."""
-        budget = budget_intake.budget(budget_id)
+    async def get_budget_status(self, budget_id: str, *, namespace: str = DEFAULT_NAMESPACE) -> verdicts.BudgetStatus:
+        """A budget of a namespace for people."""
+        budget = budget_intake.owned(namespace, budget_id)
         _, sheets = await self.budget_chains.look([budget])
         status = budgets.status(sheets[budget])
         if isinstance(status, errors.FabricError):
             raise status
         return status
 
-    async def read_budget_usage_and_limits(self, budget_id: str) -> tuple[dict[str, int], dict[str, int]]:
+    async def read_budget_usage_and_limits(
+        self, budget_id: str, *, namespace: str = DEFAULT_NAMESPACE
+    ) -> tuple[dict[str, int], dict[str, int]]:
         """Usage by dimension, and limits as `hard:<dimension>` and `soft:<dimension>`; empty when undefined."""
-        budget = budget_intake.budget(budget_id)
+        budget = budget_intake.owned(namespace, budget_id)
         _, sheets = await self.budget_chains.look([budget])
         sheet = sheets[budget]
         if sheet.root is None or not sheet.root.defined:
@@ -242,11 +348,15 @@ class Budgets(Waiting):
         bounds |= {f"soft:{row.dimension}": row.soft_limit for row in declared}
         return {row.dimension: row.usage for row in rows if row.usage is not None}, bounds
 
-    async def list_budgets(self, *, cursor: str | None = None, limit: int = 50) -> list[str]:
-        """The ids of defined budgets, ascending, strictly after the cursor."""
+    async def list_budgets(
+        self, *, cursor: str | None = None, limit: int = 50, namespace: str = DEFAULT_NAMESPACE
+    ) -> list[str]:
+        """The ids of the defined budgets of a namespace, ascending, strictly after the cursor."""
+        owner = limits.text("namespace", namespace, limit=limits.MAX_NAME_BYTES)
         wanted = min(limits.integer("limit", limit, least=0), MOST_LISTED)
         after = None if cursor is None else (budget_intake.budget(cursor),)
-        scan = Scan(Budget, (Where("defined", "=", True),), ("budget_id",), after, wanted)
+        where = (Where("namespace", "=", owner), Where("defined", "=", True))
+        scan = Scan(Budget, where, ("budget_id",), after, wanted)
         return [row.budget_id for row in await self.store.scan(scan)] if wanted else []
 
     # -- what a breach does ---------------------------------------------------------------------------------------
@@ -255,20 +365,32 @@ class Budgets(Waiting):
         """Put an execution to sleep until the budget has room for what it needs; True when it sleeps."""
         raise NotImplementedError
 
-    async def _met_limit(self, answer: A, budget_id: str, amounts: budgets.Amounts, handle: Handle | None) -> A:
+    async def _met_limit(self, answer: A, budget: OwnedId, amounts: budgets.Amounts, handle: Handle | None) -> A:
         if not isinstance(answer, verdicts.HardBreach) or answer.action != SUSPEND or handle is None:
             return answer
-        need = budgets.Need(budget_id, answer.dimension, dict(amounts)[answer.dimension])
+        need = budgets.Need(budget.id, answer.dimension, dict(amounts)[answer.dimension], budget.namespace)
         parked = await self.sleep_for_budget(handle, need)
         if parked:  # room that was made between the breach and the sleep must not be slept through
-            await self.wake_budget(budget_id)
+            await self.wake_budget(budget.id, namespace=budget.namespace)
         return msgspec.structs.replace(answer, parked=parked)
 
-    async def _make_room(self, budget_id: str, decide: Decide[BudgetSheet, A], wants: tuple[Want, ...] = ()) -> A:
-        answer = await self.budget_chains.ask(budget_id, decide, wants)
-        await self.wake_budget(budget_id)
+    async def _make_room(self, budget: OwnedId, decide: Decide[BudgetSheet, A], wants: tuple[Want, ...] = ()) -> A:
+        answer = await self.budget_chains.ask(budget, decide, wants)
+        await self.wake_budget(budget.id, namespace=budget.namespace)
+        return answer
+
+    async def _make_owner_room(
+        self,
+        own: OwnedId,
+        decide: Decide[BudgetSheet, A],
+        wants: Callable[[OwnedId], tuple[Want, ...]] = lambda _: (),
+        *,
+        shared: bool,
+    ) -> A:
+        answer, budget = await self._ask_owner(own, decide, wants, shared=shared)
+        await self.wake_budget(budget.id, namespace=budget.namespace)
         return answer
 
 
-def _settled(budget_id: str, reservation_id: str) -> Want:
-    return Want(UsageKey, (budget_id, reserving.settled_digest(reservation_id)))
+def _settled(budget: OwnedId, reservation_id: str) -> Want:
+    return Want(UsageKey, (*budget, reserving.settled_digest(reservation_id)))

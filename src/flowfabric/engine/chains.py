@@ -18,6 +18,7 @@ import msgspec
 
 from flowfabric import errors
 from flowfabric.engine.core import Core, Pause
+from flowfabric.model.owned import OwnedId
 from flowfabric.rules.change import Change
 from flowfabric.stores.base import Want
 
@@ -32,11 +33,11 @@ Decide = Callable[[S, int], tuple[A | errors.FabricError, S]]
 class Book(Protocol[S]):
     """How the rows of one kind of root become a sheet, and how the difference between two sheets is written."""
 
-    def wants(self, key: str) -> tuple[Want, ...]:
+    def wants(self, key: OwnedId) -> tuple[Want, ...]:
         """The rows that every decision needs."""
         ...
 
-    def sheet(self, key: str, rows: Iterable[Any]) -> S:
+    def sheet(self, key: OwnedId, rows: Iterable[Any]) -> S:
         """The rows as a sheet."""
         ...
 
@@ -44,7 +45,7 @@ class Book(Protocol[S]):
         """What makes the one of the other, under this id; None when nothing differs."""
         ...
 
-    def trace(self, key: str, change_id: int) -> Want:
+    def trace(self, key: OwnedId, change_id: int) -> Want:
         """A row that tells, after a lost answer, whether this change was written."""
         ...
 
@@ -62,7 +63,7 @@ class _Asked(msgspec.Struct, Generic[S]):
 class Chain(Generic[S]):
     """The decisions of this process about one root."""
 
-    def __init__(self, core: Core, book: Book[S], key: str) -> None:
+    def __init__(self, core: Core, book: Book[S], key: OwnedId) -> None:
         self._core = core
         self._book = book
         self._key = key
@@ -143,9 +144,9 @@ class Chains(Generic[S]):
     def __init__(self, core: Core, book: Book[S]) -> None:
         self._core = core
         self._book = book
-        self._chains: dict[str, Chain[S]] = {}
+        self._chains: dict[OwnedId, Chain[S]] = {}
 
-    async def ask(self, key: str, decide: Decide[S, A], wants: tuple[Want, ...] = ()) -> A:
+    async def ask(self, key: OwnedId, decide: Decide[S, A], wants: tuple[Want, ...] = ()) -> A:
         """Decide about the root of this key."""
         chain = self._chains.get(key)
         if chain is None:
@@ -156,7 +157,7 @@ class Chains(Generic[S]):
             if chain.is_idle and self._chains.get(key) is chain:
                 del self._chains[key]
 
-    async def look(self, keys: Sequence[str]) -> tuple[int, dict[str, S]]:
+    async def look(self, keys: Sequence[OwnedId]) -> tuple[int, dict[OwnedId, S]]:
         """Sheets as they are now, for reading only, and the store's time."""
         groups = [self._book.wants(key) for key in keys]
         loaded = await self._core.load([want for group in groups for want in group])

@@ -15,7 +15,7 @@ from flowfabric.model.flow import Dependency, DependencyState
 from flowfabric.model.states import EligibilityState, LifecyclePhase
 from flowfabric.model.suspension import Suspension
 from flowfabric.model.worker import Worker
-from flowfabric.rules import explaining, shelving, workers
+from flowfabric.rules import explaining, owners, shelving, workers
 from flowfabric.rules.policy import decode_terms
 from flowfabric.stores.base import Scan, Want, Where
 
@@ -51,11 +51,11 @@ class Explaining(Scheduler):
     async def _suspension(self, row: Execution) -> obstacles.Obstacle:
         loaded = await self.load((Want(Suspension, (row.execution_id,)),))
         root = loaded.rows[0][0] if loaded.rows[0] else None
-        needs = shelving.needs(root)
+        needs = shelving.needs(row, root)
         if not needs:
             return explaining.of_suspension(row, root)
-        _, sheets = await self.budget_chains.look([needs[0].budget_id])
-        return explaining.of_need(sheets[needs[0].budget_id], needs[0])
+        _, sheets = await self.budget_chains.look([needs[0].budget])
+        return explaining.of_need(sheets[needs[0].budget], needs[0])
 
     async def _dependencies(self, row: Execution) -> obstacles.Dependencies:
         loaded = await self.load((Want(Dependency, (row.execution_id,)),))
@@ -66,15 +66,17 @@ class Explaining(Scheduler):
         names = decode_terms(row.terms).budget_ids
         if not names:
             return None
-        _, sheets = await self.budget_chains.look(names)
-        return explaining.of_budgets([sheets[name] for name in names])
+        _, sheets = await self.budget_chains.look(owners.candidates(row.namespace, names))
+        roots = {key: sheet.root for key, sheet in sheets.items()}
+        return explaining.of_budgets([sheets[owners.owner(row.namespace, name, roots)] for name in names])
 
     async def _quota_in_the_way(self, row: Execution) -> obstacles.Obstacle | None:
         names = decode_terms(row.terms).quota_policy_ids
         if not names:
             return None
-        now, sheets = await self.quota_chains.look(names)
-        return explaining.of_quotas(row, [sheets[name] for name in names], now)
+        now, sheets = await self.quota_chains.look(owners.candidates(row.namespace, names))
+        roots = {key: sheet.root for key, sheet in sheets.items()}
+        return explaining.of_quotas(row, [sheets[owners.owner(row.namespace, name, roots)] for name in names], now)
 
     async def _queue(self, row: Execution, live: list[Worker]) -> obstacles.Queued:
         capable = tuple(

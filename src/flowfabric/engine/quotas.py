@@ -13,9 +13,10 @@ from flowfabric.engine.waiting import PAGE, Waiting
 from flowfabric.model import verdicts
 from flowfabric.model.execution import Execution
 from flowfabric.model.outbox import Message
+from flowfabric.model.owned import DEFAULT_NAMESPACE, OwnedId
 from flowfabric.model.quota import QuotaPolicy, QuotaRequest, QuotaSlot
-from flowfabric.model.states import LifecyclePhase
-from flowfabric.rules import admission, limits
+from flowfabric.model.states import BlockingReason, LifecyclePhase
+from flowfabric.rules import admission, limits, owners
 from flowfabric.rules.admission import QuotaSheet
 from flowfabric.stores.base import Scan, Want, Where
 
@@ -33,20 +34,28 @@ class Quotas(Waiting, Relay):
         max_requests_per_window: int,
         max_concurrent: int,
         jitter_ms: int = 0,
+        namespace: str = DEFAULT_NAMESPACE,
     ) -> verdicts.QuotaPolicyCreated | verdicts.QuotaPolicyExists:
-        """Define a policy; 0 is no limit. A second definition changes nothing."""
-        policy = _policy_id(quota_policy_id)
+        """Define a policy of a namespace; 0 is no limit. A second definition changes nothing."""
+        policy = _owned(namespace, quota_policy_id)
         numbers = verdicts.QuotaLimits(
             limits.integer("window_seconds", window_seconds, least=0, most=MOST_SECONDS),
             limits.integer("max_requests_per_window", max_requests_per_window, least=0),
             limits.integer("max_concurrent", max_concurrent, least=0),
             limits.duration("jitter_ms", jitter_ms, least=0),
         )
-        return await self.quota_chains.ask(policy, lambda sheet, now: admission.create(sheet, numbers, now))
+        answer: verdicts.QuotaPolicyCreated | verdicts.QuotaPolicyExists = await self.quota_chains.ask(
+            policy, lambda sheet, now: admission.create(sheet, numbers, now)
+        )
+        if isinstance(answer, verdicts.QuotaPolicyCreated):
+            await self._wake_redefined(policy, BlockingReason.WAITING_FOR_QUOTA)
+        return answer
 
-    async def read_quota_policy_limits(self, quota_policy_id: str) -> verdicts.QuotaLimits | None:
-        """The four numbers; None when undefined."""
-        loaded = await self.load((Want(QuotaPolicy, (_policy_id(quota_policy_id),)),))
+    async def read_quota_policy_limits(
+        self, quota_policy_id: str, *, namespace: str = DEFAULT_NAMESPACE
+    ) -> verdicts.QuotaLimits | None:
+        """The four numbers of a policy of a namespace; None when undefined."""
+        loaded = await self.load((Want(QuotaPolicy, _owned(namespace, quota_policy_id)),))
         numbers = admission.limits_of(loaded.rows[0][0] if loaded.rows[0] else None)
         if isinstance(numbers, errors.FabricError):
             raise numbers
@@ -63,7 +72,10 @@ class Quotas(Waiting, Relay):
         concurrency_cap: int,
         jitter_ms: int = 0,
     ) -> verdicts.Admission:
-        """Admit an execution by the numbers given, whatever the policy says and whether or not it exists."""
+        """Admit an execution by the numbers given, whatever the policy says and whether or not it exists.
+
+        The policy is the one that the id stands for in the execution's namespace.
+        """
         policy = _policy_id(quota_policy_id)
         execution = intake.execution(execution_id)
         ask = admission.Asking(
@@ -76,14 +88,23 @@ class Quotas(Waiting, Relay):
             admission=self.minter.change_id(),
             chance=self.chance(),
         )
-        rows = (await self.load((Want(Execution, (execution,)),))).rows[0]
-        life = admission.life_of(rows[0] if rows else None)
-        verdict, _ = await self._check(policy, msgspec.structs.replace(ask, life=life))
+        row, owner = await self._policy_for(execution, policy)
+        verdict, _ = await self._check(owner, msgspec.structs.replace(ask, life=admission.life_of(row)))
         return verdict
 
-    async def _check(
-        self, quota_policy_id: str, ask: admission.Asking
-    ) -> tuple[verdicts.Admission, QuotaRequest | None]:
+    async def _policy_for(self, execution_id: str, policy: str) -> tuple[Execution | None, OwnedId]:
+        """An execution, and the policy that an id stands for in its namespace."""
+        shared = OwnedId(DEFAULT_NAMESPACE, policy)
+        loaded = await self.load((Want(Execution, (execution_id,)), Want(QuotaPolicy, shared)))
+        row: Execution | None = loaded.rows[0][0] if loaded.rows[0] else None
+        own = shared if row is None else OwnedId(row.namespace, policy)
+        roots = {shared: loaded.rows[1][0] if loaded.rows[1] else None}
+        if not own.is_shared:
+            found = (await self.load((Want(QuotaPolicy, own),))).rows[0]
+            roots[own] = found[0] if found else None
+        return row, owners.owner(own.namespace, policy, roots)
+
+    async def _check(self, policy: OwnedId, ask: admission.Asking) -> tuple[verdicts.Admission, QuotaRequest | None]:
         """The verdict, and the execution's request that stood in the window until then."""
 
         def decide(
@@ -94,68 +115,78 @@ class Quotas(Waiting, Relay):
                 return verdict, after
             return (verdict, sheet.requests.get((ask.dimension, ask.execution_id))), after
 
-        return await self.quota_chains.ask(quota_policy_id, decide)
+        return await self.quota_chains.ask(policy, decide)
 
     async def release_admission(self, quota_policy_id: str, execution_id: str) -> verdicts.Released:
         """Give an execution's slot back, whoever got it; again is the same."""
         policy = _policy_id(quota_policy_id)
         execution = intake.execution(execution_id)
-        return await self._release(policy, execution)
+        rows = (await self.load((Want(Execution, (execution,)),))).rows[0]
+        await self._release_held(rows[0].namespace if rows else DEFAULT_NAMESPACE, policy, execution)
+        return verdicts.Released()
+
+    async def _release_held(self, namespace: str, policy: str, execution_id: str, *, life: int | None = None) -> None:
+        """Give back what an execution of a namespace holds, in its own policy or in the shared one of that id."""
+        held = owners.candidates(namespace, (policy,))
+        if len(held) > 1:
+            loaded = await self.load([Want(QuotaSlot, (*one, execution_id)) for one in held])
+            held = [one for one, found in zip(held, loaded.rows, strict=True) if found]
+        await asyncio.gather(*(self._release(one, execution_id, life=life) for one in held))
 
     async def _release(
-        self, quota_policy_id: str, execution_id: str, *, life: int | None = None, admitted: int | None = None
+        self, policy: OwnedId, execution_id: str, *, life: int | None = None, admitted: int | None = None
     ) -> verdicts.Released:
         answer = await self.quota_chains.ask(
-            quota_policy_id,
+            policy,
             lambda sheet, _: admission.release(sheet, execution_id, life=life, admission=admitted),
         )
-        await self.wake_quota(quota_policy_id)
+        await self.wake_quota(policy.id, namespace=policy.namespace)
         return answer
 
-    async def _confirm(self, quota_policy_id: str, ask: admission.Asking, *, got: bool) -> verdicts.Admission:
-        return await self.quota_chains.ask(
-            quota_policy_id, lambda sheet, now: admission.confirm(sheet, ask, now, got=got)
-        )
+    async def _confirm(self, policy: OwnedId, ask: admission.Asking, *, got: bool) -> verdicts.Admission:
+        return await self.quota_chains.ask(policy, lambda sheet, now: admission.confirm(sheet, ask, now, got=got))
 
     async def _take_back(
-        self, quota_policy_id: str, execution_id: str, admitted: int, *, got: bool, before: QuotaRequest | None
+        self, policy: OwnedId, execution_id: str, admitted: int, *, got: bool, before: QuotaRequest | None
     ) -> None:
         await self.quota_chains.ask(
-            quota_policy_id,
+            policy,
             lambda sheet, _: admission.take_back(sheet, execution_id, admitted, got=got, before=before),
         )
-        await self.wake_quota(quota_policy_id)
+        await self.wake_quota(policy.id, namespace=policy.namespace)
 
     async def _receive_release_admission(self, message: Message) -> None:
         """A life has ended, and with it its claim to a slot."""
         body = msgspec.json.decode(message.body, type=admission.Release)
-        await self._release(message.target, body.execution_id, life=body.life)
+        await self._release_held(body.namespace, message.target, body.execution_id, life=body.life)
 
     async def reconcile_quota_counters(self, partition: int) -> verdicts.Reconciled:
         """Trim windows, drop dead slots and recount, for every policy of a partition."""
         place = limits.integer("partition", partition, least=0, most=self.partitions.quota - 1)
         processed = failed = 0
-        after: tuple[str] | None = None
+        after: OwnedId | None = None
         while True:
-            scan = Scan(QuotaPolicy, (Where("partition", "=", place),), ("quota_policy_id",), after, PAGE)
+            scan = Scan(QuotaPolicy, (Where("partition", "=", place),), ("namespace", "quota_policy_id"), after, PAGE)
             rows: list[QuotaPolicy] = await self.store.scan(scan)
             moves = await asyncio.gather(
-                *(self.reconcile_quota_policy(row.quota_policy_id) for row in rows), return_exceptions=True
+                *(self.reconcile_quota_policy(row.quota_policy_id, namespace=row.namespace) for row in rows),
+                return_exceptions=True,
             )
             processed += sum(moved is True for moved in moves)
             failed += sum(isinstance(moved, errors.FabricError) for moved in moves)
             if len(rows) < PAGE:
                 return verdicts.Reconciled(processed, failed)
-            after = (rows[-1].quota_policy_id,)
+            after = OwnedId(rows[-1].namespace, rows[-1].quota_policy_id)
 
-    async def reconcile_quota_policy(self, quota_policy_id: str) -> bool:
+    async def reconcile_quota_policy(self, quota_policy_id: str, *, namespace: str = DEFAULT_NAMESPACE) -> bool:
         """Make one policy's counter equal a recount; True when something moved."""
-        loaded = await self.load((Want(QuotaSlot, (quota_policy_id,)),))
+        policy = OwnedId(namespace, quota_policy_id)
+        loaded = await self.load((Want(QuotaSlot, policy),))
         lapsed = [slot.execution_id for slot in loaded.rows[0] if not admission.is_live(slot, loaded.now)]
         dead = frozenset(lapsed) - await self._running(lapsed)
-        moved = await self.quota_chains.ask(quota_policy_id, lambda sheet, now: admission.reconcile(sheet, dead, now))
+        moved = await self.quota_chains.ask(policy, lambda sheet, now: admission.reconcile(sheet, dead, now))
         if moved:
-            await self.wake_quota(quota_policy_id)
+            await self.wake_quota(quota_policy_id, namespace=namespace)
         return moved
 
     async def _running(self, execution_ids: list[str]) -> frozenset[str]:
@@ -165,6 +196,10 @@ class Quotas(Waiting, Relay):
         loaded = await self.load([Want(Execution, (execution,)) for execution in execution_ids])
         rows = [row for found in loaded.rows for row in found]
         return frozenset(row.execution_id for row in rows if row.lifecycle_phase is LifecyclePhase.ACTIVE)
+
+
+def _owned(namespace: str, text: str) -> OwnedId:
+    return OwnedId(limits.text("namespace", namespace, limit=limits.MAX_NAME_BYTES), _policy_id(text))
 
 
 def _policy_id(text: str) -> str:

@@ -37,15 +37,15 @@ class Sleeping(Budgets, Suspensions, Gates):
 
     async def wake_sleepers(self, rows: Sequence[Execution]) -> int:
         loaded = await self.load([Want(Suspension, (row.execution_id,)) for row in rows])
-        needs = [shelving.needs(first(found)) for found in loaded.rows]
-        names = sorted({need.budget_id for some in needs for need in some})
+        needs = [shelving.needs(row, first(found)) for row, found in zip(rows, loaded.rows, strict=True)]
+        names = sorted({need.budget for some in needs for need in some})
         _, sheets = await self.budget_chains.look(names)
         sheets = {name: sheet for name, sheet in sheets.items() if not budgets.corruption(sheet)}
         waking = []
         for row, some in zip(rows, needs, strict=True):
             for need in some:
-                if need.budget_id in sheets and budgets.meets(sheets[need.budget_id], need):
-                    sheets[need.budget_id] = budgets.promised(sheets[need.budget_id], need)
+                if need.budget in sheets and budgets.meets(sheets[need.budget], need):
+                    sheets[need.budget] = budgets.promised(sheets[need.budget], need)
                     waking.append(self._wake_for(row.execution_id, need))
                     break
         return sum(await asyncio.gather(*waking))

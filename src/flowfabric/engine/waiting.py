@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from flowfabric import errors
 from flowfabric.engine.books import Books
 from flowfabric.engine.executions import Executions
+from flowfabric.model.budget import Budget
 from flowfabric.model.execution import Execution
+from flowfabric.model.owned import DEFAULT_NAMESPACE, OwnedId
+from flowfabric.model.quota import QuotaPolicy
 from flowfabric.model.states import BlockingReason
-from flowfabric.rules import admission, budgets, operate, place
+from flowfabric.rules import admission, budgets, operate, owners, place
 from flowfabric.rules.policy import decode_terms
 from flowfabric.stores.base import Scan, Where
 
@@ -38,28 +41,32 @@ class Room:
     are not there, and must not keep others waiting.
     """
 
-    def __init__(self, books: Books, only: str | None = None) -> None:
+    def __init__(self, books: Books, only: OwnedId | None = None) -> None:
         self._books = books
         self._only = only
-        self._spent: dict[str, bool] = {}
-        self._left: dict[str, int | None] = {}
-        self._holders: dict[str, frozenset[tuple[str, int]]] = {}
-        self.unreadable: set[str] = set()  # these have no room for anybody, as far as anybody can know
+        self._spent: dict[OwnedId, bool] = {}
+        self._left: dict[OwnedId, int | None] = {}
+        self._holders: dict[OwnedId, frozenset[tuple[str, int]]] = {}
+        self._budget_roots: dict[OwnedId, Budget | None] = {}
+        self._policy_roots: dict[OwnedId, QuotaPolicy | None] = {}
+        self.unreadable: set[OwnedId] = set()  # these have no room for anybody, as far as anybody can know
 
     async def learn(self, rows: Sequence[Execution]) -> None:
         """Know what these rows depend on."""
-        unknown = sorted({budget for row in rows for budget in self._budgets(row)} - self._spent.keys())
+        unknown = sorted({one for row in rows for one in self._among(row, _budget_ids(row))} - self._spent.keys())
         if unknown:
             _, sheets = await self._books.budget_chains.look(unknown)
             for name, sheet in sheets.items():
+                self._budget_roots[name] = sheet.root
                 self._spent[name] = budgets.exhausted(sheet.dimensions.values()) is not None
                 if budgets.corruption(sheet):
                     self._spent[name] = True
                     self.unreadable.add(name)
-        unknown = sorted({policy for row in rows for policy in self._policies(row)} - self._left.keys())
+        unknown = sorted({one for row in rows for one in self._among(row, _policy_ids(row))} - self._left.keys())
         if unknown:
             now, policies = await self._books.quota_chains.look(unknown)
             for name, policy in policies.items():
+                self._policy_roots[name] = policy.root
                 self._left[name] = admission.room(policy, now)
                 self._holders[name] = admission.holders(policy, now)
                 if isinstance(admission.limits_of(policy.root), errors.FabricError):
@@ -68,7 +75,7 @@ class Room:
 
     def is_shut(self, on: str) -> bool:
         """Whether what a row is blocked on has no room, so that nothing else that waits for it need be looked at."""
-        name = on.partition(":")[2]
+        name = place.limit_in(on)
         return self._spent.get(name, False) or self._left.get(name) == 0
 
     def admits(self, row: Execution) -> bool:
@@ -85,21 +92,36 @@ class Room:
             self._left[policy] = None if left is None else left - 1
         return True
 
-    def _budgets(self, row: Execution) -> list[str]:
-        if row.blocking_reason is not BlockingReason.WAITING_FOR_BUDGET:
-            return []
-        return [name for name in decode_terms(row.terms).budget_ids if self._only in (None, name)]
+    def _budgets(self, row: Execution) -> list[OwnedId]:
+        return self._owners(row, _budget_ids(row), self._budget_roots)
 
-    def _policies(self, row: Execution) -> list[str]:
-        if row.blocking_reason is not BlockingReason.WAITING_FOR_QUOTA:
-            return []
-        return [name for name in decode_terms(row.terms).quota_policy_ids if self._only in (None, name)]
+    def _policies(self, row: Execution) -> list[OwnedId]:
+        return self._owners(row, _policy_ids(row), self._policy_roots)
+
+    def _owners(
+        self, row: Execution, names: Sequence[str], roots: Mapping[OwnedId, owners.Root | None]
+    ) -> list[OwnedId]:
+        """What these ids stand for; if only one counts, whether that may be one of them."""
+        if self._only is not None:
+            return self._among(row, names)
+        return [owners.owner(row.namespace, name, roots) for name in names]
+
+    def _among(self, row: Execution, names: Sequence[str]) -> list[OwnedId]:
+        return [one for one in owners.candidates(row.namespace, names) if self._only in (None, one)]
+
+
+def _budget_ids(row: Execution) -> Sequence[str]:
+    return decode_terms(row.terms).budget_ids if row.blocking_reason is BlockingReason.WAITING_FOR_BUDGET else ()
+
+
+def _policy_ids(row: Execution) -> Sequence[str]:
+    return decode_terms(row.terms).quota_policy_ids if row.blocking_reason is BlockingReason.WAITING_FOR_QUOTA else ()
 
 
 class Waiting(Books, Executions):
     """Sets work free that waited for room."""
 
-    _timers: dict[str, asyncio.TimerHandle] | None = None
+    _timers: dict[OwnedId, asyncio.TimerHandle] | None = None
     _ringing: set[asyncio.Task[None]] | None = None
 
     async def set_free(self, rows: Sequence[Execution], room: Room) -> int:
@@ -134,16 +156,32 @@ class Waiting(Books, Executions):
         """Let those of the executions that budgets put to sleep go on for whose need there is room now; how many."""
         raise NotImplementedError
 
-    async def wake_budget(self, budget_id: str) -> bool:
+    async def wake_budget(self, budget_id: str, *, namespace: str = DEFAULT_NAMESPACE) -> bool:
         """There may be room in this budget: set free what waits for it; True when something still waits."""
-        queued = place.blocked_on(BlockingReason.WAITING_FOR_BUDGET, budget_id)
-        return await self._wake(budget_id, queued, place.asleep_on(budget_id))
+        budget = OwnedId(namespace, budget_id)
+        queued = place.blocked_on(BlockingReason.WAITING_FOR_BUDGET, str(budget))
+        return await self._wake(budget, queued, place.asleep_on(budget))
 
-    async def wake_quota(self, quota_policy_id: str) -> bool:
+    async def wake_quota(self, quota_policy_id: str, *, namespace: str = DEFAULT_NAMESPACE) -> bool:
         """There may be room in this policy: set free as many as it can admit; True when something still waits."""
-        return await self._wake(quota_policy_id, place.blocked_on(BlockingReason.WAITING_FOR_QUOTA, quota_policy_id))
+        policy = OwnedId(namespace, quota_policy_id)
+        return await self._wake(policy, place.blocked_on(BlockingReason.WAITING_FOR_QUOTA, str(policy)))
 
-    async def _wake(self, name: str, *lists: str | None) -> bool:
+    async def _wake_redefined(self, own: OwnedId, reason: BlockingReason) -> None:
+        """A namespace has defined an id of its own: what its shared namesake holds up may go on there."""
+        if own.is_shared:
+            return
+        shared = place.blocked_on(reason, str(own.shared))
+        waits = (Where("blocked_on", "=", shared), Where("namespace", "=", own.namespace))
+        after: tuple[int, str] | None = None
+        for _ in range(MOST_PAGES):
+            rows: list[Execution] = await self.store.scan(Scan(Execution, waits, BY_RANK, after, PAGE))
+            await self.set_free(rows, Room(self))
+            if len(rows) < PAGE:
+                return
+            after = (rows[-1].rank, rows[-1].execution_id)
+
+    async def _wake(self, name: OwnedId, *lists: str | None) -> bool:
         scan = Scan(Execution, (Where("blocked_on", "in", lists),), BY_RANK, limit=PAGE, each="blocked_on")
         try:
             rows: list[Execution] = await self.store.scan(scan)
@@ -153,7 +191,7 @@ class Waiting(Books, Executions):
             return True
         return any(waits)
 
-    async def _wake_list(self, name: str, on: str | None, rows: list[Execution]) -> bool:
+    async def _wake_list(self, name: OwnedId, on: str | None, rows: list[Execution]) -> bool:
         """Go through what waits in one list, whose first page is here; True when something still waits."""
         room, left = Room(self, only=name), False
         for _ in range(MOST_PAGES):
@@ -170,18 +208,19 @@ class Waiting(Books, Executions):
 
     # -- windows that open by themselves --------------------------------------------------------------------------
 
-    def wake_quota_later(self, quota_policy_id: str, wait_ms: int) -> None:
+    def wake_quota_later(self, quota_policy_id: str, wait_ms: int, *, namespace: str = DEFAULT_NAMESPACE) -> None:
         """A window opens then: wake what waits for it. One timer a policy, the earliest."""
+        policy = OwnedId(namespace, quota_policy_id)
         if self._timers is None:
             self._timers, self._ringing = {}, set()
         loop = asyncio.get_running_loop()
         at = loop.time() + wait_ms / 1000
-        timer = self._timers.get(quota_policy_id)
+        timer = self._timers.get(policy)
         if timer is not None and timer.when() <= at:
             return
         if timer is not None:
             timer.cancel()
-        self._timers[quota_policy_id] = loop.call_at(at, self._ring, quota_policy_id)
+        self._timers[policy] = loop.call_at(at, self._ring, policy)
 
     def stop_timers(self) -> None:
         """Forget the windows that were to open; the sweep looks after what waits for them."""
@@ -191,23 +230,23 @@ class Waiting(Books, Executions):
             task.cancel()
         self._timers, self._ringing = None, None
 
-    def _ring(self, quota_policy_id: str) -> None:
+    def _ring(self, policy: OwnedId) -> None:
         if self._timers is None or self._ringing is None:
             return
-        del self._timers[quota_policy_id]
-        task = asyncio.create_task(self._look_again(quota_policy_id))
+        del self._timers[policy]
+        task = asyncio.create_task(self._look_again(policy))
         self._ringing.add(task)
         task.add_done_callback(self._ringing.discard)
 
-    async def _look_again(self, quota_policy_id: str) -> None:
-        if not await self.wake_quota(quota_policy_id):
+    async def _look_again(self, policy: OwnedId) -> None:
+        if not await self.wake_quota(policy.id, namespace=policy.namespace):
             return
         wait_ms = LATEST_LOOK_MS
         try:
-            now, sheets = await self.quota_chains.look([quota_policy_id])
-            opens_at = admission.next_passing(sheets[quota_policy_id], now)
+            now, sheets = await self.quota_chains.look([policy])
+            opens_at = admission.next_passing(sheets[policy], now)
             if opens_at is not None:
                 wait_ms = max(1, opens_at - now)
         except errors.FabricError as away:
-            logger.warning("when %s has room again is not known: %s", quota_policy_id, away)
-        self.wake_quota_later(quota_policy_id, wait_ms)
+            logger.warning("when %s has room again is not known: %s", policy, away)
+        self.wake_quota_later(policy.id, wait_ms, namespace=policy.namespace)

@@ -1,12 +1,14 @@
 """A budget as rows: its definition and counters, and what was used, spent, promised and heard before.
 
-The budget row is the root: whoever changes one of the others changes its revision too. A budget that was used before
-it was defined has a root as well, with `defined` unset.
+A budget is identified by its namespace and its id. The budget row is the root: whoever changes one of the others
+changes its revision too. A budget that was used before it was defined has a root as well, with `defined` unset.
 """
 
 from __future__ import annotations
 
 import msgspec
+
+from flowfabric.model.owned import DEFAULT_NAMESPACE
 
 
 class Budget(msgspec.Struct, frozen=True):
@@ -33,6 +35,7 @@ class Budget(msgspec.Struct, frozen=True):
     breached_at: int | None = None  # the reconciler's note; nobody decides by it
     lapse_at: int | None = None  # no reservation lapses before this instant
     revision: int = 0
+    namespace: str = DEFAULT_NAMESPACE
 
 
 class BudgetDimension(msgspec.Struct, frozen=True):
@@ -45,6 +48,7 @@ class BudgetDimension(msgspec.Struct, frozen=True):
     usage: int | None = None  # None until something was reported
     reserved: int = 0
     position: int | None = None  # in the order of the definition; None for one that was only reported
+    namespace: str = DEFAULT_NAMESPACE
 
 
 class BudgetSpend(msgspec.Struct, frozen=True):
@@ -54,6 +58,7 @@ class BudgetSpend(msgspec.Struct, frozen=True):
     execution_id: str
     dimension: str
     amount: int
+    namespace: str = DEFAULT_NAMESPACE
 
 
 class Reservation(msgspec.Struct, frozen=True):
@@ -65,6 +70,7 @@ class Reservation(msgspec.Struct, frozen=True):
     execution_id: str
     amount: int
     expires_at: int
+    namespace: str = DEFAULT_NAMESPACE
 
 
 class UsageKey(msgspec.Struct, frozen=True):
@@ -76,3 +82,4 @@ class UsageKey(msgspec.Struct, frozen=True):
     budget_id: str
     digest: str
     expires_at: int
+    namespace: str = DEFAULT_NAMESPACE

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import msgspec
 
+from flowfabric.model.owned import DEFAULT_NAMESPACE
+
 
 class QuotaPolicy(msgspec.Struct, frozen=True):
-    """The root. A policy that admits without having been defined has one as well, with `defined` unset."""
+    """The root, identified by its namespace and its id.
+
+    A policy that admits without having been defined has one as well, with `defined` unset.
+    """
 
     quota_policy_id: str
     partition: int
@@ -18,6 +23,7 @@ class QuotaPolicy(msgspec.Struct, frozen=True):
     active: int = 0  # counted slots; the reconciler makes it equal to a recount
     created_at: int | None = None
     revision: int = 0
+    namespace: str = DEFAULT_NAMESPACE
 
 
 class QuotaSlot(msgspec.Struct, frozen=True):
@@ -34,6 +40,7 @@ class QuotaSlot(msgspec.Struct, frozen=True):
     admission: int
     counted: bool
     expires_at: int | None = None  # None never lapses
+    namespace: str = DEFAULT_NAMESPACE
 
 
 class QuotaRequest(msgspec.Struct, frozen=True):
@@ -44,3 +51,4 @@ class QuotaRequest(msgspec.Struct, frozen=True):
     execution_id: str
     admitted_at: int
     expires_at: int  # when the window that it was admitted with has passed over it
+    namespace: str = DEFAULT_NAMESPACE

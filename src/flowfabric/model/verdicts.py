@@ -46,6 +46,7 @@ class HardBreach(msgspec.Struct, frozen=True):
     reserved: int = 0  # promised to others, which counts too
     action: str = ""  # what the budget asks for at its hard limit
     parked: bool = False  # whether the execution was put to sleep until there is room
+    namespace: str | msgspec.UnsetType = msgspec.UNSET  # the owner of the budget, unless that is `default`
 
 
 Usage = Ok | AlreadyApplied | SoftBreach | HardBreach

@@ -8,6 +8,7 @@ from typing import Any
 from flowfabric import errors
 from flowfabric.handles import Handle
 from flowfabric.model import verdicts
+from flowfabric.model.owned import DEFAULT_NAMESPACE
 from flowfabric.remote.asking import Asking, execution_path
 from flowfabric.remote.shapes import read, variant
 from flowfabric.remote.wire import segment
@@ -32,6 +33,7 @@ class Spending(Asking):
         on_hard_limit: str = "",
         on_soft_limit: str = "",
         reset_interval_ms: int = 0,
+        namespace: str = DEFAULT_NAMESPACE,
     ) -> verdicts.BudgetCreated | verdicts.BudgetExists:
         """Define a budget; a second definition changes nothing.
 
@@ -48,6 +50,7 @@ class Spending(Asking):
             "on_hard_limit": on_hard_limit,
             "on_soft_limit": on_soft_limit,
             "reset_interval_ms": reset_interval_ms,
+            "namespace": namespace,
         }
         created = await self._define("budgets", budget_id, body)
         return verdicts.BudgetCreated(budget_id) if created else verdicts.BudgetExists(budget_id)
@@ -57,7 +60,8 @@ class Spending(Asking):
         try:
             told = await self.wire.ask("POST", f"/v1/{kind}", body)
         except errors.Unauthorized:
-            if (await self.wire.ask("GET", f"/v1/{kind}/{segment(name)}", misses=True)).status == 404:
+            where, query = f"/v1/{kind}/{segment(name)}", {"namespace": body["namespace"]}
+            if (await self.wire.ask("GET", where, query=query, misses=True)).status == 404:
                 raise
             return False
         return "Created" in read(told.body, dict[str, Any])
@@ -69,30 +73,38 @@ class Spending(Asking):
         dimensions: Sequence[str],
         hard_limits: Sequence[int],
         soft_limits: Sequence[int],
+        namespace: str = DEFAULT_NAMESPACE,
     ) -> verdicts.LimitsChanged:
         """Raise or lower limits."""
         body = {
             "dimensions": list(dimensions),
             "hard_limits": list(hard_limits),
             "soft_limits": list(soft_limits),
+            "namespace": namespace,
         }
         told = await self.wire.ask("PUT", _budget(budget_id, "limits"), body)
         changed: verdicts.LimitsChanged = variant(told.body, Changed=verdicts.LimitsChanged)
         return changed
 
-    async def list_budgets(self, *, cursor: str | None = None, limit: int = 50) -> list[str]:
-        """The ids of defined budgets, ascending."""
-        told = await self.wire.ask("GET", "/v1/budgets", query={"cursor": cursor, "limit": limit})
+    async def list_budgets(
+        self, *, cursor: str | None = None, limit: int = 50, namespace: str | None = None
+    ) -> list[str]:
+        """The ids of the defined budgets of a namespace, ascending."""
+        query = {"cursor": cursor, "limit": limit, "namespace": namespace}
+        told = await self.wire.ask("GET", "/v1/budgets", query=query)
         return read(told.body, budgets.BudgetIds).budgets
 
-    async def get_budget_status(self, budget_id: str) -> verdicts.BudgetStatus:
-        """A budget for people."""
-        return read((await self.wire.ask("GET", _budget(budget_id))).body, verdicts.BudgetStatus)
+    async def get_budget_status(self, budget_id: str, *, namespace: str | None = None) -> verdicts.BudgetStatus:
+        """A budget of a namespace for people; without one, of the token's."""
+        told = await self.wire.ask("GET", _budget(budget_id), query={"namespace": namespace})
+        return read(told.body, verdicts.BudgetStatus)
 
-    async def read_budget_usage_and_limits(self, budget_id: str) -> tuple[dict[str, int], dict[str, int]]:
+    async def read_budget_usage_and_limits(
+        self, budget_id: str, *, namespace: str | None = None
+    ) -> tuple[dict[str, int], dict[str, int]]:
         """Usage by dimension, and limits as `hard:<dimension>` and `soft:<dimension>`; empty when undefined."""
         try:
-            status = await self.get_budget_status(budget_id)
+            status = await self.get_budget_status(budget_id, namespace=namespace)
         except errors.NotFound:
             return {}, {}
         bounds = {f"hard:{one}": limit for one, limit in status.hard_limits.items()}
@@ -106,6 +118,7 @@ class Spending(Asking):
         max_requests_per_window: int,
         max_concurrent: int,
         jitter_ms: int = 0,
+        namespace: str = DEFAULT_NAMESPACE,
     ) -> verdicts.QuotaPolicyCreated | verdicts.QuotaPolicyExists:
         """Define a quota policy; a second definition changes nothing. What was said of budgets holds here, too."""
         body = {
@@ -114,6 +127,7 @@ class Spending(Asking):
             "max_requests_per_window": max_requests_per_window,
             "max_concurrent": max_concurrent,
             "jitter_ms": jitter_ms,
+            "namespace": namespace,
         }
         if await self._define("quotas", quota_policy_id, body):
             return verdicts.QuotaPolicyCreated(quota_policy_id)
@@ -129,10 +143,16 @@ class Spending(Asking):
         *,
         idempotency_key: str | None = None,
         handle: Handle | None = None,
+        namespace: str | None = None,
     ) -> verdicts.Usage:
         """Report for an execution's ledger."""
         _holds_nothing(handle)
-        body = {"budget_id": budget_id, "dimensions": dict(deltas), "idempotency_key": idempotency_key}
+        body = {
+            "budget_id": budget_id,
+            "dimensions": dict(deltas),
+            "idempotency_key": idempotency_key,
+            "namespace": namespace,
+        }
         told = await self.wire.ask("POST", execution_path(execution_id, "spend"), body)
         usage: verdicts.Usage = variant(told.body, *_USAGE)
         return usage
@@ -146,6 +166,7 @@ class Spending(Asking):
         ttl_ms: int,
         reservation_id: str | None = None,
         handle: Handle | None = None,
+        namespace: str | None = None,
     ) -> verdicts.Reserved | verdicts.HardBreach | verdicts.AlreadyApplied:
         """Keep room free for an execution."""
         _holds_nothing(handle)
@@ -154,6 +175,7 @@ class Spending(Asking):
             "reservation_id": reservation_id or self.minter.uuid(),
             "amounts": dict(amounts),
             "ttl_ms": ttl_ms,
+            "namespace": namespace,
         }
         told = await self.wire.ask("POST", execution_path(execution_id, "reserve"), body)
         reserved: verdicts.Reserved | verdicts.HardBreach | verdicts.AlreadyApplied = variant(
@@ -162,23 +184,37 @@ class Spending(Asking):
         return reserved
 
     async def settle_budget(
-        self, budget_id: str, execution_id: str, reservation_id: str, amounts: Mapping[str, int]
+        self,
+        budget_id: str,
+        execution_id: str,
+        reservation_id: str,
+        amounts: Mapping[str, int],
+        *,
+        namespace: str | None = None,
     ) -> verdicts.Usage:
         """End a reservation with what was really used."""
-        body = {"budget_id": budget_id, "reservation_id": reservation_id, "amounts": dict(amounts)}
+        body = {
+            "budget_id": budget_id,
+            "reservation_id": reservation_id,
+            "amounts": dict(amounts),
+            "namespace": namespace,
+        }
         told = await self.wire.ask("POST", execution_path(execution_id, "settle"), body)
         usage: verdicts.Usage = variant(told.body, *_USAGE)
         return usage
 
-    async def refund_budget(self, budget_id: str, reservation_id: str) -> verdicts.Refunded:
+    async def refund_budget(
+        self, budget_id: str, reservation_id: str, *, namespace: str | None = None
+    ) -> verdicts.Refunded:
         """Give all of a reservation back."""
-        told = await self.wire.ask("POST", _budget(budget_id, "refund"), {"reservation_id": reservation_id})
+        body = {"reservation_id": reservation_id, "namespace": namespace}
+        told = await self.wire.ask("POST", _budget(budget_id, "refund"), body)
         refunded: verdicts.Refunded = variant(told.body, verdicts.Refunded)
         return refunded
 
-    async def wake_budget(self, budget_id: str) -> bool:
+    async def wake_budget(self, budget_id: str, *, namespace: str | None = None) -> bool:
         """Let whoever waits for room look again; True when something still waits."""
-        told = await self.wire.ask("POST", _budget(budget_id, "wake"))
+        told = await self.wire.ask("POST", _budget(budget_id, "wake"), query={"namespace": namespace})
         return bool(read(told.body, dict[str, bool])["still_waiting"])
 
 

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from flowfabric import errors
 from flowfabric.model import verdicts
 from flowfabric.model.execution import Execution
+from flowfabric.model.owned import DEFAULT_NAMESPACE, OwnedId
 from flowfabric.model.quota import QuotaPolicy, QuotaRequest, QuotaSlot
 from flowfabric.model.states import EligibilityState, LifecyclePhase
 from flowfabric.rules import outbox
@@ -33,10 +34,15 @@ A = TypeVar("A")
 
 
 class Release(msgspec.Struct, frozen=True):
-    """The body of that message: whose slot, of which life."""
+    """The body of that message: whose slot, of which life.
+
+    The slot is one of a policy of the execution's namespace, or of a shared one; the end does not know which. A message
+    of a release before ids had owners names no namespace.
+    """
 
     execution_id: str
     life: int
+    namespace: str = DEFAULT_NAMESPACE
 
 
 class QuotaSheet(msgspec.Struct, frozen=True):
@@ -47,10 +53,16 @@ class QuotaSheet(msgspec.Struct, frozen=True):
     root: QuotaPolicy | None = None
     slots: dict[str, QuotaSlot] = {}
     requests: dict[tuple[str, str], QuotaRequest] = {}
+    namespace: str = DEFAULT_NAMESPACE
+
+    @property
+    def key(self) -> OwnedId:
+        """What begins the key of every row."""
+        return OwnedId(self.namespace, self.quota_policy_id)
 
     def row(self) -> QuotaPolicy:
         """The root, or the one that admissions of an undefined policy make."""
-        return self.root or QuotaPolicy(self.quota_policy_id, self.partition)
+        return self.root or QuotaPolicy(self.quota_policy_id, self.partition, namespace=self.namespace)
 
 
 Told = tuple[A | errors.FabricError, QuotaSheet]
@@ -72,7 +84,9 @@ class Asking(msgspec.Struct, frozen=True, kw_only=True):
     chance: float = 0.0
 
 
-def sheet_of(quota_policy_id: str, partition: int, rows: Iterable[Any]) -> QuotaSheet:
+def sheet_of(
+    quota_policy_id: str, partition: int, rows: Iterable[Any], namespace: str = DEFAULT_NAMESPACE
+) -> QuotaSheet:
     """The sheet of whatever rows were loaded."""
     root: QuotaPolicy | None = None
     slots, requests = {}, {}
@@ -84,20 +98,20 @@ def sheet_of(quota_policy_id: str, partition: int, rows: Iterable[Any]) -> Quota
                 slots[row.execution_id] = row
             case QuotaRequest():
                 requests[row.dimension, row.execution_id] = row
-    return QuotaSheet(quota_policy_id, partition, root, slots, requests)
+    return QuotaSheet(quota_policy_id, partition, root, slots, requests, namespace)
 
 
 def written(before: QuotaSheet, after: QuotaSheet) -> Change | None:
     """What makes the one of the other; None when nothing differs."""
-    name = before.quota_policy_id
-    writes: list[Write] = [Delete(QuotaSlot, (name, key)) for key in before.slots.keys() - after.slots.keys()]
-    writes += [Delete(QuotaRequest, (name, *key)) for key in before.requests.keys() - after.requests.keys()]
+    name = before.key
+    writes: list[Write] = [Delete(QuotaSlot, (*name, key)) for key in before.slots.keys() - after.slots.keys()]
+    writes += [Delete(QuotaRequest, (*name, *key)) for key in before.requests.keys() - after.requests.keys()]
     writes += [Put(row) for key, row in after.slots.items() if before.slots.get(key) != row]
     writes += [Put(row) for key, row in after.requests.items() if before.requests.get(key) != row]
     if not writes and after.root == before.root:
         return None
     revision = None if before.root is None else before.root.revision
-    return Change(guards=(Guard(QuotaPolicy, (name,), revision),), writes=(Put(after.row()), *writes))
+    return Change(guards=(Guard(QuotaPolicy, name, revision),), writes=(Put(after.row()), *writes))
 
 
 def create(
@@ -158,8 +172,9 @@ def check(sheet: QuotaSheet, ask: Asking, now: int) -> Told[verdicts.Admission]:
     counts = ask.concurrency_cap > 0
     until = now + ask.window_ms if ask.window_ms else None
     name = -ask.admission if ask.provisional else ask.admission
-    slot = QuotaSlot(sheet.quota_policy_id, ask.execution_id, ask.life, name, counts, until)
-    request = QuotaRequest(sheet.quota_policy_id, ask.dimension, ask.execution_id, now, now + ask.window_ms)
+    whose, policy = sheet.namespace, sheet.quota_policy_id
+    slot = QuotaSlot(policy, ask.execution_id, ask.life, name, counts, until, whose)
+    request = QuotaRequest(policy, ask.dimension, ask.execution_id, now, now + ask.window_ms, whose)
     requests = {key: one for key, one in sheet.requests.items() if key[0] != ask.dimension or one.admitted_at > passed}
     requests[ask.dimension, ask.execution_id] = request
     admitted = replace(_with_slot(sheet, slot), root=replace(row, active=max(0, others) + counts), requests=requests)
@@ -251,7 +266,7 @@ def released_at_end(row: Execution) -> tuple[Put, ...]:
             f"{RELEASE}:{policy}:{row.execution_id}:{row.replay_count}",
             RELEASE,
             policy,
-            Release(row.execution_id, row.replay_count),
+            Release(row.execution_id, row.replay_count, row.namespace),
         )
         for policy in policies
     )

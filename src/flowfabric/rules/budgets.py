@@ -16,6 +16,8 @@ from msgspec.structs import replace
 from flowfabric import errors
 from flowfabric.model import verdicts
 from flowfabric.model.budget import Budget, BudgetDimension, BudgetSpend, Reservation, UsageKey
+from flowfabric.model.owned import DEFAULT_NAMESPACE, OwnedId
+from flowfabric.rules import owners
 from flowfabric.rules.change import Change, Delete, Guard, Put, Write
 
 DEDUP_LIFE_MS = 24 * 60 * 60 * 1000
@@ -36,25 +38,45 @@ class BudgetSheet(msgspec.Struct, frozen=True):
     spends: dict[tuple[str, str], BudgetSpend] = {}
     keys: dict[str, int] = {}  # digest and end of life of the reports that are remembered
     wiped: bool = False  # all ledgers were dropped since it was loaded
+    namespace: str = DEFAULT_NAMESPACE
+    roots: dict[OwnedId, Budget] = {}  # of the same id in other namespaces, as far as a decision asked for them
+
+    @property
+    def key(self) -> OwnedId:
+        """What begins the key of every row."""
+        return OwnedId(self.namespace, self.budget_id)
+
+    @property
+    def is_defined(self) -> bool:
+        """True if somebody has defined it, not only used it."""
+        return owners.is_defined(self.root)
 
     def row(self) -> Budget:
         """The root, or the one that usage of an undefined budget makes."""
-        return self.root or Budget(self.budget_id, self.partition)
+        return self.root or Budget(self.budget_id, self.partition, namespace=self.namespace)
 
     def dimension(self, name: str) -> BudgetDimension:
         """A dimension, known or new."""
-        return self.dimensions.get(name) or BudgetDimension(self.budget_id, name)
+        return self.dimensions.get(name) or BudgetDimension(self.budget_id, name, namespace=self.namespace)
+
+    def owner(self, namespace: str) -> OwnedId:
+        """The budget that this id stands for in a namespace, given the roots that were loaded."""
+        known = self.roots if self.root is None else {**self.roots, self.key: self.root}
+        return owners.owner(namespace, self.budget_id, known)
 
 
 Told = tuple[A | errors.FabricError, BudgetSheet]
 
 
-def sheet_of(budget_id: str, partition: int, rows: Iterable[Any]) -> BudgetSheet:
-    """The sheet of whatever rows were loaded."""
+def sheet_of(budget_id: str, partition: int, rows: Iterable[Any], namespace: str = DEFAULT_NAMESPACE) -> BudgetSheet:
+    """The sheet of whatever rows were loaded; roots of other namespaces stand apart."""
     root: Budget | None = None
     dimensions, reservations, spends, keys = {}, {}, {}, dict[str, int]()
+    roots: dict[OwnedId, Budget] = {}
     for row in rows:
         match row:
+            case Budget() if row.namespace != namespace:
+                roots[OwnedId(row.namespace, row.budget_id)] = row
             case Budget():
                 root = row
             case BudgetDimension():
@@ -65,26 +87,30 @@ def sheet_of(budget_id: str, partition: int, rows: Iterable[Any]) -> BudgetSheet
                 spends[row.execution_id, row.dimension] = row
             case UsageKey():
                 keys[row.digest] = max(row.expires_at, keys.get(row.digest, 0))
-    return BudgetSheet(budget_id, partition, root, dimensions, reservations, spends, keys)
+    return BudgetSheet(
+        budget_id, partition, root, dimensions, reservations, spends, keys, namespace=namespace, roots=roots
+    )
 
 
 def written(before: BudgetSheet, after: BudgetSheet) -> Change | None:
     """What makes the one of the other; None when nothing differs."""
-    name = before.budget_id
-    writes: list[Write] = [Delete(BudgetSpend, (name,))] if after.wiped else []
+    name = before.key
+    writes: list[Write] = [Delete(BudgetSpend, name)] if after.wiped else []
     if not after.wiped:
-        writes += [Delete(BudgetSpend, (name, *key)) for key in before.spends.keys() - after.spends.keys()]
-    writes += [Delete(Reservation, (name, *key)) for key in before.reservations.keys() - after.reservations.keys()]
+        writes += [Delete(BudgetSpend, (*name, *key)) for key in before.spends.keys() - after.spends.keys()]
+    writes += [Delete(Reservation, (*name, *key)) for key in before.reservations.keys() - after.reservations.keys()]
     writes += _put(before.dimensions, after.dimensions)
     writes += _put({} if after.wiped else before.spends, after.spends)
     writes += _put(before.reservations, after.reservations)
     writes += [
-        Put(UsageKey(name, digest, until)) for digest, until in after.keys.items() if before.keys.get(digest) != until
+        Put(UsageKey(name.id, digest, until, name.namespace))
+        for digest, until in after.keys.items()
+        if before.keys.get(digest) != until
     ]
     if not writes and after.root == before.root:
         return None
     revision = None if before.root is None else before.root.revision
-    return Change(guards=(Guard(Budget, (name,), revision),), writes=(Put(after.row()), *writes))
+    return Change(guards=(Guard(Budget, name, revision),), writes=(Put(after.row()), *writes))
 
 
 def _put(before: Mapping[Any, msgspec.Struct], after: Mapping[Any, msgspec.Struct]) -> list[Write]:
@@ -129,7 +155,8 @@ def hard_breach(sheet: BudgetSheet, amounts: Amounts) -> verdicts.HardBreach | N
         row = sheet.dimensions.get(name)
         if row is not None and row.hard_limit and counted(row) + amount > row.hard_limit:
             action = sheet.row().on_hard_limit
-            return verdicts.HardBreach(name, row.usage or 0, row.hard_limit, row.reserved, action)
+            own = msgspec.UNSET if sheet.key.is_shared else sheet.namespace
+            return verdicts.HardBreach(name, row.usage or 0, row.hard_limit, row.reserved, action, namespace=own)
     return None
 
 
@@ -163,7 +190,7 @@ def applied(
         if execution_id is not None:
             spent = spends.get((execution_id, name))
             total = amount + (0 if spent is None else spent.amount)
-            spends[execution_id, name] = BudgetSpend(sheet.budget_id, execution_id, name, total)
+            spends[execution_id, name] = BudgetSpend(sheet.budget_id, execution_id, name, total, sheet.namespace)
     keys = sheet.keys if digest is None else {**sheet.keys, digest: now + DEDUP_LIFE_MS}
     row = sheet.row()
     root = replace(row, soft_breach_count=row.soft_breach_count + (soft is not None), last_updated_at=now)
@@ -172,28 +199,42 @@ def applied(
 
 
 class Need(msgspec.Struct, frozen=True):
-    """What an execution that a hard limit put to sleep waits for: room for so much in one dimension."""
+    """What an execution that a hard limit put to sleep waits for: room for so much in one dimension.
+
+    The budget is one of the execution's own namespace or a shared one. No key can name another namespace, whoever made
+    the waitpoint or the mailbox.
+    """
 
     budget_id: str
     dimension: str
     amount: int
+    namespace: str = DEFAULT_NAMESPACE
+
+    @property
+    def budget(self) -> OwnedId:
+        """Whose budget it is, and which."""
+        return OwnedId(self.namespace, self.budget_id)
 
     @property
     def key(self) -> str:
         """The name of the waitpoint, or of the mailbox, that it sleeps on."""
-        return f"{NEED}{self.budget_id}:{self.amount}:{self.dimension}"
+        start = NEED if self.budget.is_shared else OWN_NEED
+        return f"{start}{self.budget_id}:{self.amount}:{self.dimension}"
 
 
-NEED = "budget:"
+NEED = "budget:"  # a budget of the default namespace
+OWN_NEED = "own-budget:"  # one of the namespace of the execution that sleeps
 
 
-def read_need(key: str | None) -> Need | None:
-    """What a key says; None when it is about something else."""
-    if key is None or not key.startswith(NEED):
+def read_need(key: str | None, namespace: str) -> Need | None:
+    """What a key says in an execution of a namespace; None when it is about something else."""
+    if key is None or not key.startswith((NEED, OWN_NEED)):
         return None
-    budget_id, _, rest = key.removeprefix(NEED).partition(":")
+    start, _, told = key.partition(":")
+    budget_id, _, rest = told.partition(":")
     amount, _, dimension = rest.partition(":")
-    return Need(budget_id, dimension, int(amount)) if amount.isdecimal() else None
+    whose = DEFAULT_NAMESPACE if f"{start}:" == NEED else namespace
+    return Need(budget_id, dimension, int(amount), whose) if amount.isdecimal() else None
 
 
 def meets(sheet: BudgetSheet, need: Need) -> bool:

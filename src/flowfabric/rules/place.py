@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from flowfabric.model.execution import Execution, LineKey
+from flowfabric.model.owned import OwnedId, parse_owned
 from flowfabric.model.states import AttemptState, AttemptType, BlockingReason, EligibilityState
 from flowfabric.rules.policy import Terms, decode_terms
 
@@ -34,9 +35,14 @@ def blocked_on(reason: BlockingReason, name: str) -> str | None:
     return BLOCKED_ON[reason] + name if reason in BLOCKED_ON else None
 
 
-def asleep_on(budget_id: str) -> str:
+def asleep_on(budget: OwnedId) -> str:
     """What an execution that a budget put to sleep waits for."""
-    return ASLEEP_ON + budget_id
+    return f"{ASLEEP_ON}{budget}"
+
+
+def limit_in(blocked_on: str) -> OwnedId:
+    """The budget or quota policy that an execution is blocked on."""
+    return parse_owned(blocked_on.partition(":")[2])
 
 
 def clamp_priority(priority: int) -> int:

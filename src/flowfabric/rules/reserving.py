@@ -51,7 +51,8 @@ def reserve(
             if known.reserved + amount > LARGEST:
                 return errors.InvalidInput(f"{name}: more than {LARGEST} would be reserved"), sheet
             dimensions[name] = replace(known, reserved=known.reserved + amount)
-            row = Reservation(sheet.budget_id, ask.reservation_id, name, ask.execution_id, amount, until)
+            held = (ask.reservation_id, name, ask.execution_id, amount, until)
+            row = Reservation(sheet.budget_id, *held, namespace=sheet.namespace)
             reservations[ask.reservation_id, name] = row
     for key, row in mine.items():
         reservations[key] = replace(row, expires_at=until)

@@ -39,7 +39,7 @@ def shelved(
 
     `keys` are what it waits on: one that names a budget lets room in that budget find it.
     """
-    need = next((need for key in keys if (need := budgets.read_need(key))), None)
+    need = next((need for key in keys if (need := budgets.read_need(key, row.namespace))), None)
     fields = {
         **lease.release(row),
         "lifecycle_phase": LifecyclePhase.SUSPENDED,
@@ -56,7 +56,7 @@ def shelved(
         "next_timeout_ms": step.remaining_ms(row, now),
     }
     if need is not None:
-        fields |= {"blocked_on": place.asleep_on(need.budget_id), "blocked_at": NOW}
+        fields |= {"blocked_on": place.asleep_on(need.budget), "blocked_at": NOW}
     return step.moved(row, fields)
 
 
@@ -110,11 +110,11 @@ def let_go(before: Suspension | None, made: Sequence[Waitpoint]) -> tuple[Write,
     )
 
 
-def needs(root: Suspension | None) -> list[budgets.Need]:
-    """What an open suspension waits for, as far as that is room in budgets."""
+def needs(row: Execution, root: Suspension | None) -> list[budgets.Need]:
+    """What an open suspension of an execution waits for, as far as that is room in budgets."""
     if root is None or not waits.is_open(root):
         return []
     keys: list[str | None] = [one.waitpoint_key for one in waits.bound(root)]
     found = waits.open_gates(root)
     keys += [found[name].mailbox for name in gates.waits_on(root) if name in found]
-    return [need for key in keys if (need := budgets.read_need(key))]
+    return [need for key in keys if (need := budgets.read_need(key, row.namespace))]

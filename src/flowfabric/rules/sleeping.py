@@ -50,7 +50,7 @@ def sleep(
     """
     if row is None:
         return Decision(False)
-    if row.lifecycle_phase is LifecyclePhase.SUSPENDED and need in shelving.needs(root):
+    if row.lifecycle_phase is LifecyclePhase.SUSPENDED and need in shelving.needs(row, root):
         return Decision((row.attempt_id, row.lease_epoch) == (holder.attempt_id, holder.lease_epoch))
     refused = lease.check_lease(row, Fence(holder.lease_id, holder.lease_epoch, holder.attempt_id), now)
     if refused is not None:
@@ -77,7 +77,7 @@ def sleep(
 
 def wake(row: Execution | None, root: Suspension | None, need: Need, message_id: str, now: int) -> Decision[bool]:
     """Let an execution that sleeps on this need go on; nothing when it does not, or not any more."""
-    if row is None or row.lifecycle_phase is not LifecyclePhase.SUSPENDED or need not in shelving.needs(root):
+    if row is None or row.lifecycle_phase is not LifecyclePhase.SUSPENDED or need not in shelving.needs(row, root):
         return Decision(False)
     if root is not None and root.waits_on is not None:
         waiting = (gate for gate in waits.open_gates(root).values() if gate.mailbox == need.key)

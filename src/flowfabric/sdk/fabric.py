@@ -252,7 +252,7 @@ class Fabric:
 
     async def declare_bound(self, engine: Engine, bound: Bound) -> None:
         """Let these exist; asked for once in the life of an engine."""
-        await bound.declare(engine, self._made.setdefault(engine, set()))
+        await bound.declare(engine, self._made.setdefault(engine, set()), self.namespace)
 
     async def declared(self, engine: Engine, budget: Budget) -> str:
         """The id of a budget that is everybody's."""

@@ -94,8 +94,8 @@ class Budget:
         """Its id in the store."""
         return _named(namespace, "budget", self.name, scope)
 
-    async def declare(self, engine: Engine, budget_id: str, scope: str = "") -> None:
-        """Let it exist with these limits; numbers that were changed since take effect."""
+    async def declare(self, engine: Engine, budget_id: str, scope: str = "", *, namespace: str) -> None:
+        """Let it exist in a namespace with these limits; numbers that were changed since take effect."""
         hard = self.amounts(self.limits)
         soft = {one: 0 if self._soft is None else round(limit * self._soft) for one, limit in hard.items()}
         numbers: dict[str, Any] = {
@@ -112,13 +112,14 @@ class Budget:
             on_hard_limit=self.on_hard,
             on_soft_limit="warn",
             reset_interval_ms=self._reset_ms,
+            namespace=namespace,
         )
         if isinstance(made, BudgetExists):
-            _, bounds = await engine.read_budget_usage_and_limits(budget_id)
+            _, bounds = await engine.read_budget_usage_and_limits(budget_id, namespace=namespace)
             wanted = {f"hard:{one}": limit for one, limit in hard.items()}
             wanted |= {f"soft:{one}": limit for one, limit in soft.items()}
             if any(bounds.get(name) != limit for name, limit in wanted.items()):
-                await engine.change_budget_limits(budget_id, **numbers)
+                await engine.change_budget_limits(budget_id, **numbers, namespace=namespace)
 
 
 class Limit:
@@ -152,14 +153,15 @@ class Limit:
         numbers = f"{self.concurrency}|{self._starts}/{self._window_s}|{self._spread_ms}"
         return _named(namespace, "limit", self.name or task, f"{numbers}|{scope}")
 
-    async def declare(self, engine: Engine, limit_id: str) -> None:
-        """Let it exist."""
+    async def declare(self, engine: Engine, limit_id: str, *, namespace: str) -> None:
+        """Let it exist in a namespace."""
         await engine.create_quota_policy(
             limit_id,
             window_seconds=self._window_s,
             max_requests_per_window=self._starts,
             max_concurrent=self.concurrency,
             jitter_ms=self._spread_ms,
+            namespace=namespace,
         )
 
 
@@ -170,15 +172,15 @@ class Bound(msgspec.Struct, frozen=True):
     limits: dict[str, Limit] = {}  # by id
     fairness_key: str | None = None
 
-    async def declare(self, engine: Engine, known: set[str]) -> None:
-        """Let all of them exist; `known` are those that do."""
+    async def declare(self, engine: Engine, known: set[str], namespace: str) -> None:
+        """Let all of them exist in a namespace; `known` are those that do."""
         for budget, budget_id, scope in self.budgets.values():
             if budget_id not in known:
-                await budget.declare(engine, budget_id, scope)
+                await budget.declare(engine, budget_id, scope, namespace=namespace)
                 known.add(budget_id)
         for limit_id, limit in self.limits.items():
             if limit_id not in known:
-                await limit.declare(engine, limit_id)
+                await limit.declare(engine, limit_id, namespace=namespace)
                 known.add(limit_id)
 
 

@@ -8,10 +8,13 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
+from msgspec import UNSET
+
 from flowfabric.engine.asks import GateArgs, Need
 from flowfabric.errors import InvalidInput
 from flowfabric.model import verdicts
 from flowfabric.model.gate import GateKind
+from flowfabric.model.owned import DEFAULT_NAMESPACE
 from flowfabric.sdk.durations import Duration, to_ms
 from flowfabric.sdk.failing import BudgetExceeded
 from flowfabric.sdk.limits import Budget
@@ -64,7 +67,9 @@ class Spending(ABC):
 
         async def report(key: str) -> str:
             while True:
-                answer = await self.engine.record_spend(budget_id, self.run_id, counted, idempotency_key=key)
+                answer = await self.engine.record_spend(
+                    budget_id, self.run_id, counted, idempotency_key=key, namespace=self.app.namespace
+                )
                 if not isinstance(answer, verdicts.HardBreach):
                     return type(answer).__name__
                 await self._meet_limit(budget, budget_id, answer, counted)
@@ -86,7 +91,12 @@ class Spending(ABC):
         reservation_id = str(uuid.uuid5(uuid.NAMESPACE_OID, f"{self.run_id}|{name}|{occurrence}"))
         while True:
             answer = await self.engine.reserve_budget(
-                budget_id, self.run_id, counted, ttl_ms=to_ms(lasts, "lasts"), reservation_id=reservation_id
+                budget_id,
+                self.run_id,
+                counted,
+                ttl_ms=to_ms(lasts, "lasts"),
+                reservation_id=reservation_id,
+                namespace=self.app.namespace,
             )
             if not isinstance(answer, verdicts.HardBreach):
                 break
@@ -96,12 +106,15 @@ class Spending(ABC):
             yield reservation
         except BaseException:
             if not self.durable.parked:  # a run that waits keeps its room, for as long as it lasts
-                await self.engine.refund_budget(budget_id, reservation_id)
+                await self.engine.refund_budget(budget_id, reservation_id, namespace=self.app.namespace)
                 if reservation.used:
                     key, used = f"{reservation_id}|{self.attempt}", budget.amounts(reservation.used)
-                    await self.engine.record_spend(budget_id, self.run_id, used, idempotency_key=key)
+                    await self.engine.record_spend(
+                        budget_id, self.run_id, used, idempotency_key=key, namespace=self.app.namespace
+                    )
             raise
-        await self.engine.settle_budget(budget_id, self.run_id, reservation_id, budget.amounts(reservation.used))
+        used = budget.amounts(reservation.used)
+        await self.engine.settle_budget(budget_id, self.run_id, reservation_id, used, namespace=self.app.namespace)
 
     async def _meet_limit(
         self, budget: Budget, budget_id: str, breach: verdicts.HardBreach, amounts: Mapping[str, int]
@@ -113,10 +126,11 @@ class Spending(ABC):
             raise BudgetExceeded(budget.name, dimension, used=used, limit=limit, asked=asked)
         if asked > limit:
             raise InvalidInput(f"budget {budget.name}: {dimension}={asked} is more than it ever has room for")
-        need = Need(budget_id, breach.dimension, amounts[breach.dimension])
+        owner = DEFAULT_NAMESPACE if breach.namespace is UNSET else breach.namespace
+        need = Need(budget_id, breach.dimension, amounts[breach.dimension], owner)
         await self.durable.wait(
             GateArgs(name=self.durable.gate_name("budget"), kind=GateKind.MAILBOX, mailbox=need.key),
-            then=lambda: self.engine.wake_budget(budget_id),
+            then=lambda: self.engine.wake_budget(budget_id, namespace=owner),
         )
 
     async def _id_of(self, budget: Budget) -> str:

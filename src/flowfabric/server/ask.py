@@ -12,6 +12,7 @@ import msgspec
 
 from flowfabric import errors, ids
 from flowfabric.engine.engine import Engine
+from flowfabric.model.owned import DEFAULT_NAMESPACE
 from flowfabric.server.auth import Principal
 from flowfabric.server.problems import Refused, bad_request, not_found
 from flowfabric.server.table import Reply
@@ -42,6 +43,7 @@ class Ask(Generic[B]):
         "principal",
         "receive",
         "request_id",
+        "touched",
     )
 
     def __init__(
@@ -60,6 +62,7 @@ class Ask(Generic[B]):
         self.principal = principal
         self.request_id = request_id
         self.receive = receive
+        self.touched: str | None = None  # the namespace of the execution that a bound token was last let to
         self.is_gone = False  # whether the caller was seen to hang up
         self.body: B = None  # type: ignore[assignment]
         self._query_string = query_string
@@ -111,6 +114,19 @@ class Ask(Generic[B]):
         if not self.principal.sees(namespace):
             raise Refused(403, f"token is not good for namespace {namespace}", kind="forbidden", retryable=False)
 
+    def owner(self, given: str | None = None) -> str:
+        """The namespace of a budget or quota: the one given, else the token's only one, else `default`."""
+        mine = self.principal.namespaces
+        only = next(iter(mine)) if mine is not None and len(mine) == 1 else DEFAULT_NAMESPACE
+        namespace = only if given is None else given
+        self.within(namespace)
+        return namespace
+
+    @property
+    def shares(self) -> bool:
+        """Whether budgets of the default namespace stand in for those that an execution's own does not have."""
+        return self.principal.namespaces is None
+
     async def may_touch(self, execution_id: str) -> None:
         """Act as if an execution beyond the token's namespaces did not exist."""
         if self.principal.namespaces is None:
@@ -118,6 +134,7 @@ class Ask(Generic[B]):
         namespace = await self.engine.get_execution_namespace(execution_id)
         if namespace is None or not self.principal.sees(namespace):
             raise errors.NotFound("execution", execution_id=execution_id)
+        self.touched = namespace
 
     async def may_touch_flow(self, flow_id: str) -> None:
         """The same for a flow."""

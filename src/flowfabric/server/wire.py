@@ -25,6 +25,7 @@ Whole = Annotated[int, Meta(ge=-(2**63) + 1, le=2**63 - 1)]
 
 CURSOR = Param("cursor", {"type": "string"})
 LIMIT = Param("limit", {"type": "integer", "minimum": 0})
+NAMESPACE = Param("namespace", {"type": "string"})
 
 
 class Unsaid:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from flowfabric.engine.engine import Engine
 from flowfabric.model.budget import Budget, BudgetDimension, BudgetSpend, Reservation
+from flowfabric.model.owned import OwnedId
 from flowfabric.model.quota import QuotaPolicy, QuotaSlot
 from flowfabric.testing.invariants import InvariantBroken, every
 
@@ -31,37 +32,43 @@ async def check_limit_invariants(engine: Engine) -> None:
 
 
 def _broken_policies(policies: Sequence[QuotaPolicy], slots: Sequence[QuotaSlot]) -> Iterator[str]:
-    counted = Counter(slot.quota_policy_id for slot in slots if slot.counted)
+    counted = Counter(_policy(slot) for slot in slots if slot.counted)
     for policy in policies:
-        name = policy.quota_policy_id
+        name = _policy(policy)
         if policy.active != counted[name]:
             yield f"quota {name}: {policy.active} active, counted {counted[name]}"
-    yield from (
-        f"quota {name}: slots without a policy" for name in counted.keys() - {one.quota_policy_id for one in policies}
-    )
+    yield from (f"quota {name}: slots without a policy" for name in counted.keys() - {_policy(one) for one in policies})
 
 
 def _broken_dimensions(
     dimensions: Sequence[BudgetDimension], reservations: Sequence[Reservation], spends: Sequence[BudgetSpend]
 ) -> Iterator[str]:
-    reserved, spent = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    reserved, spent = Counter[tuple[OwnedId, str]](), Counter[tuple[OwnedId, str]]()
     for one in reservations:
-        reserved[one.budget_id, one.dimension] += one.amount
+        reserved[_budget(one), one.dimension] += one.amount
     for spend in spends:
-        spent[spend.budget_id, spend.dimension] += spend.amount
+        spent[_budget(spend), spend.dimension] += spend.amount
     for row in dimensions:
-        key = row.budget_id, row.dimension
+        key = _budget(row), row.dimension
         if row.reserved != reserved[key]:
-            yield f"budget {row.budget_id}: {row.dimension}: {row.reserved} reserved, counted {reserved[key]}"
+            yield f"budget {key[0]}: {row.dimension}: {row.reserved} reserved, counted {reserved[key]}"
         if (row.usage or 0) < spent[key]:
-            yield f"budget {row.budget_id}: {row.dimension}: {row.usage} used, ledgers say {spent[key]}"
+            yield f"budget {key[0]}: {row.dimension}: {row.usage} used, ledgers say {spent[key]}"
 
 
 def _broken_budgets(budgets: Sequence[Budget], reservations: Sequence[Reservation]) -> Iterator[str]:
-    ends: dict[str, int] = {}
+    ends: dict[OwnedId, int] = {}
     for one in reservations:
-        ends[one.budget_id] = min(one.expires_at, ends.get(one.budget_id, one.expires_at))
+        ends[_budget(one)] = min(one.expires_at, ends.get(_budget(one), one.expires_at))
     for budget in budgets:
-        first = ends.get(budget.budget_id)
+        first = ends.get(_budget(budget))
         if budget.lapse_at != first:
-            yield f"budget {budget.budget_id}: looks again at {budget.lapse_at}, the first reservation ends at {first}"
+            yield f"budget {_budget(budget)}: looks again at {budget.lapse_at}, the first reservation ends at {first}"
+
+
+def _budget(row: Budget | BudgetDimension | BudgetSpend | Reservation) -> OwnedId:
+    return OwnedId(row.namespace, row.budget_id)
+
+
+def _policy(row: QuotaPolicy | QuotaSlot) -> OwnedId:
+    return OwnedId(row.namespace, row.quota_policy_id)

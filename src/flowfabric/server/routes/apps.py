@@ -16,7 +16,7 @@ from flowfabric.server.problems import told
 from flowfabric.server.routes.lookups import Ended, told_end
 from flowfabric.server.routes.spending import USAGE
 from flowfabric.server.table import BULK_LIMIT, Reply, Routes, Subject
-from flowfabric.server.wire import MAX_WAIT_MS, Body, Natural, checked, variants
+from flowfabric.server.wire import MAX_WAIT_MS, NAMESPACE, Body, Natural, checked, variants
 
 routes = Routes("applications")
 
@@ -48,7 +48,18 @@ async def store_info(ask: Ask[None]) -> Reply:
 # Budgets, for an execution whoever holds it
 
 
-class SpendBody(Body, frozen=True):
+class OfExecution(Body, frozen=True, kw_only=True):
+    """A request of an execution to one of its budgets."""
+
+    namespace: str | None = None  # of the execution, which a caller that may see all namespaces saves a look
+
+
+def _whose(ask: Ask[Any]) -> dict[str, Any]:
+    """Where the engine looks for the budget: a bound token means those of the execution's namespace only."""
+    return {"namespace": ask.body.namespace if ask.shares else ask.touched, "shared": ask.shares}
+
+
+class SpendBody(OfExecution, frozen=True):
     budget_id: str
     dimensions: dict[str, Natural]
     idempotency_key: str | None = None
@@ -63,12 +74,12 @@ async def spend_for(ask: Ask[SpendBody]) -> Reply:
     body = ask.body
     return tagged(
         await ask.engine.record_spend(
-            body.budget_id, ask.execution_id, body.dimensions, idempotency_key=body.idempotency_key
+            body.budget_id, ask.execution_id, body.dimensions, idempotency_key=body.idempotency_key, **_whose(ask)
         )
     )
 
 
-class ReservationBody(Body, frozen=True):
+class ReservationBody(OfExecution, frozen=True):
     budget_id: str
     reservation_id: str
     amounts: dict[str, Natural]
@@ -90,12 +101,17 @@ async def reserve_for(ask: Ask[ReservationBody]) -> Reply:
     body = ask.body
     return tagged(
         await ask.engine.reserve_budget(
-            body.budget_id, ask.execution_id, body.amounts, ttl_ms=body.ttl_ms, reservation_id=body.reservation_id
+            body.budget_id,
+            ask.execution_id,
+            body.amounts,
+            ttl_ms=body.ttl_ms,
+            reservation_id=body.reservation_id,
+            **_whose(ask),
         )
     )
 
 
-class SettleBody(Body, frozen=True):
+class SettleBody(OfExecution, frozen=True):
     budget_id: str
     reservation_id: str
     amounts: dict[str, Natural]
@@ -108,11 +124,16 @@ class SettleBody(Body, frozen=True):
 async def settle_for(ask: Ask[SettleBody]) -> Reply:
     """End a reservation with what was really used; the rest of it is given back."""
     body = ask.body
-    return tagged(await ask.engine.settle_budget(body.budget_id, ask.execution_id, body.reservation_id, body.amounts))
+    return tagged(
+        await ask.engine.settle_budget(
+            body.budget_id, ask.execution_id, body.reservation_id, body.amounts, **_whose(ask)
+        )
+    )
 
 
 class RefundBody(Body, frozen=True):
     reservation_id: str
+    namespace: str | None = None
 
     def __post_init__(self) -> None:
         checked(ids.parse_uuid, self.reservation_id)
@@ -131,21 +152,22 @@ def _budget(ask: Ask[Any]) -> str:
 )
 async def refund_reservation(ask: Ask[RefundBody]) -> Reply:
     """Give all of a reservation back; one that is over has nothing to give."""
-    if ask.principal.namespaces is not None:
-        holder = await ask.engine.reserved_for(_budget(ask), ask.body.reservation_id)
+    budget_id, reservation_id, namespace = _budget(ask), ask.body.reservation_id, ask.owner(ask.body.namespace)
+    if not ask.shares:
+        holder = await ask.engine.reserved_for(budget_id, reservation_id, namespace=namespace)
         if holder is not None:
             await ask.may_touch(holder)
-    return tagged(await ask.engine.refund_budget(_budget(ask), ask.body.reservation_id))
+    return tagged(await ask.engine.refund_budget(budget_id, reservation_id, namespace=namespace, shared=ask.shares))
 
 
 class Woken(msgspec.Struct, frozen=True):
     still_waiting: bool
 
 
-@routes.post("/v1/budgets/{id}/wake", {200: Woken}, scope=Scope.WORK, subject=Subject.OWN)
+@routes.post("/v1/budgets/{id}/wake", {200: Woken}, scope=Scope.WORK, subject=Subject.OWN, query=(NAMESPACE,))
 async def wake_budget(ask: Ask[bytes]) -> Reply:
     """Let whoever waits for room in a budget look again."""
-    return json(Woken(await ask.engine.wake_budget(_budget(ask))))
+    return json(Woken(await ask.engine.wake_budget(_budget(ask), namespace=ask.owner(ask.query("namespace")))))
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -1,9 +1,14 @@
-"""What the holder of a lease spends: usage, its ledger, reservations."""
+"""What the holder of a lease spends: usage, its ledger, reservations.
+
+The budget is the one of the execution's namespace. Where that has none of the id, a token that is not bound to
+namespaces means the shared one of `default`.
+"""
 
 from __future__ import annotations
 
 from flowfabric import ids
 from flowfabric.model import verdicts
+from flowfabric.model.owned import DEFAULT_NAMESPACE
 from flowfabric.server.ask import Ask, tagged
 from flowfabric.server.routes.work import holding, routes
 from flowfabric.server.table import Reply
@@ -25,7 +30,16 @@ class HolderUsageBody(Held, frozen=True):
 async def report_usage_as_holder(ask: Ask[HolderUsageBody]) -> Reply:
     """Report what this execution used."""
     body = ask.body
-    return tagged(await ask.engine.report_usage(body.holder, body.budget_id, body.dimensions, dedup_key=body.dedup_key))
+    return tagged(
+        await ask.engine.report_usage(
+            body.holder,
+            body.budget_id,
+            body.dimensions,
+            dedup_key=body.dedup_key,
+            namespace=ask.touched,
+            shared=ask.shares,
+        )
+    )
 
 
 @holding("spend", USAGE, HolderUsageBody)
@@ -40,6 +54,8 @@ async def record_spend(ask: Ask[HolderUsageBody]) -> Reply:
             body.dimensions,
             idempotency_key=body.dedup_key,
             handle=handle,
+            namespace=ask.touched,
+            shared=ask.shares,
         )
     )
 
@@ -67,6 +83,8 @@ async def reserve_budget(ask: Ask[ReserveBody]) -> Reply:
             ttl_ms=body.ttl_ms,
             reservation_id=body.reservation_id,
             handle=handle,
+            namespace=ask.touched,
+            shared=ask.shares,
         )
     )
 
@@ -85,7 +103,11 @@ async def settle_budget(ask: Ask[SettleBody]) -> Reply:
     """Turn a reservation into what was really spent."""
     body = ask.body
     execution_id = body.holder.fields.execution_id
-    return tagged(await ask.engine.settle_budget(body.budget_id, execution_id, body.reservation_id, body.amounts))
+    return tagged(
+        await ask.engine.settle_budget(
+            body.budget_id, execution_id, body.reservation_id, body.amounts, namespace=ask.touched, shared=ask.shares
+        )
+    )
 
 
 class RefundBody(Held, frozen=True):
@@ -99,7 +121,13 @@ class RefundBody(Held, frozen=True):
 @holding("refund", variants(verdicts.Refunded), RefundBody)
 async def refund_budget(ask: Ask[RefundBody]) -> Reply:
     """Give a reservation's room back unused."""
-    return tagged(await ask.engine.refund_budget(ask.body.budget_id, ask.body.reservation_id))
+    body = ask.body
+    namespace = ask.touched or await ask.engine.get_execution_namespace(body.holder.fields.execution_id)
+    return tagged(
+        await ask.engine.refund_budget(
+            body.budget_id, body.reservation_id, namespace=namespace or DEFAULT_NAMESPACE, shared=ask.shares
+        )
+    )
 
 
 __all__ = ["routes"]
