@@ -43,6 +43,27 @@ RULES = (
         "tests/engine/test_bulk.py::test_each_of_many_that_are_written_as_one_change_keeps_its_own_input",
     ),
     Fault(
+        "an execution of another namespace is taken for a duplicate",
+        "rules/create.py",
+        "        if existing.namespace != ask.namespace:\n",
+        "        if False:\n",
+        "tests/scenarios/test_owned_ids.py",
+    ),
+    Fault(
+        "usage of an unknown budget hides the shared one of its id",
+        "rules/owners.py",
+        "return root is not None and root.defined",
+        "return root is not None",
+        "tests/scenarios/test_owned_limits.py",
+    ),
+    Fault(
+        "a sleeper waits for the budget of any namespace that its key names",
+        "rules/budgets.py",
+        'whose = DEFAULT_NAMESPACE if f"{start}:" == NEED else namespace',
+        "whose = DEFAULT_NAMESPACE",
+        "tests/scenarios/test_owned_limits.py",
+    ),
+    Fault(
         "a worker that parks does not notice a signal that came in between",
         "rules/parking.py",
         "guards = (seen(row, live(row)), waits.guard_of(root, row.execution_id))",

@@ -41,7 +41,7 @@ async def test_of_two_namespaces_that_create_one_id_at_once_one_gets_it(play: Pl
         assert isinstance(answer, answers.Created | answers.Duplicate if name == owner else errors.IdInOtherNamespace)
 
 
-@pytest.mark.parametrize("count", (1, 40))
+@pytest.mark.parametrize("count", [1, 40])
 async def test_a_bulk_create_refuses_the_ids_of_others_and_creates_the_rest(play: Play, count: int) -> None:
     taken = [await play.create(namespace="theirs") for _ in range(2)]
     fresh = [play.engine.new_execution_id("default") for _ in range(count)]

@@ -104,7 +104,7 @@ async def test_resetting_or_changing_a_budget_leaves_its_namesakes_alone(play: P
     assert [one.hard_limits["tokens"] for one in status] == [10, 50, 10]
 
 
-@pytest.mark.parametrize("known", (True, False), ids=("namespace_given", "namespace_loaded"))
+@pytest.mark.parametrize("known", [True, False], ids=("namespace_given", "namespace_loaded"))
 async def test_an_execution_spends_in_its_own_namespace_then_in_the_shared_one(play: Play, known: bool) -> None:
     mine, theirs = [await play.create(namespace=name) for name in "ab"]
     whose: dict[str, dict[str, Any]] = {one: {"namespace": one} if known else {} for one in "ab"}
@@ -353,7 +353,7 @@ async def test_a_claim_with_admission_costs_as_many_round_trips_in_a_namespace_a
     assert costs[0] == costs[1]
 
 
-@pytest.mark.parametrize("namespace", (None, 7, "x" * 5000, "nul\x00"))
+@pytest.mark.parametrize("namespace", [None, 7, "x" * 5000, "nul\x00"])
 async def test_a_namespace_that_is_none_is_refused(play: Play, namespace: Any) -> None:
     numbers: dict[str, Any] = {"dimensions": [], "hard_limits": [], "soft_limits": []}
     with pytest.raises(errors.InvalidInput, match="namespace"):

@@ -91,7 +91,7 @@ async def test_a_child_whose_id_another_namespace_occupies_is_a_conflict(shared_
     @shared_app.task(retry=Retry(max=0))
     async def parent(ctx: Context) -> str:
         engine = await intruder.engine()
-        taken = ctx._child_id("child:child")  # noqa: SLF001 - ids of children are derivable
+        taken = ctx._child_id("child:child")
         await engine.create(await forge.ask(engine, {}, options=forge.own, execution_id=taken))
         return await (await ctx.spawn(child)).result()
 

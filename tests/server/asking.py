@@ -168,7 +168,8 @@ class Asking:
         assert (await self.post("/v1/budgets", body)).status_code == 201
         where = f"/v1/budgets/{body['budget_id']}"
         if used:
-            await self.post(f"{where}/usage", {"dimensions": {"tokens": used}, "now": NOW})
+            owner = {"namespace": given["namespace"]} if "namespace" in given else {}
+            await self.post(f"{where}/usage", {"dimensions": {"tokens": used}, "now": NOW} | owner)
         return where
 
     def signal(self, execution_id: str, waitpoint_id: str, token: str, **given: Any) -> dict[str, Any]:
