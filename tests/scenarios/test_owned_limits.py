@@ -9,6 +9,7 @@ import pytest
 from flowfabric import errors
 from flowfabric.model import obstacles
 from flowfabric.model.answers import Claimed
+from flowfabric.model.budget import Budget, BudgetDimension
 from flowfabric.model.condition import Single
 from flowfabric.model.verdicts import (
     BudgetCreated,
@@ -22,7 +23,9 @@ from flowfabric.model.verdicts import (
     Reserved,
 )
 from flowfabric.rules.budgets import Need
+from flowfabric.rules.change import Change, Guard, Patch
 from flowfabric.rules.suspend_args import Fresh
+from flowfabric.stores.base import Want
 from flowfabric.testing.limit_invariants import check_limit_invariants
 from tests.scenarios.play import ACTIVE, LEASE_MS, RESUMABLE, WAITING, Play
 from tests.scenarios.test_reservations import R1, TTL
@@ -324,6 +327,33 @@ async def test_no_waitpoint_key_names_the_budget_of_another_namespace(play: Play
 
     assert isinstance(told, obstacles.BudgetExhausted)
     assert (told.usage, told.hard_limit) == (0, 0), "it is its own budget of that id, of which there is none"
+
+
+async def test_a_waitpoint_key_shows_no_figures_of_a_shared_budget_that_the_policy_does_not_name(
+    play: Play, waits: Waits
+) -> None:
+    await budget(play, "default")
+    await report(play, "default", 7)
+    spy = await held(play, "a")
+    key = Need(B, "tokens", 1).key
+    await waits.suspend(spy, Single(key), Fresh(play.engine.minter.uuid(), key))
+
+    assert isinstance((await play.engine.explain(spy.execution_id)).obstacle, obstacles.Suspended)
+
+
+async def test_a_shared_budget_that_cannot_be_read_holds_up_nobody_who_has_an_own_one(play: Play) -> None:
+    for name in ("a", "default"):
+        await budget(play, name)
+    [row] = (await play.engine.load((Want(Budget, ("default", B)),))).rows[0]
+    patch = Patch(BudgetDimension, ("default", B, "tokens"), {"hard_limit": -1})
+    change = Change(guards=(Guard(Budget, ("default", B), row.revision),), writes=(patch,), id=row.revision + 1)
+    assert await play.engine.store.commit([change]) != [None]
+    mine = await play.create(namespace="a", policy=SPENDS)
+
+    assert await pull(play) == [mine]
+    await play.create(namespace="b", policy=SPENDS)
+    with pytest.raises(errors.Corruption):
+        await pull(play)
 
 
 async def test_a_spend_costs_as_many_round_trips_in_a_namespace_as_in_the_default_one(play: Play) -> None:

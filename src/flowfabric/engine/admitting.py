@@ -34,6 +34,7 @@ class Seen(msgspec.Struct):
     budgets: dict[OwnedId, Budget | None] = {}
     limits: dict[OwnedId, verdicts.QuotaLimits | None] = {}
     policies: dict[OwnedId, QuotaPolicy | None] = {}
+    unreadable: dict[OwnedId, errors.FabricError] = {}  # and why; they matter to whom they belong
     full: set[OwnedId] = set()  # policies that refused somebody
     live: dict[str, list[Worker]] = {}
     refused: set[tuple[BlockingReason, OwnedId]] = set()  # since somebody last looked whether there is room now
@@ -117,7 +118,7 @@ class Admitting(Budgets, Quotas):
             _, sheets = await self.budget_chains.look(unknown)
             for name, sheet in sheets.items():
                 if corrupt := budgets.corruption(sheet):
-                    raise corrupt
+                    seen.unreadable[name] = corrupt
                 seen.budgets[name] = sheet.root
                 seen.spent[name] = budgets.exhausted(sheet.dimensions.values())
         named = {one for namespace, given in terms for one in owners.candidates(namespace, given.quota_policy_ids)}
@@ -128,8 +129,13 @@ class Admitting(Budgets, Quotas):
                 seen.policies[name] = found[0] if found else None
                 numbers = admission.limits_of(seen.policies[name])
                 if isinstance(numbers, errors.FabricError):
-                    raise numbers
+                    seen.unreadable[name], numbers = numbers, None
                 seen.limits[name] = None if numbers is None or numbers.unlimited else numbers
+        if seen.unreadable:
+            meant = [one for row in rows for one in (*seen.budgets_of(row), *seen.policies_of(row))]
+            for one in meant:
+                if corrupt := seen.unreadable.get(one):
+                    raise corrupt
 
     async def _admit_row(self, row: Execution, seen: Seen) -> Admitted | None:
         if refusal := _spent(row, seen):

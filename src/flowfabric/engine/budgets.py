@@ -74,8 +74,7 @@ class Budgets(Waiting):
         answer: verdicts.BudgetCreated | verdicts.BudgetExists = await self.budget_chains.ask(
             budget, lambda sheet, now: spending.create(sheet, definition, now)
         )
-        if isinstance(answer, verdicts.BudgetCreated):
-            await self._wake_redefined(budget, BlockingReason.WAITING_FOR_BUDGET)
+        await self._wake_redefined(budget, BlockingReason.WAITING_FOR_BUDGET)
         return answer
 
     async def change_budget_limits(

@@ -51,7 +51,7 @@ class Explaining(Scheduler):
     async def _suspension(self, row: Execution) -> obstacles.Obstacle:
         loaded = await self.load((Want(Suspension, (row.execution_id,)),))
         root = loaded.rows[0][0] if loaded.rows[0] else None
-        needs = shelving.needs(row, root)
+        needs = [need for need in shelving.needs(row, root) if explaining.may_show(row, need)]
         if not needs:
             return explaining.of_suspension(row, root)
         _, sheets = await self.budget_chains.look([needs[0].budget])

@@ -47,8 +47,7 @@ class Quotas(Waiting, Relay):
         answer: verdicts.QuotaPolicyCreated | verdicts.QuotaPolicyExists = await self.quota_chains.ask(
             policy, lambda sheet, now: admission.create(sheet, numbers, now)
         )
-        if isinstance(answer, verdicts.QuotaPolicyCreated):
-            await self._wake_redefined(policy, BlockingReason.WAITING_FOR_QUOTA)
+        await self._wake_redefined(policy, BlockingReason.WAITING_FOR_QUOTA)
         return answer
 
     async def read_quota_policy_limits(

@@ -168,18 +168,24 @@ class Waiting(Books, Executions):
         return await self._wake(policy, place.blocked_on(BlockingReason.WAITING_FOR_QUOTA, str(policy)))
 
     async def _wake_redefined(self, own: OwnedId, reason: BlockingReason) -> None:
-        """A namespace has defined an id of its own: what its shared namesake holds up may go on there."""
+        """A namespace has an id of its own: what the shared namesake holds up may go on there.
+
+        A definition that is repeated does this again, in case the process of the first one died before it.
+        """
         if own.is_shared:
             return
         shared = place.blocked_on(reason, str(own.shared))
         waits = (Where("blocked_on", "=", shared), Where("namespace", "=", own.namespace))
         after: tuple[int, str] | None = None
-        for _ in range(MOST_PAGES):
-            rows: list[Execution] = await self.store.scan(Scan(Execution, waits, BY_RANK, after, PAGE))
-            await self.set_free(rows, Room(self))
-            if len(rows) < PAGE:
-                return
-            after = (rows[-1].rank, rows[-1].execution_id)
+        try:
+            for _ in range(MOST_PAGES):
+                rows: list[Execution] = await self.store.scan(Scan(Execution, waits, BY_RANK, after, PAGE))
+                await self.set_free(rows, Room(self))
+                if len(rows) < PAGE:
+                    return
+                after = (rows[-1].rank, rows[-1].execution_id)
+        except errors.FabricError as away:
+            logger.warning("what waits for %s is left to the sweep: %s", own.shared, away)
 
     async def _wake(self, name: OwnedId, *lists: str | None) -> bool:
         scan = Scan(Execution, (Where("blocked_on", "in", lists),), BY_RANK, limit=PAGE, each="blocked_on")

@@ -8,7 +8,6 @@ from typing import Any
 from flowfabric import errors
 from flowfabric.handles import Handle
 from flowfabric.model import verdicts
-from flowfabric.model.owned import DEFAULT_NAMESPACE
 from flowfabric.remote.asking import Asking, execution_path
 from flowfabric.remote.shapes import read, variant
 from flowfabric.remote.wire import segment
@@ -33,7 +32,7 @@ class Spending(Asking):
         on_hard_limit: str = "",
         on_soft_limit: str = "",
         reset_interval_ms: int = 0,
-        namespace: str = DEFAULT_NAMESPACE,
+        namespace: str | None = None,
     ) -> verdicts.BudgetCreated | verdicts.BudgetExists:
         """Define a budget; a second definition changes nothing.
 
@@ -73,7 +72,7 @@ class Spending(Asking):
         dimensions: Sequence[str],
         hard_limits: Sequence[int],
         soft_limits: Sequence[int],
-        namespace: str = DEFAULT_NAMESPACE,
+        namespace: str | None = None,
     ) -> verdicts.LimitsChanged:
         """Raise or lower limits."""
         body = {
@@ -118,7 +117,7 @@ class Spending(Asking):
         max_requests_per_window: int,
         max_concurrent: int,
         jitter_ms: int = 0,
-        namespace: str = DEFAULT_NAMESPACE,
+        namespace: str | None = None,
     ) -> verdicts.QuotaPolicyCreated | verdicts.QuotaPolicyExists:
         """Define a quota policy; a second definition changes nothing. What was said of budgets holds here, too."""
         body = {

@@ -13,6 +13,7 @@ from flowfabric.model.worker import Worker
 from flowfabric.rules import admission, budgets, claim, gates, waits, workers
 from flowfabric.rules.admission import QuotaSheet
 from flowfabric.rules.budgets import BudgetSheet
+from flowfabric.rules.policy import decode_terms
 
 FEW = 5  # names that a sentence can bear
 
@@ -81,6 +82,14 @@ def _some(names: Sequence[str]) -> str:
     """The names, or of many the first ones and how many there are besides."""
     more = f" and {len(names) - FEW} more" if len(names) > FEW else ""
     return ", ".join(names[:FEW]) + more
+
+
+def may_show(row: Execution, need: budgets.Need) -> bool:
+    """Whether an execution that sleeps on a budget may show its figures.
+
+    Whoever holds a lease chooses the key that it sleeps on. It must not be a way to read any budget of `default`.
+    """
+    return need.namespace == row.namespace or need.budget_id in decode_terms(row.terms).budget_ids
 
 
 def of_need(sheet: BudgetSheet, need: budgets.Need) -> obstacles.BudgetExhausted:

@@ -105,8 +105,7 @@ class Attempts:
         """Call the handler; raises only when the attempt was cancelled from outside."""
         try:
             arguments = task.signature.load(
-                plain_input(claimed.payload)
-                or await read_input(self._engine, claimed.payload, self._app.namespace)
+                plain_input(claimed.payload) or await read_input(self._engine, claimed.payload, self._app.namespace)
             )
             try:
                 value = await self._call(task, own, arguments)
