@@ -47,9 +47,9 @@ async def test_every_call_means_the_budget_that_the_model_says(store: Store, see
     for name, run in runs.items():
         await engines[0].create_execution(execution_id=run, namespace=name)
 
+    numbers: dict[str, Any] = {"dimensions": ["tokens"], "soft_limits": [0]}
     for _ in range(STEPS):
         engine, name, amount = chance.choice(engines), chance.choice(NAMESPACES), chance.randrange(1, 9)
-        numbers: dict[str, Any] = {"dimensions": ["tokens"], "soft_limits": [0]}
         match chance.choice(("spend",) * 8 + ("report",) * 4 + ("reset", "define")):
             case "define":
                 limit = chance.randrange(10, 60)

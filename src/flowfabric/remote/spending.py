@@ -8,6 +8,7 @@ from typing import Any
 from flowfabric import errors
 from flowfabric.handles import Handle
 from flowfabric.model import verdicts
+from flowfabric.model.owned import DEFAULT_NAMESPACE
 from flowfabric.remote.asking import Asking, execution_path
 from flowfabric.remote.shapes import read, variant
 from flowfabric.remote.wire import segment
@@ -32,7 +33,7 @@ class Spending(Asking):
         on_hard_limit: str = "",
         on_soft_limit: str = "",
         reset_interval_ms: int = 0,
-        namespace: str | None = None,
+        namespace: str = DEFAULT_NAMESPACE,
     ) -> verdicts.BudgetCreated | verdicts.BudgetExists:
         """Define a budget; a second definition changes nothing.
 
@@ -72,7 +73,7 @@ class Spending(Asking):
         dimensions: Sequence[str],
         hard_limits: Sequence[int],
         soft_limits: Sequence[int],
-        namespace: str | None = None,
+        namespace: str = DEFAULT_NAMESPACE,
     ) -> verdicts.LimitsChanged:
         """Raise or lower limits."""
         body = {
@@ -86,20 +87,20 @@ class Spending(Asking):
         return changed
 
     async def list_budgets(
-        self, *, cursor: str | None = None, limit: int = 50, namespace: str | None = None
+        self, *, cursor: str | None = None, limit: int = 50, namespace: str = DEFAULT_NAMESPACE
     ) -> list[str]:
         """The ids of the defined budgets of a namespace, ascending."""
         query = {"cursor": cursor, "limit": limit, "namespace": namespace}
         told = await self.wire.ask("GET", "/v1/budgets", query=query)
         return read(told.body, budgets.BudgetIds).budgets
 
-    async def get_budget_status(self, budget_id: str, *, namespace: str | None = None) -> verdicts.BudgetStatus:
-        """A budget of a namespace for people; without one, of the token's."""
+    async def get_budget_status(self, budget_id: str, *, namespace: str = DEFAULT_NAMESPACE) -> verdicts.BudgetStatus:
+        """A budget of a namespace for people."""
         told = await self.wire.ask("GET", _budget(budget_id), query={"namespace": namespace})
         return read(told.body, verdicts.BudgetStatus)
 
     async def read_budget_usage_and_limits(
-        self, budget_id: str, *, namespace: str | None = None
+        self, budget_id: str, *, namespace: str = DEFAULT_NAMESPACE
     ) -> tuple[dict[str, int], dict[str, int]]:
         """Usage by dimension, and limits as `hard:<dimension>` and `soft:<dimension>`; empty when undefined."""
         try:
@@ -117,7 +118,7 @@ class Spending(Asking):
         max_requests_per_window: int,
         max_concurrent: int,
         jitter_ms: int = 0,
-        namespace: str | None = None,
+        namespace: str = DEFAULT_NAMESPACE,
     ) -> verdicts.QuotaPolicyCreated | verdicts.QuotaPolicyExists:
         """Define a quota policy; a second definition changes nothing. What was said of budgets holds here, too."""
         body = {
@@ -143,6 +144,7 @@ class Spending(Asking):
         idempotency_key: str | None = None,
         handle: Handle | None = None,
         namespace: str | None = None,
+        shared: bool = True,
     ) -> verdicts.Usage:
         """Report for an execution's ledger."""
         _holds_nothing(handle)
@@ -151,6 +153,7 @@ class Spending(Asking):
             "dimensions": dict(deltas),
             "idempotency_key": idempotency_key,
             "namespace": namespace,
+            "shared": shared,
         }
         told = await self.wire.ask("POST", execution_path(execution_id, "spend"), body)
         usage: verdicts.Usage = variant(told.body, *_USAGE)
@@ -166,6 +169,7 @@ class Spending(Asking):
         reservation_id: str | None = None,
         handle: Handle | None = None,
         namespace: str | None = None,
+        shared: bool = True,
     ) -> verdicts.Reserved | verdicts.HardBreach | verdicts.AlreadyApplied:
         """Keep room free for an execution."""
         _holds_nothing(handle)
@@ -175,6 +179,7 @@ class Spending(Asking):
             "amounts": dict(amounts),
             "ttl_ms": ttl_ms,
             "namespace": namespace,
+            "shared": shared,
         }
         told = await self.wire.ask("POST", execution_path(execution_id, "reserve"), body)
         reserved: verdicts.Reserved | verdicts.HardBreach | verdicts.AlreadyApplied = variant(
@@ -190,6 +195,7 @@ class Spending(Asking):
         amounts: Mapping[str, int],
         *,
         namespace: str | None = None,
+        shared: bool = True,
     ) -> verdicts.Usage:
         """End a reservation with what was really used."""
         body = {
@@ -197,21 +203,22 @@ class Spending(Asking):
             "reservation_id": reservation_id,
             "amounts": dict(amounts),
             "namespace": namespace,
+            "shared": shared,
         }
         told = await self.wire.ask("POST", execution_path(execution_id, "settle"), body)
         usage: verdicts.Usage = variant(told.body, *_USAGE)
         return usage
 
     async def refund_budget(
-        self, budget_id: str, reservation_id: str, *, namespace: str | None = None
+        self, budget_id: str, reservation_id: str, *, namespace: str = DEFAULT_NAMESPACE, shared: bool = True
     ) -> verdicts.Refunded:
         """Give all of a reservation back."""
-        body = {"reservation_id": reservation_id, "namespace": namespace}
+        body = {"reservation_id": reservation_id, "namespace": namespace, "shared": shared}
         told = await self.wire.ask("POST", _budget(budget_id, "refund"), body)
         refunded: verdicts.Refunded = variant(told.body, verdicts.Refunded)
         return refunded
 
-    async def wake_budget(self, budget_id: str, *, namespace: str | None = None) -> bool:
+    async def wake_budget(self, budget_id: str, *, namespace: str = DEFAULT_NAMESPACE) -> bool:
         """Let whoever waits for room look again; True when something still waits."""
         told = await self.wire.ask("POST", _budget(budget_id, "wake"), query={"namespace": namespace})
         return bool(read(told.body, dict[str, bool])["still_waiting"])

@@ -52,11 +52,13 @@ class OfExecution(Body, frozen=True, kw_only=True):
     """A request of an execution to one of its budgets."""
 
     namespace: str | None = None  # of the execution, which a caller that may see all namespaces saves a look
+    shared: bool = True  # whether the shared budget of that id stands in, for a token that may use it
 
 
 def _whose(ask: Ask[Any]) -> dict[str, Any]:
     """Where the engine looks for the budget: a bound token means those of the execution's namespace only."""
-    return {"namespace": ask.body.namespace if ask.shares else ask.touched, "shared": ask.shares}
+    body = ask.body
+    return {"namespace": body.namespace if ask.shares else ask.touched, "shared": ask.shares and body.shared}
 
 
 class SpendBody(OfExecution, frozen=True):
@@ -134,6 +136,7 @@ async def settle_for(ask: Ask[SettleBody]) -> Reply:
 class RefundBody(Body, frozen=True):
     reservation_id: str
     namespace: str | None = None
+    shared: bool = True
 
     def __post_init__(self) -> None:
         checked(ids.parse_uuid, self.reservation_id)
@@ -157,7 +160,8 @@ async def refund_reservation(ask: Ask[RefundBody]) -> Reply:
         holder = await ask.engine.reserved_for(budget_id, reservation_id, namespace=namespace)
         if holder is not None:
             await ask.may_touch(holder)
-    return tagged(await ask.engine.refund_budget(budget_id, reservation_id, namespace=namespace, shared=ask.shares))
+    shared = ask.shares and ask.body.shared
+    return tagged(await ask.engine.refund_budget(budget_id, reservation_id, namespace=namespace, shared=shared))
 
 
 class Woken(msgspec.Struct, frozen=True):
