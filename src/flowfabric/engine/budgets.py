@@ -181,11 +181,17 @@ class Budgets(Waiting):
         rows = (await self.load((Want(Reservation, (budget, reservation)),))).rows[0]
         return rows[0].execution_id if rows else None
 
-    async def refund_budget(self, budget_id: str, reservation_id: str) -> verdicts.Refunded:
-        """Give a reservation's room back unused; again gives back nothing."""
+    async def refund_budget(
+        self, budget_id: str, reservation_id: str, *, execution_id: str | None = None
+    ) -> verdicts.Refunded:
+        """Give a reservation's room back unused; again gives back nothing.
+
+        With `execution_id` a reservation of another execution is refused.
+        """
         budget = budget_intake.budget(budget_id)
         reservation = ids.parse_uuid(limits.text("reservation_id", reservation_id), "reservation_id")
-        return await self._make_room(budget, lambda sheet, now: reserving.refund(sheet, reservation, now))
+        owner = None if execution_id is None else intake.execution(execution_id)
+        return await self._make_room(budget, lambda sheet, now: reserving.refund(sheet, reservation, now, owner))
 
     # -- resetting ------------------------------------------------------------------------------------------------
 

@@ -170,9 +170,12 @@ class Spending(Asking):
         usage: verdicts.Usage = variant(told.body, *_USAGE)
         return usage
 
-    async def refund_budget(self, budget_id: str, reservation_id: str) -> verdicts.Refunded:
+    async def refund_budget(
+        self, budget_id: str, reservation_id: str, *, execution_id: str | None = None
+    ) -> verdicts.Refunded:
         """Give all of a reservation back."""
-        told = await self.wire.ask("POST", _budget(budget_id, "refund"), {"reservation_id": reservation_id})
+        body = {"reservation_id": reservation_id, "execution_id": execution_id}
+        told = await self.wire.ask("POST", _budget(budget_id, "refund"), body)
         refunded: verdicts.Refunded = variant(told.body, verdicts.Refunded)
         return refunded
 

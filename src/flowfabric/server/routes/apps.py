@@ -113,9 +113,11 @@ async def settle_for(ask: Ask[SettleBody]) -> Reply:
 
 class RefundBody(Body, frozen=True):
     reservation_id: str
+    execution_id: str | None = None  # a reservation of another execution is refused
 
     def __post_init__(self) -> None:
         checked(ids.parse_uuid, self.reservation_id)
+        checked(ids.parse_execution_id, self.execution_id)
 
 
 def _budget(ask: Ask[Any]) -> str:
@@ -135,7 +137,8 @@ async def refund_reservation(ask: Ask[RefundBody]) -> Reply:
         holder = await ask.engine.reserved_for(_budget(ask), ask.body.reservation_id)
         if holder is not None:
             await ask.may_touch(holder)
-    return tagged(await ask.engine.refund_budget(_budget(ask), ask.body.reservation_id))
+    reservation_id, execution_id = ask.body.reservation_id, ask.body.execution_id
+    return tagged(await ask.engine.refund_budget(_budget(ask), reservation_id, execution_id=execution_id))
 
 
 class Woken(msgspec.Struct, frozen=True):
