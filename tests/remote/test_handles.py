@@ -12,13 +12,14 @@ import pytest
 from flowfabric import Context, Fabric, connect, errors
 from flowfabric.engine.engine import Engine
 from flowfabric.model.answers import Claimed
+from flowfabric.model.api_token import Scope
 from flowfabric.model.states import PublicState
 from flowfabric.remote import RemoteEngine
 from flowfabric.rules.asking import ask_tag
 from flowfabric.server import ServerSettings, create_app
 from flowfabric.settings import Secret
 from tests.remote.serving import Serving, serving
-from tests.remote.test_serving import APP, ROOT, token, working
+from tests.remote.test_serving import ROOT, token, working
 from tests.sdk import service
 from tests.sdk.conftest import until
 
@@ -62,16 +63,20 @@ async def test_the_handle_of_an_engine_is_worth_nothing_to_a_server(engine: Engi
     await engine.complete(held.handle)
 
 
-async def test_a_worker_asks_its_question_with_a_token_to_work(guarded: Serving) -> None:
-    app = Fabric(guarded.url, token=await token(guarded, *APP))
-
-    @app.task
+def asking(app: Fabric) -> Fabric:
+    @app.task(name="ask")
     async def ask(ctx: Context) -> bool:
         votes = await (await ctx.approval("ship", bool, show={"what": 3}))
         return all(vote.value for vote in votes)
 
-    async with app, working(app):
-        run = await ask.submit()
+    return app
+
+
+async def test_a_worker_asks_its_question_with_a_token_to_work(guarded: Serving) -> None:
+    caller = asking(Fabric(guarded.url, token=ROOT))
+    worker = asking(Fabric(guarded.url, token=await token(guarded, Scope.READ, Scope.WORK)))
+    async with caller, worker, working(worker):
+        run = await caller.tasks["ask"].submit()
 
         async def asked() -> bool:
             return await run.state() is PublicState.SUSPENDED

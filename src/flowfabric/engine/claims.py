@@ -201,7 +201,7 @@ class Claims(Within, Keys):
         max_reclaim_count: int | None = None,
         grant_key: str | None = None,
     ) -> answers.Claimed | answers.NotReclaimable | answers.ReclaimCapExceeded | answers.GrantNotFound:
-        """Redeem a reclaim grant; at the cap the execution ends as failed. The key is checked as by `claim_execution`."""
+        """Redeem a reclaim grant; at the cap the execution ends as failed. A key is checked as by `claim_execution`."""
         execution = intake.execution(execution_id)
         holder = intake.holder(worker_id, worker_instance_id, lane_id, lease_id, attempt_id, lease_ttl_ms, self.minter)
         asked = None if max_reclaim_count is None else limits.integer("max_reclaim_count", max_reclaim_count, least=0)

@@ -1,8 +1,8 @@
 """What a handle from outside may do: less than the engine's own verbs, which trust their caller.
 
 A handle proves its lease only if the execution still has that lease. Cancelling is also open to the last holder while
-its attempt is open (execution.md 4.15): its lease may have expired without a takeover, or the attempt may be suspended or
-delayed.
+its attempt is open (execution.md 4.15): its lease may have expired without a takeover, or the attempt may be suspended
+or delayed.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Signed handles: the HMAC that a server appends to a handle that it gives out, and checks when the handle comes back.
 
-Every part of a handle can be read through the API, so its bytes alone prove nothing about who shows them. The HMAC does:
+Every part of a handle can be read through the API, so its bytes prove nothing about who shows them. The HMAC does:
 
     key       = HMAC-SHA-256(secret of a signing key, PURPOSE)
     signature = HMAC-SHA-256(key, kind · 0x00 · bytes of the handle)
 
-The derived key keeps purposes apart: waitpoint tokens and grant keys are HMACs of texts that begin with `<kid>:`, and no
-text of theirs is `PURPOSE`. Nothing names the signing key; a handful of keys verify at any time, and all are tried.
+The derived key keeps purposes apart: waitpoint tokens and grant keys are HMACs of texts that begin with `<kid>:`, and
+no text of theirs is `PURPOSE`. Nothing names the signing key; a handful of keys verify at any time, and all are tried.
 A retired key verifies for its grace, as it does for tokens.
 """
 

@@ -1,8 +1,8 @@
 """Tags: labels on an execution. A key is a lowercase namespace, a dot and a field; a value is any text.
 
-Keys of the namespace `ff` are reserved: approvers see and trust what stands there. The engine, the server and the holder
-of the lease set them, nobody else. All tags of an execution travel with its events, so their bytes are bounded; reserved
-tags have a bound of their own, so that whoever labels an execution cannot keep it from asking its question.
+Keys of the namespace `ff` are reserved: approvers see and trust what stands there. The engine, the server and the
+holder of the lease set them, nobody else. All tags of an execution travel with its events, so their bytes are bounded;
+reserved tags have a bound of their own, so that whoever labels an execution cannot keep it from asking its question.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The server's signing keys: the first one is seeded here, and handles are signed and checked with a cached keystore.
 
-The keystore is read again after `TRUSTED_S`, and once more when a handle matches none of the cached keys: another server
-may have rotated them. Requests that need such a second look share it, and it happens at most once in `RELOAD_S`, however
-many forged handles arrive.
+The keystore is read again after `TRUSTED_S`, and once more when a handle matches none of the cached keys: another
+server may have rotated them. Requests that need such a second load share it, and it happens at most once in `RELOAD_S`,
+however many forged handles arrive.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def read_handle(text: str) -> Handle:
 
 
 class Held(Body, frozen=True):
-    """What the holder of a lease says. The server checks the handle before the route sees the request (`Ask.holder`)."""
+    """What the holder of a lease says. The server checks the handle before a route sees the request (`Ask.holder`)."""
 
     handle: str
 
