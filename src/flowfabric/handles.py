@@ -7,6 +7,9 @@ Opaque to everyone but the store that gave it out. All integers are little-endia
 
 An older form, 0x01 followed directly by `execution_id`, is still read and means Valkey; it is never written.
 A handle made in this process knows its fields and is not encoded before someone wants its bytes.
+
+Over HTTP a server appends an HMAC to the bytes and checks it when they come back (`rules/signed_handles.py`). Clients
+carry it beside the bytes as `signature`; an engine neither makes nor reads it.
 """
 
 from __future__ import annotations
@@ -43,6 +46,8 @@ class BackendTag(IntEnum):
         return _TITLES[self]
 
 
+SIGNATURE_BYTES: Final = 32  # of the HMAC that a server appends
+
 _TITLES: Final = {
     BackendTag.VALKEY: "Valkey",
     BackendTag.POSTGRES: "Postgres",
@@ -76,15 +81,17 @@ class HandleFields(msgspec.Struct, frozen=True, gc=False):
 class Handle:
     """A worker's claim on an execution, good as long as its lease. Two handles are equal when their bytes are."""
 
-    __slots__ = ("_embedded", "_fields", "_opaque", "backend", "kind")
+    __slots__ = ("_embedded", "_fields", "_opaque", "backend", "kind", "signature")
 
     backend: Final[BackendTag]
     kind: Final[HandleKind]
+    signature: Final[bytes]  # of the server that gave it out; empty for a handle of an engine
 
-    def __init__(self, backend: BackendTag, kind: HandleKind, opaque: bytes) -> None:
+    def __init__(self, backend: BackendTag, kind: HandleKind, opaque: bytes, signature: bytes = b"") -> None:
         """A handle that came from elsewhere; nothing is read before it is opened."""
         self.backend = backend
         self.kind = kind
+        self.signature = signature
         self._opaque: bytes | None = opaque
         self._embedded = backend  # until it is read
         self._fields: HandleFields | None = None
@@ -126,7 +133,7 @@ class Handle:
         return hash((self.backend, self.kind, self.opaque))
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Handle, (self.backend, self.kind, self.opaque)
+        return Handle, (self.backend, self.kind, self.opaque, self.signature)
 
     def __repr__(self) -> str:
         held = self._fields

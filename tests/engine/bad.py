@@ -181,6 +181,9 @@ VERBS: dict[str, Verb] = {
         {"handle": Stand.HANDLE, "pct": None, "message": None},
         {"handle": Stand.NO_HANDLES, "pct": [*COUNT[1:], 101], "message": TEXT},
     ),
+    "set_tags": Verb(
+        {"handle": Stand.HANDLE, "pairs": {"ff.show": "c"}}, {"handle": Stand.NO_HANDLES, "pairs": [None, {}, *TAGS]}
+    ),
     "update_progress": Verb({**by_id, "fence": Fence()}, {**bad_id, "fence": FENCE, "pct": [*COUNT[1:], 101]}),
     "create_within": Verb(
         {"connection": None, "asks": Stand.ASKS}, {"connection": [None, 5], "asks": [None, 5, "asks", b"asks"]}
@@ -248,11 +251,11 @@ VERBS: dict[str, Verb] = {
     "unblock_execution": Verb({"execution_id": Stand.WAITING}, {**bad_id, "expected_reason": ["foo", *TEXT]}),
     "set_execution_tag": Verb(
         {"execution_id": Stand.WAITING, "key": "a.b", "value": "c"},
-        {**bad_id, "key": [*REQUIRED, "", "Bad.Key", "nodot", *TEXT], "value": [*REQUIRED, *TEXT]},
+        {**bad_id, "key": [*REQUIRED, "", "Bad.Key", "nodot", "ff.show", *TEXT], "value": [*REQUIRED, *TEXT]},
     ),
     "set_execution_tags": Verb(
         {"execution_id": Stand.WAITING, "pairs": {"a.b": "c"}},
-        {**bad_id, "pairs": [None, {}, *TAGS]},
+        {**bad_id, "pairs": [None, {}, {"ff.show": "c"}, *TAGS]},
     ),
     "claim": Verb(
         {**worker, "lane_id": "elsewhere"},
@@ -286,11 +289,12 @@ VERBS: dict[str, Verb] = {
             "attempt_id": A_UUID,
             "attempt_timeout_ms": a_length,
             "execution_deadline_at": an_instant,
+            "grant_key": TEXT,
         },
     ),
     "claim_resumed_execution": Verb(
         {**worker, **lease, "execution_id": Stand.WAITING},
-        {**bad_worker, **bad_lease, **bad_id, "remaining_attempt_timeout_ms": a_length},
+        {**bad_worker, **bad_lease, **bad_id, "remaining_attempt_timeout_ms": a_length, "grant_key": TEXT},
     ),
     "claim_from_resume_grant": Verb(
         {**worker, "grant": Stand.GRANT},
@@ -306,7 +310,7 @@ VERBS: dict[str, Verb] = {
     ),
     "reclaim_execution": Verb(
         {**worker, **lease, **by_id, "attempt_id": UUID},
-        {**bad_worker, **bad_lease, **bad_id, "attempt_id": A_UUID, "max_reclaim_count": COUNT[1:]},
+        {**bad_worker, **bad_lease, **bad_id, "attempt_id": A_UUID, "max_reclaim_count": COUNT[1:], "grant_key": TEXT},
     ),
     "scan_eligible_executions": Verb(
         {"lane_id": "default", "partition": 86, "limit": 10},

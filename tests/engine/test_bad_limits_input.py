@@ -84,7 +84,10 @@ VERBS: Table = {
         {"budget_id": IDS, "execution_id": EXECUTIONS, "reservation_id": IDS, "amounts": MAPPINGS},
     ),
     "reserved_for": ({"budget_id": B, "reservation_id": R}, {"budget_id": IDS, "reservation_id": IDS}),
-    "refund_budget": ({"budget_id": B, "reservation_id": R}, {"budget_id": IDS, "reservation_id": IDS}),
+    "refund_budget": (
+        {"budget_id": B, "reservation_id": R},
+        {"budget_id": IDS, "reservation_id": IDS, "execution_id": ["", 5, "not-an-id", B]},
+    ),
     "reset_budget": ({"budget_id": B}, {"budget_id": IDS}),
     "get_budget_status": ({"budget_id": B}, {"budget_id": IDS}),
     "read_budget_usage_and_limits": ({"budget_id": B}, {"budget_id": IDS}),

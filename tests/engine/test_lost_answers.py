@@ -286,7 +286,7 @@ async def reclaim_at_the_cap(scene: Scene) -> Act:
 
 
 async def rotate_keys(scene: Scene) -> Act:
-    return lambda: scene.engine.rotate_waitpoint_hmac_secret_all("k2", "ffeeddccbbaa99887766554433221100", 1000)
+    return lambda: scene.engine.rotate_waitpoint_hmac_secret_all("k2", "ffeeddccbbaa99887766554433221100" * 2, 1000)
 
 
 CASES: tuple[Case, ...] = (

@@ -98,12 +98,13 @@ def test_a_keystore_with_only_retired_keys_can_be_seeded() -> None:
 
 
 def test_a_booting_server_installs_its_secret_only_into_an_empty_keystore() -> None:
-    first = tokens.install([], "AB")
+    first = tokens.install([], A.upper())
 
-    assert first == KeyDecision(Seeded("k1"), put=(key("k1", "ab"),))
+    assert first == KeyDecision(Seeded("k1"), put=(key("k1", A),))
     assert tokens.install([key("k7", "ab")], "AB").answer == AlreadySeeded("k7", same_secret=True)
     assert tokens.install([key("k7", "cd")], "ab").answer == AlreadySeeded("k7", same_secret=False)
     assert tokens.install([], "abc").answer == InvalidSecretHex()
+    assert type(tokens.install([], A[:62]).answer) is InvalidSecretHex
 
 
 def test_the_first_rotation_is_a_bootstrap() -> None:
@@ -174,6 +175,7 @@ def test_a_rotation_drops_them_where_no_key_signs_any_more_too() -> None:
         ("k", "zz", 0, InvalidSecretHex),
         ("k", "ab\n", 0, InvalidSecretHex),
         ("k", "٣٣", 0, InvalidSecretHex),
+        ("k", A[:62], 0, InvalidSecretHex),
         ("k", A, -1, InvalidGraceMs),
         ("k", A, 0.5, InvalidGraceMs),
         ("k", A, 2**53, InvalidGraceMs),
@@ -192,8 +194,8 @@ def test_a_rotation_with_wrong_arguments_is_refused(
     assert secret == "" or secret not in str(decision.answer)
 
 
-def test_the_longest_grace_and_a_short_secret_are_accepted() -> None:
-    decision = rotate([key("k1", A)], "k2", "00", 2**53 - 1, NOW)
+def test_the_longest_grace_and_the_shortest_secret_are_accepted() -> None:
+    decision = rotate([key("k1", A)], "k2", "00" * 32, 2**53 - 1, NOW)
 
     assert decision.put[0].expires_at == NOW + 2**53 - 1 < 2**63
 

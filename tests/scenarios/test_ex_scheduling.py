@@ -431,7 +431,7 @@ async def test_ex_030_a_scheduler_s_grant_is_signed_and_outlives_a_rotation(play
     assert stored is not None
     assert stored.key_id == tokens.grant_id(grant.grant_key)
 
-    await engine.rotate_waitpoint_hmac_secret_all("k2", "ffeeddccbbaa99887766554433221100", 1000)
+    await engine.rotate_waitpoint_hmac_secret_all("k2", "ffeeddccbbaa99887766554433221100" * 2, 1000)
 
     assert await engine.verify_grant(e, grant.grant_key) is None
     play.clock.pass_ms(4999)

@@ -562,6 +562,15 @@ async def test_what_nobody_could_answer_is_not_asked(shape: Any) -> None:
                 await run.result("1d")
 
 
+@pytest.mark.parametrize("key", ["ff.show", "ff.ask.11111111", "ff.traceparent"])
+def test_a_reserved_tag_is_refused_where_it_is_declared(key: str) -> None:
+    app = Fabric("memory://")
+    with pytest.raises(errors.InvalidTagKey, match=f"{key}: keys that begin with ff. are reserved"):
+        app.task(tags={key: "x"})(plain)
+    with pytest.raises(errors.InvalidTagKey, match="reserved"):
+        app.task(plain).options(tags={key: "x"})
+
+
 async def test_what_an_approval_shows_is_checked_before_it_asks() -> None:
     app = Fabric("memory://")
 

@@ -151,6 +151,7 @@ async def test_a_token_of_some_namespaces_is_granted_and_redeems_what_is_theirs(
 
     grant = await ask.post("/v1/workers/w/claim", wish, headers=headers)
     assert grant.json()["execution_id"] == mine
+    redeem["grant_key"] = grant.json()["grant_key"]
     assert "Claimed" in (await ask.post(path(mine, "redeem"), redeem, headers=headers)).json()
     assert await status(ask, "POST", "/v1/workers/w/claim", headers, wish) == 204
     assert (await ask.post("/v1/workers/w/claim", wish)).json()["execution_id"] == theirs

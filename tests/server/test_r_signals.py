@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 
+from flowfabric import errors
 from flowfabric.engine.asks import ByName, Count, CountKind, Fresh, Single, SuspendArgs
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.suspensions import SuspendDetails, Suspended
+from flowfabric.model.keys import Keystore, SigningKey
+from flowfabric.rules.change import Change, Guard, Put
 from flowfabric.rules.tokens import Noop
 from flowfabric.server.serving import seed
 from flowfabric.server.settings import ServerSettings
@@ -230,11 +233,20 @@ async def test_r59_old_token_inside_grace(ask: Asking) -> None:
     for _ in range(2):
         rotated = await ask.post(ROTATE, rotation)
         assert (rotated.status_code, rotated.json()) == (200, {"rotated": 1, "failed": [], "new_kid": "k2"})
-    clash = await ask.post(ROTATE, rotation | {"new_secret_hex": "cd"})
+    clash = await ask.post(ROTATE, rotation | {"new_secret_hex": "cd" * 32})
     assert clash.status_code == 400
     assert clash.json()["error"].startswith("rotation failed on all partitions")
 
     assert "Accepted" in (await sent(ask, execution_id, details)).json()
+
+
+@pytest.mark.parametrize("secret", ["ab", "ab" * 31])
+async def test_a_secret_below_32_bytes_is_refused(ask: Asking, secret: str) -> None:
+    answer = await ask.post(ROTATE, {"new_kid": "k2", "new_secret_hex": secret})
+
+    words = f"invalid_secret_hex: {len(secret) // 2} bytes; a signing secret has at least 32"
+    assert (answer.status_code, answer.json()) == (400, {"error": words})
+    assert (await ask.engine.list_waitpoint_hmac_kids()).current_kid == "k1"
 
 
 async def test_one_rotation_at_a_time(ask: Asking) -> None:
@@ -247,7 +259,7 @@ async def test_one_rotation_at_a_time(ask: Asking) -> None:
     )
 
 
-@pytest.mark.parametrize("secret", ["ab", "AB" * 16, "cd" * 32, "ef" * 100])
+@pytest.mark.parametrize("secret", ["AB" * 32, "cd" * 32, "ef" * 100])
 async def test_a_server_installs_its_secret_once_and_warns_of_another(
     store: Store, secret: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -265,3 +277,23 @@ async def test_a_server_installs_its_secret_once_and_warns_of_another(
     [entry] = await engine.rotate_waitpoint_hmac_secret_all("k1", secret.lower(), 0)
     assert entry.result == Noop("k1")
     assert "7777" not in caplog.text
+
+
+async def test_a_server_does_not_install_a_secret_below_32_bytes(store: Store) -> None:
+    engine = Engine(store)
+    with pytest.raises(errors.InvalidSecretHex, match="16 bytes"):
+        await seed(engine, ServerSettings(waitpoint_secret=Secret("ab" * 16)))
+
+    assert (await engine.list_waitpoint_hmac_kids()).current_kid is None
+
+
+async def test_a_shorter_key_that_is_stored_keeps_signing_and_lets_its_server_start(store: Store) -> None:
+    """A deployment from before the bound: its configured secret is the stored one."""
+    engine, short = Engine(store), "ab" * 16
+    rows = (Put(Keystore(0, "k1")), Put(SigningKey("k1", short, current=True)))
+    await store.commit([Change(guards=(Guard(Keystore, (0,), None),), writes=rows, id=1)])
+    await seed(engine, ServerSettings(waitpoint_secret=Secret(short)))
+    ask = Asking(engine)
+    execution_id, details = await suspended(ask)
+
+    assert "Accepted" in (await sent(ask, execution_id, details)).json()

@@ -11,7 +11,6 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from flowfabric.clock import ManualClock
 from flowfabric.remote import RemoteEngine
 from flowfabric.server.traces import NoSpans, OtelSpans
-from flowfabric.server.wire import write_handle
 from tests.server.asking import Asking
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -101,7 +100,7 @@ async def test_an_attempt_that_was_claimed_elsewhere_is_nothing_to_fail_at(
     ask: Asking, exported: InMemorySpanExporter
 ) -> None:
     held = await ask.claimed()
-    answer = await ask.post("/v1/leases/complete", {"handle": write_handle(held.handle)})
+    answer = await ask.post("/v1/leases/complete", {"handle": await ask.app.handles.sign(held.handle)})
 
     assert answer.status_code == 200
     assert [span.name for span in exported.get_finished_spans() if span.name == "attempt"] == []

@@ -279,7 +279,7 @@ async def test_ex_031_a_grant_stays_good_until_it_is_redeemed(ask: Asking, clock
     ).json()
     assert (grant["execution_id"], grant["grant_kind"]) == (execution_id, kind)
     clock.pass_ms(4000)
-    redeem = {"grant_kind": kind, "worker_id": "w", "worker_instance_id": "w-9"}
+    redeem = {"grant_kind": kind, "grant_key": grant["grant_key"], "worker_id": "w", "worker_instance_id": "w-9"}
     stranger = await ask.post(path(execution_id, "redeem"), redeem | {"worker_id": "v"})
     assert stranger.status_code == 409 or "GrantNotFound" in stranger.json()
 

@@ -19,9 +19,11 @@ from flowfabric.rules.mailbox import MailArgs
 from flowfabric.rules.parking import GateArgs, Ready
 from flowfabric.rules.policy import PARTS as POLICY_PARTS
 from flowfabric.rules.signals import Accepted, Duplicate, SignalArgs
+from flowfabric.rules.signed_handles import HandleKeys, is_signed_handle, sign_handle
 from flowfabric.rules.streams import Appended, BestEffort
 from flowfabric.rules.suspend_args import Fresh, ResumePolicy, SuspendArgs, UsePending
 from flowfabric.rules.suspension_views import SuspensionRecord
+from flowfabric.rules.tags import TRACE_TAG, check_not_reserved
 from flowfabric.rules.tokens import Kids, WaitpointToken
 from flowfabric.rules.views import StateVector
 from flowfabric.rules.waitpoints import WaitpointRecord, WaitpointView
@@ -29,6 +31,7 @@ from flowfabric.rules.waits import ObservedSignal
 
 __all__ = [
     "POLICY_PARTS",
+    "TRACE_TAG",
     "Accepted",
     "AllOf",
     "Appended",
@@ -46,6 +49,7 @@ __all__ = [
     "FrameView",
     "Fresh",
     "GateArgs",
+    "HandleKeys",
     "Kids",
     "MailArgs",
     "Need",
@@ -69,8 +73,11 @@ __all__ = [
     "Wildcard",
     "ask_tag",
     "asked_by",
+    "check_not_reserved",
     "closed_by",
+    "is_signed_handle",
     "outcome_of",
     "plain_condition",
     "schema_of",
+    "sign_handle",
 ]

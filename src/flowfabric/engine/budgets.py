@@ -280,13 +280,23 @@ class Budgets(Waiting):
         return rows[0].execution_id if rows else None
 
     async def refund_budget(
-        self, budget_id: str, reservation_id: str, *, namespace: str = DEFAULT_NAMESPACE, shared: bool = True
+        self,
+        budget_id: str,
+        reservation_id: str,
+        *,
+        execution_id: str | None = None,
+        namespace: str = DEFAULT_NAMESPACE,
+        shared: bool = True,
     ) -> verdicts.Refunded:
-        """Give a reservation's room back unused; again gives back nothing."""
+        """Give a reservation's room back unused; again gives back nothing.
+
+        With `execution_id` a reservation of another execution is refused.
+        """
         own = budget_intake.owned(namespace, budget_id)
         reservation = ids.parse_uuid(limits.text("reservation_id", reservation_id), "reservation_id")
+        owner = None if execution_id is None else intake.execution(execution_id)
         return await self._make_owner_room(
-            own, lambda sheet, now: reserving.refund(sheet, reservation, now), shared=shared
+            own, lambda sheet, now: reserving.refund(sheet, reservation, now, owner), shared=shared
         )
 
     # -- resetting ------------------------------------------------------------------------------------------------

@@ -116,17 +116,19 @@ class Claims(Within, Keys):
         lease_ttl_ms: int = 15_000,
         attempt_timeout_ms: int | None = None,
         execution_deadline_at: int | None = None,
+        grant_key: str | None = None,
     ) -> answers.Claimed:
-        """Redeem a claim grant by beginning a new attempt."""
+        """Redeem a claim grant by beginning a new attempt; a `grant_key` has to be the one that was issued with it."""
         execution = intake.execution(execution_id)
         holder = intake.holder(worker_id, worker_instance_id, lane_id, lease_id, attempt_id, lease_ttl_ms, self.minter)
         timeout = intake.optional_duration("attempt_timeout_ms", attempt_timeout_ms)
         deadline = intake.optional_instant("execution_deadline_at", execution_deadline_at)
+        proof = await self._proof(grant_key)
         return await self._redeem(
             execution,
             HandleKind.FRESH,
             lambda row, now: claim.claim_execution(
-                row, holder, now, attempt_timeout_ms=timeout, execution_deadline_at=deadline
+                row, holder, now, attempt_timeout_ms=timeout, execution_deadline_at=deadline, proof=proof
             ),
         )
 
@@ -140,15 +142,19 @@ class Claims(Within, Keys):
         lease_id: str | None = None,
         lease_ttl_ms: int = 15_000,
         remaining_attempt_timeout_ms: int | None = None,
+        grant_key: str | None = None,
     ) -> answers.Claimed:
-        """Redeem a grant by going on with the interrupted attempt."""
+        """Redeem a grant by going on with the interrupted attempt; the key is checked as by `claim_execution`."""
         execution = intake.execution(execution_id)
         holder = intake.holder(worker_id, worker_instance_id, lane_id, lease_id, None, lease_ttl_ms, self.minter)
         remaining = intake.optional_duration("remaining_attempt_timeout_ms", remaining_attempt_timeout_ms)
+        proof = await self._proof(grant_key)
         return await self._redeem(
             execution,
             HandleKind.RESUMED,
-            lambda row, now: claim.claim_resumed_execution(row, holder, now, remaining_attempt_timeout_ms=remaining),
+            lambda row, now: claim.claim_resumed_execution(
+                row, holder, now, remaining_attempt_timeout_ms=remaining, proof=proof
+            ),
         )
 
     async def claim_from_resume_grant(
@@ -168,6 +174,7 @@ class Claims(Within, Keys):
             worker_instance_id=worker_instance_id,
             lane_id=grant.lane_id,
             lease_ttl_ms=lease_ttl_ms,
+            grant_key=grant.grant_key,
         )
         return claimed.handle
 
@@ -192,13 +199,15 @@ class Claims(Within, Keys):
         attempt_id: str | None = None,
         lease_ttl_ms: int = 15_000,
         max_reclaim_count: int | None = None,
+        grant_key: str | None = None,
     ) -> answers.Claimed | answers.NotReclaimable | answers.ReclaimCapExceeded | answers.GrantNotFound:
-        """Redeem a reclaim grant; at the cap the execution ends as failed."""
+        """Redeem a reclaim grant; at the cap the execution ends as failed. A key is checked as by `claim_execution`."""
         execution = intake.execution(execution_id)
         holder = intake.holder(worker_id, worker_instance_id, lane_id, lease_id, attempt_id, lease_ttl_ms, self.minter)
         asked = None if max_reclaim_count is None else limits.integer("max_reclaim_count", max_reclaim_count, least=0)
+        proof = await self._proof(grant_key)
         answer = await self.settle_execution(
-            execution, lambda row, now: reclaim.reclaim_execution(row, holder, asked, now)
+            execution, lambda row, now: reclaim.reclaim_execution(row, holder, asked, now, proof)
         )
         return self._acquired(answer, HandleKind.RECLAIMED) if isinstance(answer, Acquired) else answer
 
@@ -219,6 +228,14 @@ class Claims(Within, Keys):
                 rows += await self.scan(Scan(Execution, where, ("rank", "execution_id"), limit=most))
         rows.sort(key=lambda row: (row.rank, row.execution_id))
         return [row.execution_id for row in rows[:most]]
+
+    async def _proof(self, grant_key: str | None) -> tokens.GrantProof | None:
+        """A shown grant key with the keys that check it; they are of another partition than the grant."""
+        shown = limits.optional_text("grant_key", grant_key)
+        if shown is None:
+            return None
+        loaded = await self.load((SIGNING_KEYS,))
+        return tokens.GrantProof(shown, self.keys_in(loaded.rows[0]))
 
     async def _redeem(self, execution_id: str, kind: HandleKind, decide: Any) -> answers.Claimed:
         return self._acquired(await self.settle_execution(execution_id, decide), kind)

@@ -18,6 +18,7 @@ from flowfabric.engine.flow_cancels import FlowCancels
 from flowfabric.engine.flow_reads import FlowReads
 from flowfabric.engine.flow_sweeps import FlowSweeps
 from flowfabric.engine.folding import Folding
+from flowfabric.engine.holder import Holder
 from flowfabric.engine.levels import Levels
 from flowfabric.engine.pulling import Pulling
 from flowfabric.engine.reads import Reads
@@ -53,6 +54,7 @@ class Capabilities(msgspec.Struct, frozen=True):
 
 class Engine(
     Finishing,
+    Holder,
     FlowCancels,
     FlowReads,
     Sleeping,

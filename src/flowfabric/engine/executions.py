@@ -419,7 +419,7 @@ class Executions(Purging, Creating):
         """Set one tag."""
         execution = intake.execution(execution_id)
         name = limits.text("key", key)
-        if refused := tags.check_tag_key(name):
+        if refused := tags.check_tag_key(name) or tags.check_not_reserved(name):
             raise refused
         pair = {name: limits.text("value", value)}
         await self.settle_execution(execution, lambda row, _: notes.set_tags(row, pair))

@@ -239,7 +239,7 @@ class FlowVerbs(Executions):
     async def set_flow_tag(self, flow_id: str, key: str, value: str) -> None:
         """Set one tag of a flow."""
         name = limits.text("key", key)
-        if refused := tags.check_tag_key(name):
+        if refused := tags.check_tag_key(name) or tags.check_not_reserved(name):
             raise refused
         flow, text = intake.flow(flow_id), limits.text("value", value)
         await self.settle((Want(Flow, (flow,)),), lambda rows, _: flows.set_tag(first(rows[0]), name, text))

@@ -14,6 +14,7 @@ from flowfabric.engine.vault import UNREADABLE, Vault
 from flowfabric.model.keys import Keystore, SigningKey
 from flowfabric.rules import limits, tokens
 from flowfabric.rules.change import Change, Decision, Delete, Guard, Put
+from flowfabric.rules.signed_handles import HandleKeys, handle_keys
 from flowfabric.stores.base import Want
 
 KEYS_TRUSTED_S = 0.5
@@ -87,6 +88,11 @@ class Keys(Core):
         """The key that signs grants, or why there is none."""
         loaded = await self.load(KEYSTORE)
         return tokens.grant_signer(self.keys_in(loaded.rows[1]), op)
+
+    async def handle_keys(self) -> HandleKeys:
+        """The keys with which a server signs and checks handles, as the keystore has them now."""
+        loaded = await self.load((SIGNING_KEYS,))
+        return handle_keys(self.keys_in(loaded.rows[0]))
 
     def recent_keys(self) -> list[SigningKey] | None:
         """The keystore's rows if they were looked at a moment ago: good enough to sign with, never to verify.

@@ -1,7 +1,8 @@
 """Redeeming: a worker that is offered work by grants, and takes no more of it than it has room for.
 
 SDK workers claim directly and need none of this. It is for workers that a scheduler sends grants to: the place is taken
-before the grant is used up, so a worker that is full leaves the grant as good as it was.
+before the grant is used up, so a worker that is full leaves the grant as good as it was. The key that was issued with a
+grant is checked when it is redeemed.
 """
 
 from __future__ import annotations
@@ -91,6 +92,7 @@ class Redeemer:
                 worker_instance_id=self._instance_id,
                 lane_id=grant.lane_id,
                 lease_ttl_ms=self._lease_ttl_ms,
+                grant_key=grant.grant_key,
             )
         except errors.UseClaimResumedExecution:
             return await self._resume(grant)
@@ -102,6 +104,7 @@ class Redeemer:
             worker_instance_id=self._instance_id,
             lane_id=grant.lane_id,
             lease_ttl_ms=self._lease_ttl_ms,
+            grant_key=grant.grant_key,
         )
 
     async def _reclaim(
@@ -114,6 +117,7 @@ class Redeemer:
             lane_id=grant.lane_id,
             lease_ttl_ms=self._lease_ttl_ms,
             max_reclaim_count=max_reclaim_count,
+            grant_key=grant.grant_key,
         )
 
 

@@ -32,7 +32,7 @@ INTERNAL: Final = frozenset(
         *("heads", "forget_decided", "turns_of", "keep_turns", "next_turn", "admit", "give_back", "close_route"),
         *("look_after", "pass_over", "wish", "granted", "forgo", "portions", "windows", "contenders"),
         # signing keys
-        *("signing_key", "signer", "recent_keys", "keys_in", "opened_keys"),
+        *("signing_key", "signer", "recent_keys", "keys_in", "opened_keys", "handle_keys"),
         # what sweeps, relays and wakes do to one row
         *("sweeper", "sweep_worker", "expire_pending_waitpoint", "lapse_reservations"),
         *("reset_budget_if_due", "reconcile_quota_policy", "deliver", "redeliver", "take_in_children", "set_free"),
@@ -42,7 +42,7 @@ INTERNAL: Final = frozenset(
         *("dispatched", "delivered", "folds_done", "frames_written", "finish_background", "stop_timers"),
         # between the engine and the library above it
         *("nudge", "read_votes", "read_token_of", "remembered_steps", "reserved_for", "read_levels", "holder_of"),
-        *("ensure_partitions", "shutdown_prepare"),
+        *("ensure_partitions", "shutdown_prepare", "cancel_as_holder", "require_lease"),
     }
 )
 

@@ -133,7 +133,7 @@ class InvalidKid(ValidationError):
 
 
 class InvalidSecretHex(ValidationError):
-    """A secret must be an even, non-zero number of hexadecimal digits."""
+    """A secret must be an even number of hexadecimal digits, at least 64 for a new one."""
 
     kind = "invalid_secret_hex"
 
@@ -145,7 +145,7 @@ class InvalidGraceMs(ValidationError):
 
 
 class InvalidTagKey(ValidationError):
-    """A tag key is a lowercase namespace, a dot and a lowercase field; the detail is the key."""
+    """A tag key is a lowercase namespace other than ff, a dot and a lowercase field; the detail names the key."""
 
     kind = "invalid_tag_key"
 

@@ -48,7 +48,7 @@ class Frames(Asking):
             "correlation_id": correlation_id,
             "best_effort": best_effort,
         }
-        holder = write_handle(handle)
+        holder = write_handle(handle, handle.signature)
         kept: asyncio.Future[Appended] = asyncio.get_running_loop().create_future()
         self._outgoing.setdefault(holder, []).append((frame, kept))
         if holder not in self._senders:

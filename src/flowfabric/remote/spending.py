@@ -210,10 +210,21 @@ class Spending(Asking):
         return usage
 
     async def refund_budget(
-        self, budget_id: str, reservation_id: str, *, namespace: str = DEFAULT_NAMESPACE, shared: bool = True
+        self,
+        budget_id: str,
+        reservation_id: str,
+        *,
+        execution_id: str | None = None,
+        namespace: str = DEFAULT_NAMESPACE,
+        shared: bool = True,
     ) -> verdicts.Refunded:
         """Give all of a reservation back."""
-        body = {"reservation_id": reservation_id, "namespace": namespace, "shared": shared}
+        body = {
+            "reservation_id": reservation_id,
+            "execution_id": execution_id,
+            "namespace": namespace,
+            "shared": shared,
+        }
         told = await self.wire.ask("POST", _budget(budget_id, "refund"), body)
         refunded: verdicts.Refunded = variant(told.body, verdicts.Refunded)
         return refunded

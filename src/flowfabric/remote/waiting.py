@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -29,7 +30,7 @@ from flowfabric.remote.asking import execution_path
 from flowfabric.remote.shapes import read, variant
 from flowfabric.remote.wire import segment, was_doubted
 from flowfabric.remote.working import Working
-from flowfabric.server.routes import durable, signals
+from flowfabric.server.routes import durable, signals, work
 from flowfabric.server.wire import read_handle
 
 LEASE_GONE = frozenset({"stale_lease", "lease_expired", "lease_revoked", "execution_not_active"})
@@ -58,6 +59,10 @@ class Waiting(Working):
         """What the steps of the held execution returned."""
         told = await self.wire.ask("GET", execution_path(handle.fields.execution_id, "steps"))
         return read(told.body, durable.Steps).steps
+
+    async def set_tags(self, handle: Handle, pairs: Mapping[str, str]) -> int:
+        """Set some tags of the held execution, all of them or none; how many were given."""
+        return read(await self._hold("tags", handle, tags=dict(pairs)), work.TagsSet).set
 
     async def open_gate(self, handle: Handle, args: GateArgs) -> OpenedGate | GateMemo:
         """Open a gate by name, find it open with the same links, or find what came of it."""

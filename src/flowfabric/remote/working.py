@@ -143,7 +143,7 @@ class Working(Asking):
         self, handles: Sequence[Handle], *, lease_ttl_ms: int | None = None
     ) -> list[answers.Renewed | errors.FabricError]:
         """Move the ends of many leases; each answer stands for itself."""
-        body = {"handles": [write_handle(handle) for handle in handles], "lease_ttl_ms": lease_ttl_ms}
+        body = {"handles": [write_handle(handle, handle.signature) for handle in handles], "lease_ttl_ms": lease_ttl_ms}
         told = await self.wire.ask("POST", "/v1/leases/renew", body, patience_s=AT_ONCE_S)
         results: list[dict[str, Any]] = read(told.body, dict[str, Any])["results"]
         return [among_answers(one) or variant_of(one, answers.Renewed) for one in results]
@@ -240,7 +240,9 @@ class Working(Asking):
         """What the holder of a lease says; the answer's body."""
         if handle is None:
             raise errors.InvalidInput("handle: a server takes this from the holder of the lease only")
-        body = {"handle": write_handle(handle)} | {name: one for name, one in given.items() if one is not None}
+        body = {"handle": write_handle(handle, handle.signature)} | {
+            name: one for name, one in given.items() if one is not None
+        }
         return (await self.wire.ask("POST", f"/v1/leases/{verb}", body)).body
 
     # -- the registry ---------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from flowfabric.rules import capabilities, lease, operate, place, step
 from flowfabric.rules.change import NOW, Change, Decision, Patch, refuse, seen
 from flowfabric.rules.lease import Holder
 from flowfabric.rules.policy import decode_terms
+from flowfabric.rules.tokens import GrantProof
 
 
 class Acquired(msgspec.Struct, frozen=True):
@@ -128,8 +129,9 @@ def claim_execution(
     *,
     attempt_timeout_ms: int | None = None,
     execution_deadline_at: int | None = None,
+    proof: GrantProof | None = None,
 ) -> Decision[Acquired]:
-    """Redeem a grant by beginning a new attempt."""
+    """Redeem a grant by beginning a new attempt; with `proof`, only if it covers the grant."""
     if row is None:
         return refuse(errors.NotFound("execution"))
     if refused := _leaseable(row):
@@ -138,7 +140,7 @@ def claim_execution(
         return refuse(errors.ActiveAttemptExists(execution_id=row.execution_id))
     if row.attempt_state is AttemptState.ATTEMPT_INTERRUPTED:
         return refuse(errors.UseClaimResumedExecution(execution_id=row.execution_id))
-    grant = _grant_for(row, holder, now)
+    grant = _grant_for(row, holder, now, proof)
     if isinstance(grant, errors.FabricError):
         return refuse(grant)
     begun = begin_attempt(row, holder, attempt_timeout_ms=attempt_timeout_ms, deadline_at=execution_deadline_at)
@@ -146,7 +148,12 @@ def claim_execution(
 
 
 def claim_resumed_execution(
-    row: Execution | None, holder: Holder, now: int, *, remaining_attempt_timeout_ms: int | None = None
+    row: Execution | None,
+    holder: Holder,
+    now: int,
+    *,
+    remaining_attempt_timeout_ms: int | None = None,
+    proof: GrantProof | None = None,
 ) -> Decision[Acquired]:
     """Redeem a grant by going on with the interrupted attempt; its id and index stay."""
     if row is None:
@@ -157,7 +164,7 @@ def claim_resumed_execution(
         return refuse(errors.NotAResumedExecution(execution_id=row.execution_id))
     if refused := _leaseable(row):
         return refuse(refused)
-    grant = _grant_for(row, holder, now)
+    grant = _grant_for(row, holder, now, proof)
     if isinstance(grant, errors.ClaimGrantExpired):
         fields = {"grant": None, "granted_until": None, "last_mutation_at": NOW}
         patch = Patch(Execution, (row.execution_id,), fields)
@@ -317,10 +324,12 @@ def _leaseable(row: Execution) -> errors.FabricError | None:
     return None
 
 
-def _grant_for(row: Execution, holder: Holder, now: int) -> Grant | errors.FabricError:
+def _grant_for(row: Execution, holder: Holder, now: int, proof: GrantProof | None) -> Grant | errors.FabricError:
     grant = stored_grant(row)
     if grant is None or grant.worker_id != holder.worker_id:
         return errors.InvalidClaimGrant(execution_id=row.execution_id)
     if grant.expires_at <= now:
         return errors.ClaimGrantExpired(execution_id=row.execution_id)
+    if proof is not None and not proof.covers(grant, now):
+        return errors.InvalidClaimGrant("not its key", execution_id=row.execution_id)
     return grant

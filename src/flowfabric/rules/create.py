@@ -26,7 +26,7 @@ from flowfabric.rules import place
 from flowfabric.rules.change import Change, Copies, Decision, Guard, Insert, Put, Write, absent, at, refuse
 from flowfabric.rules.notes import write_tags
 from flowfabric.rules.policy import Terms, encode_terms, parse_policy
-from flowfabric.rules.tags import check_tags
+from flowfabric.rules.tags import check_created_tags
 
 
 class CreateExecution(msgspec.Struct, frozen=True, gc=False, kw_only=True):
@@ -95,7 +95,7 @@ def create(
     terms, terms_text = parse_policy(ask.policy)
     if isinstance(terms, errors.FabricError):
         return refuse(terms)
-    if bad_tag := check_tags(ask.tags):
+    if bad_tag := check_created_tags(ask.tags):
         return refuse(bad_tag)
     if filled := defaults.fill(terms, ask.lane_id):
         terms, terms_text = filled, encode_terms(filled)

@@ -40,6 +40,7 @@ from flowfabric.rules.change import (
     seen,
 )
 from flowfabric.rules.notes import read_tags, write_tags
+from flowfabric.rules.tags import check_tags_size
 
 MAX_QUORUM = 2**31 - 1
 TERMINAL = frozenset({FlowState.CANCELLED, FlowState.COMPLETED, FlowState.FAILED})
@@ -275,5 +276,7 @@ def set_tag(flow: Flow | None, key: str, value: str) -> Decision[None]:
     if flow is None:
         return refuse(errors.NotFound("flow"))
     merged = read_tags(flow.tags) | {key: value}
+    if too_large := check_tags_size(merged):
+        return refuse(too_large)
     fields = {"tags": write_tags(merged), "last_mutation_at": NOW}
     return Decision(None, Change(guards=(seen_flow(flow),), writes=(Patch(Flow, (flow.flow_id,), fields),)))

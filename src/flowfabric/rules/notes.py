@@ -12,8 +12,9 @@ from flowfabric.model.answers import ProgressNoted
 from flowfabric.model.execution import Execution
 from flowfabric.model.states import LifecyclePhase, OwnershipState
 from flowfabric.rules import lease
-from flowfabric.rules.change import NOW, Change, Decision, Patch, live, refuse, seen
+from flowfabric.rules.change import NOW, Change, Decision, LeaseCheck, Patch, live, refuse, seen
 from flowfabric.rules.lease import Fence
+from flowfabric.rules.tags import check_tags_size
 
 
 def progress(
@@ -39,13 +40,16 @@ def progress(
     return Decision(ProgressNoted(row.execution_id), change)
 
 
-def set_tags(row: Execution | None, tags: Mapping[str, str]) -> Decision[int]:
-    """Upsert tags; events from now on carry them."""
+def set_tags(row: Execution | None, tags: Mapping[str, str], held: LeaseCheck | None = None) -> Decision[int]:
+    """Upsert tags; events from now on carry them. `held` is a lease that has to run when they are written."""
     if row is None:
         return refuse(errors.NotFound("execution"))
     merged = read_tags(row.tags) | dict(tags)
+    if too_large := check_tags_size(merged):
+        return refuse(too_large)
     fields = {"tags": write_tags(merged), "last_mutation_at": NOW}
-    return Decision(len(tags), Change(guards=(seen(row),), writes=(Patch(Execution, (row.execution_id,), fields),)))
+    change = Change(guards=(seen(row, held),), writes=(Patch(Execution, (row.execution_id,), fields),))
+    return Decision(len(tags), change)
 
 
 def read_tags(text: str | None) -> dict[str, str]:

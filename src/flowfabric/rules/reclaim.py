@@ -30,6 +30,7 @@ from flowfabric.rules.claim import (
 )
 from flowfabric.rules.lease import Holder
 from flowfabric.rules.policy import decode_terms
+from flowfabric.rules.tokens import GrantProof
 
 DEFAULT_RECLAIM_CAP = 1000
 CAP_REASON = "max_reclaims_exceeded"
@@ -57,9 +58,16 @@ def issue_reclaim_grant(
 
 
 def reclaim_execution(
-    row: Execution | None, holder: Holder, max_reclaim_count: int | None, now: int
+    row: Execution | None,
+    holder: Holder,
+    max_reclaim_count: int | None,
+    now: int,
+    proof: GrantProof | None = None,
 ) -> Decision[Acquired | NotReclaimable | ReclaimCapExceeded | GrantNotFound]:
-    """Redeem a reclaim grant; at the cap the execution ends as failed, with or without one."""
+    """Redeem a reclaim grant; at the cap the execution ends as failed, with or without one.
+
+    With `proof`, a grant that it does not cover counts as not found.
+    """
     if row is None:
         return refuse(errors.NotFound("execution"))
     if not is_reclaimable(row):
@@ -69,6 +77,8 @@ def reclaim_execution(
         return cap_reached(row, cap)
     grant = stored_grant(row)
     if grant is None or grant.expires_at <= now or grant.worker_id != holder.worker_id:
+        return Decision(GrantNotFound(row.execution_id))
+    if proof is not None and not proof.covers(grant, now):
         return Decision(GrantNotFound(row.execution_id))
     return while_granted(reclaimed(row, holder), grant)
 

@@ -84,10 +84,14 @@ def settle(
     return answer, sheet if isinstance(answer, errors.FabricError) else after
 
 
-def refund(sheet: BudgetSheet, reservation_id: str, now: int) -> Told[verdicts.Refunded]:
-    """Give a reservation's room back unused."""
+def refund(
+    sheet: BudgetSheet, reservation_id: str, now: int, execution_id: str | None = None
+) -> Told[verdicts.Refunded]:
+    """Give a reservation's room back unused; only of one execution, if one is named."""
     sheet = without_lapsed(sheet, now)
     mine = _promised(sheet, reservation_id)
+    if execution_id is not None and (refused := _of_another(mine, execution_id)):
+        return refused, sheet
     given = {row.dimension: row.amount for row in mine.values()}
     return verdicts.Refunded(reservation_id, given), _given_back(sheet, mine, now)
 

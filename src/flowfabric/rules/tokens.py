@@ -41,6 +41,7 @@ FIRST_KID: Final = "k1"
 
 _HEX = re.compile(r"(?:[0-9a-fA-F]{2})+").fullmatch
 _SEED_HEX = re.compile(r"[0-9a-fA-F]{64}").fullmatch
+_LEAST_DIGITS: Final = 64  # 32 bytes, the size of the digest: a shorter secret is weaker than what it signs
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -115,6 +116,8 @@ def install(keys: Keys, secret_hex: object) -> KeyDecision:
         return KeyDecision(InvalidSecretHex())
     if known := current_key(keys) or _find(keys, FIRST_KID):
         return KeyDecision(AlreadySeeded(known.kid, _same_secret(known, secret_hex)))
+    if len(secret_hex) < _LEAST_DIGITS:  # one that is stored already holds, so that old deployments start
+        return KeyDecision(_too_short(secret_hex))
     return KeyDecision(Seeded(FIRST_KID), put=(SigningKey(FIRST_KID, secret_hex.lower(), current=True),))
 
 
@@ -124,6 +127,8 @@ def check_rotation(kid: str, secret_hex: str, grace_ms: object) -> FabricError |
         return InvalidKid(kid)
     if not _HEX(secret_hex):
         return InvalidSecretHex()
+    if len(secret_hex) < _LEAST_DIGITS:
+        return _too_short(secret_hex)
     if isinstance(grace_ms, bool) or not isinstance(grace_ms, int | float):
         return InvalidGraceMs(limits.shown(grace_ms))
     # Compared before it is taken as a whole number, so that NaN and the infinities are refused like the rest.
@@ -182,6 +187,15 @@ def grant_signer(keys: Keys, op: str) -> SigningKey | FabricError:
     if current is None:
         return Unavailable(op, "hmac_secret_not_initialized")
     return current if _HEX(current.secret_hex) else Corruption("invalid_secret")
+
+
+def is_readable(key: SigningKey) -> bool:
+    """True if the key's secret can sign; one that is sealed with another key cannot."""
+    return _HEX(key.secret_hex) is not None
+
+
+def _too_short(secret_hex: str) -> FabricError:
+    return InvalidSecretHex(f"{len(secret_hex) // 2} bytes; a signing secret has at least {_LEAST_DIGITS // 2}")
 
 
 def _is_kid(kid: str) -> bool:
@@ -270,6 +284,17 @@ def verify_grant(grant_key: str, grant: Grant | None, keys: Keys, now: int) -> G
         return GrantFault.SIGNATURE_MISMATCH
     # Properly signed, and yet another one: superseded since, or of the other kind.
     return None if hmac.compare_digest(grant_id(grant_key), grant.key_id) else GrantFault.UNKNOWN_GRANT
+
+
+class GrantProof(msgspec.Struct, frozen=True):
+    """The key that somebody shows for a grant, and the keystore to check it with."""
+
+    grant_key: str
+    keys: tuple[SigningKey, ...]
+
+    def covers(self, grant: Grant, now: int) -> bool:
+        """True if this is the key that was issued with the grant; a grant without a key needs none."""
+        return not grant.key_id or verify_grant(self.grant_key, grant, self.keys, now) is None
 
 
 def _grant_message(tag: str, uuid: str, worker: str, instance: str, expires_at: int, reclaim: bool) -> str:

@@ -209,6 +209,7 @@ class Attempts:
             backend=handle.backend.value,
             kind=handle.kind.value,
             handle=handle.opaque,
+            signature=handle.signature,
             budgets=named_budgets(claimed.payload),
             lease_until=claimed.lease_expires_at,
         )

@@ -43,6 +43,7 @@ class Order(msgspec.Struct, frozen=True):
     backend: int
     kind: str
     handle: bytes
+    signature: bytes  # of the server that gave the handle out; empty on a store
     budgets: dict[str, str]
     lease_until: int
 
@@ -260,5 +261,5 @@ async def _context(task: Task[..., Any], order: Order) -> Context:
     if order.url is not None:
         app.url = order.url  # the worker may have been told another store than the module names
     engine = await app.engine()
-    handle = Handle(BackendTag(order.backend), HandleKind(order.kind), order.handle)
+    handle = Handle(BackendTag(order.backend), HandleKind(order.kind), order.handle, order.signature)
     return Context(app, engine, handle, task, budgets=order.budgets, lease_until=lambda: order.lease_until)

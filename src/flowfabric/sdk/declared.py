@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from flowfabric.engine import intake
+from flowfabric.engine.asks import check_not_reserved
 from flowfabric.errors import InvalidInput
 
 T = TypeVar("T")
@@ -75,7 +76,10 @@ def tags(given: object) -> dict[str, str]:
     """The tags of a task or a submit."""
     if not isinstance(given, Mapping):
         raise InvalidInput(f'tags: {given!r} is no mapping; write tags={{"app.order": "7"}}')
-    return intake.tags(given)
+    tags = intake.tags(given)
+    if refused := next(filter(None, map(check_not_reserved, tags)), None):
+        raise refused
+    return tags
 
 
 def whole(what: str, given: object, *, least: int | None = None) -> int:

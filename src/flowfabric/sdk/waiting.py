@@ -136,7 +136,7 @@ class Waiting(ABC):
         if schema := asked.schema():  # what the page behind a link asks for
             told[ask_tag(name)] = schema
         if told and not isinstance(opened, GateMemo):
-            await self.engine.set_execution_tags(self.run_id, told)
+            await self.engine.set_tags(self.handle, told)
         return Approval(
             self.durable,
             asked,

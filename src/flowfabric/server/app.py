@@ -27,7 +27,9 @@ from flowfabric.server.once import Once, key_of
 from flowfabric.server.problems import Problem, Refused, TooLarge, exact, problem_of
 from flowfabric.server.routes import PAGES
 from flowfabric.server.settings import ServerSettings
+from flowfabric.server.signing import HandleSigner
 from flowfabric.server.table import FIELDS, Live, Operation, Reply, Resource, Subject, Table
+from flowfabric.server.wire import Held
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Any]]
@@ -65,6 +67,7 @@ class App:
         self.once = Once()
         self.waiting_claims: dict[tuple[str, str], set[Callable[[], None]]] = {}  # by who asks, and worker instance
         self.guard = Guard(settings, engine)
+        self.handles = HandleSigner(engine, settings)
         self.spans: traces.Spans = traces.spans()
         self._rate = RateLimit(settings.rate_limit)
         self._cors = Cors(settings)
@@ -155,6 +158,8 @@ class App:
         """The handler's answer to a caller that may ask."""
         if method not in ("GET", "HEAD"):
             await self._read(ask, operation)
+        if isinstance(ask.body, Held):
+            ask.holder = await self.handles.verify(ask.body.handle)
         if ask.principal.namespaces is not None and operation.scope is not None:
             await _within_namespaces(ask, operation)
         if self._timeout_s is not None and not operation.long:
@@ -180,6 +185,8 @@ class App:
 
     def _audit(self, ask: Ask[Any], operation: Operation, outcome: str) -> None:
         about = ask.params[0] if ask.params else None
+        if about is None and ask.holder is not None:
+            about = ask.holder.fields.execution_id
         logs.note_audit(
             operation.name,
             {"who": ask.principal.name, "about": about, "outcome": outcome, "request_id": ask.request_id},
@@ -258,7 +265,7 @@ async def _within_namespaces(ask: Ask[Any], operation: Operation) -> None:
         case Subject.FLOW:
             await ask.may_touch_flow(uuid_in("flow_id", ask.params[0]))
         case Subject.HANDLE:
-            await ask.may_touch(ask.body.holder.fields.execution_id)
+            await ask.may_touch(ask.holder.fields.execution_id)
         case Subject.OWN:
             pass
         case None:

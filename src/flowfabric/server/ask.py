@@ -12,6 +12,7 @@ import msgspec
 
 from flowfabric import errors, ids
 from flowfabric.engine.engine import Engine
+from flowfabric.handles import Handle
 from flowfabric.model.owned import DEFAULT_NAMESPACE
 from flowfabric.server.auth import Principal
 from flowfabric.server.problems import Refused, bad_request, not_found
@@ -38,6 +39,7 @@ class Ask(Generic[B]):
         "app",
         "body",
         "headers",
+        "holder",
         "is_gone",
         "params",
         "principal",
@@ -65,6 +67,7 @@ class Ask(Generic[B]):
         self.touched: str | None = None  # the namespace of the execution that a bound token was last let to
         self.is_gone = False  # whether the caller was seen to hang up
         self.body: B = None  # type: ignore[assignment]
+        self.holder: Handle = None  # type: ignore[assignment]  # the checked handle of a body that has one
         self._query_string = query_string
         self._query: dict[str, str] | None = None
 
@@ -147,8 +150,7 @@ class Ask(Generic[B]):
     def attempt_over(self, outcome: str) -> None:
         """The attempt whose handle the body shows ended, or was put away, by this request."""
         if self.app.spans.is_on:
-            held: Any = self.body
-            self.app.spans.ended(held.holder.fields, outcome)
+            self.app.spans.ended(self.holder.fields, outcome)
 
     @asynccontextmanager
     async def listening(self, on_end: Callable[[], None]) -> AsyncIterator[Callable[[], bool]]:

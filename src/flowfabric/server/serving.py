@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import signal
 import socket
 import threading
@@ -19,6 +18,7 @@ from flowfabric.server import logs
 from flowfabric.server.app import App, create_app
 from flowfabric.server.protocol import BoundedProtocol
 from flowfabric.server.settings import ConfigError, ServerSettings
+from flowfabric.server.signing import seed as seed  # what a server does before it listens
 
 KEEP_ALIVE_S = 75
 
@@ -102,14 +102,6 @@ async def prepared(url: str, settings: ServerSettings) -> AsyncIterator[Engine]:
         if settings.run_sweeps:
             engine.start_sweeps()
         yield engine
-
-
-async def seed(engine: Engine, settings: ServerSettings) -> None:
-    """See that there is a signing key: the configured secret, or a random one when there is none at all."""
-    configured = settings.waitpoint_secret
-    answer = await engine.ensure_signing_key(configured.reveal() if configured else secrets.token_hex(32))
-    if configured is not None and getattr(answer, "same_secret", True) is False:
-        logs.logger.warning("another signing secret is stored than the configured one; the stored one holds")
 
 
 async def serve(url: str, settings: ServerSettings) -> None:

@@ -16,9 +16,10 @@ from typing import Any, Protocol
 
 import msgspec
 
+from flowfabric.engine.asks import TRACE_TAG
 from flowfabric.handles import HandleFields
 
-TAG = "ff.traceparent"
+TAG = TRACE_TAG
 REMEMBERED = 10_000
 
 

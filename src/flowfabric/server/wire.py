@@ -11,7 +11,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from flowfabric import errors
-from flowfabric.handles import Handle, HandleKind, decode
+from flowfabric.handles import SIGNATURE_BYTES, Handle, HandleKind, decode
 from flowfabric.server.table import Param
 
 MAX_WAIT_MS = 30_000  # how long a request may wait on purpose
@@ -67,32 +67,31 @@ def octets(name: str, given: list[int] | UnsetType | None, base64_form: bytes | 
 # ---------------------------------------------------------------------------------------------------------------
 # Handles
 
+NOT_OURS = "handle: not one of ours"
 
-def write_handle(handle: Handle) -> str:
-    """A handle as text: how it was come by, and its bytes."""
-    return f"{handle.kind.value}.{base64.urlsafe_b64encode(handle.opaque).decode()}"
+
+def write_handle(handle: Handle, signature: bytes) -> str:
+    """A handle as text: its kind, then its bytes and the signature in base64."""
+    return f"{handle.kind.value}.{base64.urlsafe_b64encode(handle.opaque + signature).decode()}"
 
 
 def read_handle(text: str) -> Handle:
-    """A handle from its text; its backend is the one in its bytes."""
+    """A handle from its text; its backend is the one in its bytes. Its signature is not checked here."""
     kind, dot, rest = text.partition(".")
     try:
         if not dot:
             raise ValueError("no kind")
-        opaque = base64.b64decode(rest, altchars=b"-_", validate=True)
-        return Handle(decode(opaque)[0], HandleKind(kind), opaque)
-    except (ValueError, binascii.Error):
-        raise errors.Corruption("handle: not one of ours") from None
+        signed = base64.b64decode(rest, altchars=b"-_", validate=True)
+        opaque, signature = signed[:-SIGNATURE_BYTES], signed[-SIGNATURE_BYTES:]
+        return Handle(decode(opaque)[0], HandleKind(kind), opaque, signature)
+    except (ValueError, binascii.Error, errors.Corruption):
+        raise errors.Corruption(NOT_OURS) from None
 
 
 class Held(Body, frozen=True):
-    """What the holder of a lease says; the handle fences it."""
+    """What the holder of a lease says. The server checks the handle before a route sees the request (`Ask.holder`)."""
 
     handle: str
-
-    @property
-    def holder(self) -> Handle:
-        return read_handle(self.handle)
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -60,6 +60,7 @@ async def rotate_waitpoint_secret(ask: Ask[RotateBody]) -> Reply:
         except errors.FabricError:
             _noted(ask, kid, "waitpoint_hmac_rotation_failed")
             raise
+    ask.app.handles.forget()
     failed = [one.partition for one in done if isinstance(one.result, errors.FabricError)]
     if len(failed) == len(done):
         _noted(ask, kid, "waitpoint_hmac_rotation_failed")

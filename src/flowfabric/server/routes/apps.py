@@ -137,9 +137,11 @@ class RefundBody(Body, frozen=True):
     reservation_id: str
     namespace: str | None = None
     shared: bool = True
+    execution_id: str | None = None  # a reservation of another execution is refused
 
     def __post_init__(self) -> None:
         checked(ids.parse_uuid, self.reservation_id)
+        checked(ids.parse_execution_id, self.execution_id)
 
 
 def _budget(ask: Ask[Any]) -> str:
@@ -160,8 +162,12 @@ async def refund_reservation(ask: Ask[RefundBody]) -> Reply:
         holder = await ask.engine.reserved_for(budget_id, reservation_id, namespace=namespace)
         if holder is not None:
             await ask.may_touch(holder)
-    shared = ask.shares and ask.body.shared
-    return tagged(await ask.engine.refund_budget(budget_id, reservation_id, namespace=namespace, shared=shared))
+    shared, execution_id = ask.shares and ask.body.shared, ask.body.execution_id
+    return tagged(
+        await ask.engine.refund_budget(
+            budget_id, reservation_id, execution_id=execution_id, namespace=namespace, shared=shared
+        )
+    )
 
 
 class Woken(msgspec.Struct, frozen=True):

@@ -15,7 +15,7 @@ from flowfabric.server.ask import Ask, found, json, tagged
 from flowfabric.server.problems import bad_request
 from flowfabric.server.routes.work import ObservedSignal, observed
 from flowfabric.server.table import WORK_LIMIT, Reply, Routes, Subject
-from flowfabric.server.wire import Held, Natural, Octets, Unsaid, octets, variants, write_handle
+from flowfabric.server.wire import Held, Natural, Octets, Unsaid, octets, variants
 
 routes = Routes("durable functions")
 
@@ -42,7 +42,7 @@ async def record_step(ask: Ask[StepBody]) -> Reply:
     body = ask.body
     return json(
         await ask.engine.record_step(
-            body.holder,
+            ask.holder,
             body.name,
             body.occurrence,
             octets("result", body.result, body.result_b64) or b"",
@@ -102,7 +102,7 @@ async def open_gate(ask: Ask[GateBody]) -> Reply:
     """Open a gate by name, find it open with the same links, or find what came of it."""
     body = ask.body
     answer = await ask.engine.open_gate(
-        body.holder,
+        ask.holder,
         GateArgs(
             name=body.name,
             kind=body.kind,
@@ -145,10 +145,10 @@ class Ready(msgspec.Struct, frozen=True):
 )
 async def park(ask: Ask[ParkBody]) -> Reply:
     """Give the lease back until one of these gates closes; if one has, keep it."""
-    answer = await ask.engine.park(ask.body.holder, tuple(ask.body.gates), reason_code=ask.body.reason_code)
+    answer = await ask.engine.park(ask.holder, tuple(ask.body.gates), reason_code=ask.body.reason_code)
     if isinstance(answer, Parked):
         ask.attempt_over("suspended")
-        return tagged(ParkedAway(answer.suspension_id, write_handle(answer.handle)), name="Parked")
+        return tagged(ParkedAway(answer.suspension_id, await ask.app.handles.sign(answer.handle)), name="Parked")
     return tagged(Ready(list(answer.gates)))
 
 

@@ -18,6 +18,7 @@ from flowfabric.model.states import PublicState
 from flowfabric.server import traces
 from flowfabric.server.ask import Ask, encode, found, json, same, tagged, variant
 from flowfabric.server.problems import bad_request, told
+from flowfabric.server.routes.work import TagsSet
 from flowfabric.server.table import BULK_LIMIT, CREATE_LIMIT, OCTETS, Param, Reply, Routes, Subject
 from flowfabric.server.wire import (
     CURSOR,
@@ -98,6 +99,8 @@ async def creation(ask: Ask[Any], body: CreateBody) -> CreateExecution:
     ask.within(body.namespace)
     if body.parent_id is not None:
         await ask.may_touch(body.parent_id)
+    if traces.TAG in body.tags:  # the rules cannot tell the caller's from the server's
+        raise errors.InvalidTagKey(f"{traces.TAG}: reserved; the server sets it from the header traceparent")
     place = ask.app.spans.place()
     return CreateExecution(
         execution_id=body.execution_id or ask.engine.new_execution_id(body.lane_id),
@@ -298,10 +301,6 @@ async def revoke_lease(ask: Ask[bytes]) -> Reply:
 
 class TagsBody(Body, frozen=True):
     tags: dict[str, str]
-
-
-class TagsSet(msgspec.Struct, frozen=True):
-    set: int
 
 
 @routes.put(f"{ONE}/tags", {200: TagsSet}, body=TagsBody, scope=Scope.SUBMIT, subject=Subject.EXECUTION)

@@ -1,4 +1,4 @@
-"""What the holder of a lease spends: usage, its ledger, reservations.
+"""What the holder of a lease spends: usage, its ledger, reservations. All of it needs the current lease.
 
 The budget is the one of the execution's namespace. Where that has none of the id, a token that is not bound to
 namespaces means the shared one of `default`.
@@ -30,9 +30,10 @@ class HolderUsageBody(Held, frozen=True):
 async def report_usage_as_holder(ask: Ask[HolderUsageBody]) -> Reply:
     """Report what this execution used."""
     body = ask.body
+    await ask.engine.require_lease(ask.holder)
     return tagged(
         await ask.engine.report_usage(
-            body.holder,
+            ask.holder,
             body.budget_id,
             body.dimensions,
             dedup_key=body.dedup_key,
@@ -45,8 +46,8 @@ async def report_usage_as_holder(ask: Ask[HolderUsageBody]) -> Reply:
 @holding("spend", USAGE, HolderUsageBody)
 async def record_spend(ask: Ask[HolderUsageBody]) -> Reply:
     """Report for this execution's ledger, so that it can be given back."""
-    body = ask.body
-    handle = body.holder
+    body, handle = ask.body, ask.holder
+    await ask.engine.require_lease(handle)
     return tagged(
         await ask.engine.record_spend(
             body.budget_id,
@@ -73,8 +74,8 @@ class ReserveBody(Held, frozen=True):
 @holding("reserve", variants(verdicts.Reserved, verdicts.HardBreach, verdicts.AlreadyApplied), ReserveBody)
 async def reserve_budget(ask: Ask[ReserveBody]) -> Reply:
     """Keep room free in a budget for this execution."""
-    body = ask.body
-    handle = body.holder
+    body, handle = ask.body, ask.holder
+    await ask.engine.require_lease(handle)
     return tagged(
         await ask.engine.reserve_budget(
             body.budget_id,
@@ -102,7 +103,8 @@ class SettleBody(Held, frozen=True):
 async def settle_budget(ask: Ask[SettleBody]) -> Reply:
     """Turn a reservation into what was really spent."""
     body = ask.body
-    execution_id = body.holder.fields.execution_id
+    await ask.engine.require_lease(ask.holder)
+    execution_id = ask.holder.fields.execution_id
     return tagged(
         await ask.engine.settle_budget(
             body.budget_id, execution_id, body.reservation_id, body.amounts, namespace=ask.touched, shared=ask.shares
@@ -120,12 +122,17 @@ class RefundBody(Held, frozen=True):
 
 @holding("refund", variants(verdicts.Refunded), RefundBody)
 async def refund_budget(ask: Ask[RefundBody]) -> Reply:
-    """Give a reservation's room back unused."""
-    body = ask.body
-    namespace = ask.touched or await ask.engine.get_execution_namespace(body.holder.fields.execution_id)
+    """Give the room of one of this execution's reservations back unused."""
+    await ask.engine.require_lease(ask.holder)
+    body, execution_id = ask.body, ask.holder.fields.execution_id
+    namespace = ask.touched or await ask.engine.get_execution_namespace(execution_id)
     return tagged(
         await ask.engine.refund_budget(
-            body.budget_id, body.reservation_id, namespace=namespace or DEFAULT_NAMESPACE, shared=ask.shares
+            body.budget_id,
+            body.reservation_id,
+            execution_id=execution_id,
+            namespace=namespace or DEFAULT_NAMESPACE,
+            shared=ask.shares,
         )
     )
 

@@ -26,9 +26,7 @@ from flowfabric.server.wire import (
     Unsaid,
     checked,
     octets,
-    read_handle,
     variants,
-    write_handle,
 )
 
 routes = Routes("work")
@@ -55,11 +53,11 @@ class RenewBody(Body, frozen=True):
 async def renew(ask: Ask[RenewBody]) -> Reply:
     """Move the ends of many leases in one trip; each answer stands for itself."""
     read: list[Handle | errors.FabricError] = []
-    for text in ask.body.handles:
+    for one in await ask.app.handles.verify_all(ask.body.handles):
         try:
-            handle = read_handle(text)
-            await ask.may_touch(handle.fields.execution_id)
-            read.append(handle)
+            if isinstance(one, Handle):
+                await ask.may_touch(one.fields.execution_id)
+            read.append(one)
         except errors.FabricError as refused:
             read.append(refused)
     good = [one for one in read if isinstance(one, Handle)]
@@ -68,10 +66,16 @@ async def renew(ask: Ask[RenewBody]) -> Reply:
     return json({"results": [told(one) if isinstance(one, errors.FabricError) else variant(one) for one in answered]})
 
 
-def holding(path: str, answered: Any, body: Any, limit: int = WORK_LIMIT) -> Callable[[H], H]:
+def holding(path: str, answered: Any, body: Any, limit: int = WORK_LIMIT, *, audit: bool = False) -> Callable[[H], H]:
     """A route for what the holder of a lease says."""
     return routes.post(
-        f"/v1/leases/{path}", {200: answered}, body=body, limit=limit, scope=Scope.WORK, subject=Subject.HANDLE
+        f"/v1/leases/{path}",
+        {200: answered},
+        body=body,
+        limit=limit,
+        scope=Scope.WORK,
+        subject=Subject.HANDLE,
+        audit=audit,
     )
 
 
@@ -83,7 +87,7 @@ class ProgressBody(Held, frozen=True):
 @holding("progress", variants(answers.ProgressNoted), ProgressBody)
 async def progress(ask: Ask[ProgressBody]) -> Reply:
     """Note how far the work is."""
-    return tagged(await ask.engine.progress(ask.body.holder, pct=ask.body.pct, message=ask.body.message))
+    return tagged(await ask.engine.progress(ask.holder, pct=ask.body.pct, message=ask.body.message))
 
 
 class CompleteBody(Held, frozen=True):
@@ -100,7 +104,7 @@ async def complete(ask: Ask[CompleteBody]) -> Reply:
     """End the execution successfully; repeating it after a lost answer is success."""
     body = ask.body
     result = octets("result", body.result, body.result_b64)
-    answer = await ask.engine.complete(body.holder, result=result, encoding=body.encoding)
+    answer = await ask.engine.complete(ask.holder, result=result, encoding=body.encoding)
     ask.attempt_over("ok")
     return tagged(answer)
 
@@ -116,7 +120,7 @@ async def fail(ask: Ask[FailBody]) -> Reply:
     """End the attempt as failed; the retry policy decides whether another one follows."""
     body = ask.body
     answer = await ask.engine.fail(
-        body.holder, reason=body.reason, category=body.category, retry_policy=body.retry_policy
+        ask.holder, reason=body.reason, category=body.category, retry_policy=body.retry_policy
     )
     ask.attempt_over("retry" if isinstance(answer, answers.RetryScheduled) else "error")
     return tagged(answer)
@@ -126,12 +130,26 @@ class HolderCancelBody(Held, frozen=True):
     reason: str = ""
 
 
-@holding("cancel", variants(answers.Cancelled), HolderCancelBody)
+@holding("cancel", variants(answers.Cancelled), HolderCancelBody, audit=True)
 async def cancel(ask: Ask[HolderCancelBody]) -> Reply:
-    """Cancel as the holder."""
-    answer = await ask.engine.cancel(ask.body.holder, reason=ask.body.reason)
+    """Cancel as the holder of the lease, or of the last one while its attempt is open."""
+    answer = await ask.engine.cancel_as_holder(ask.holder, reason=ask.body.reason)
     ask.attempt_over("cancelled")
     return tagged(answer)
+
+
+class HolderTagsBody(Held, frozen=True):
+    tags: dict[str, str]
+
+
+class TagsSet(msgspec.Struct, frozen=True):
+    set: int
+
+
+@holding("tags", TagsSet, HolderTagsBody)
+async def set_tags(ask: Ask[HolderTagsBody]) -> Reply:
+    """Set some tags of the held execution, all of them or none; the holder may set those that begin with `ff.`."""
+    return json(TagsSet(await ask.engine.set_tags(ask.holder, ask.body.tags)))
 
 
 class CancelChildrenBody(Held, frozen=True):
@@ -146,7 +164,7 @@ class CancelChildrenBody(Held, frozen=True):
 async def cancel_children(ask: Ask[CancelChildrenBody]) -> Reply:
     """Cancel children of the execution that is held; of others it is said that they do not exist."""
     body = ask.body
-    return tagged(await ask.engine.cancel_children(body.holder, body.execution_ids, reason=body.reason))
+    return tagged(await ask.engine.cancel_children(ask.holder, body.execution_ids, reason=body.reason))
 
 
 class DelayBody(Held, frozen=True):
@@ -164,9 +182,9 @@ async def delay(ask: Ask[DelayBody]) -> Reply:
     if (body.delay_until is None) == (body.delay_ms is None):
         raise bad_request("either delay_until or delay_ms is needed")
     if body.delay_until is None:
-        answer = await ask.engine.delay_for(body.holder, body.delay_ms or 0, reason=body.reason)
+        answer = await ask.engine.delay_for(ask.holder, body.delay_ms or 0, reason=body.reason)
     else:
-        answer = await ask.engine.delay(body.holder, delay_until=body.delay_until)
+        answer = await ask.engine.delay(ask.holder, delay_until=body.delay_until)
     ask.attempt_over("delayed")
     return tagged(answer)
 
@@ -178,7 +196,7 @@ class HandleBody(Held, frozen=True):
 @holding("wait-children", variants(answers.Moved), HandleBody)
 async def wait_children(ask: Ask[HandleBody]) -> Reply:
     """Put the work away until its dependencies are resolved."""
-    answer = await ask.engine.wait_children(ask.body.holder)
+    answer = await ask.engine.wait_children(ask.holder)
     ask.attempt_over("waiting")
     return tagged(answer)
 
@@ -235,7 +253,7 @@ async def suspend(ask: Ask[SuspendBody]) -> Reply:
     now = body.now if body.now is not None else await ask.engine.ping()
     policy = body.resume_policy
     answer = await ask.engine.suspend(
-        body.holder,
+        ask.holder,
         SuspendArgs(
             suspension_id=body.suspension_id or ask.engine.minter.uuid(),
             waitpoints=tuple(_binding(ask, one) for one in body.waitpoints),
@@ -258,7 +276,7 @@ async def suspend(ask: Ask[SuspendBody]) -> Reply:
     )
     if isinstance(answer, Suspended):
         ask.attempt_over("suspended")
-        return tagged(_waiting(answer.details, write_handle(answer.handle)), name="Suspended")
+        return tagged(_waiting(answer.details, await ask.app.handles.sign(answer.handle)), name="Suspended")
     return tagged(_waiting(answer.details, UNSET), name="AlreadySatisfied")
 
 
@@ -300,7 +318,7 @@ class Pending(Unsaid, msgspec.Struct, frozen=True):
 @holding("waitpoints", Pending, WaitpointBody)
 async def create_waitpoint(ask: Ask[WaitpointBody]) -> Reply:
     """A waitpoint to hand out before the wait."""
-    made = await ask.engine.create_waitpoint(ask.body.holder, ask.body.waitpoint_key, ask.body.expires_in_ms)
+    made = await ask.engine.create_waitpoint(ask.holder, ask.body.waitpoint_key, ask.body.expires_in_ms)
     return json(Pending(made.waitpoint_id, made.token.reveal()), 200, ("cache-control", "no-store"))
 
 
@@ -322,7 +340,7 @@ class ObservedSignals(msgspec.Struct, frozen=True):
 @holding("signals", ObservedSignals, HandleBody)
 async def observe_signals(ask: Ask[HandleBody]) -> Reply:
     """The signals that resumed this attempt, in the order in which they were accepted."""
-    return json(ObservedSignals([observed(one) for one in await ask.engine.observe_signals(ask.body.holder)]))
+    return json(ObservedSignals([observed(one) for one in await ask.engine.observe_signals(ask.holder)]))
 
 
 def observed(signal: Any) -> ObservedSignal:
@@ -369,7 +387,7 @@ class FramesBody(Held, frozen=True):
 @holding("frames", Results, FramesBody)
 async def append_frames(ask: Ask[FramesBody]) -> Reply:
     """Add frames to the attempt's output, in order; each answer stands for itself."""
-    handle = ask.body.holder
+    handle = ask.holder
     # Handed in together, in order, they are written together.
     appended = await asyncio.gather(*(_appended(ask, handle, frame) for frame in ask.body.frames))
     return json({"results": appended})

@@ -27,7 +27,7 @@ from flowfabric.server.ask import Ask, json, tagged
 from flowfabric.server.problems import bad_request
 from flowfabric.server.routes.claims import check_names
 from flowfabric.server.table import H, Param, Reply, Routes, Subject
-from flowfabric.server.wire import CURSOR, LIMIT, MAX_WAIT_MS, Body, Natural, checked, variants, write_handle
+from flowfabric.server.wire import CURSOR, LIMIT, MAX_WAIT_MS, Body, Natural, checked, variants
 
 routes = Routes("workers")
 
@@ -87,6 +87,8 @@ async def claim(ask: Ask[ClaimsBody]) -> Reply:
     lanes = tuple(dict.fromkeys(body.lanes))
     for namespace in body.namespaces or ():
         ask.within(namespace)
+
+    await ask.app.handles.prepare()
 
     def nudge() -> None:
         ask.engine.nudge(lanes)
@@ -167,7 +169,7 @@ async def _work(ask: Ask[ClaimsBody] | Ask[RedeemBody], claimed: answers.Claimed
         ask.app.spans.claimed(claimed.execution_id, claimed.attempt_index, claimed.attempt_type.value, submitted)
     return Work(
         execution_id=claimed.execution_id,
-        handle=write_handle(claimed.handle),
+        handle=await ask.app.handles.sign(claimed.handle),
         lease_id=claimed.lease_id,
         lease_epoch=claimed.lease_epoch,
         lease_expires_at=claimed.lease_expires_at,
@@ -185,11 +187,12 @@ async def _work(ask: Ask[ClaimsBody] | Ask[RedeemBody], claimed: answers.Claimed
 
 
 class RedeemBody(Body, frozen=True):
-    """A grant to be redeemed; `grant_kind` as the grant says."""
+    """A grant to be redeemed; `grant_kind` and `grant_key` as the grant says."""
 
     grant_kind: str
     worker_id: str
     worker_instance_id: str
+    grant_key: str = ""
     lane_id: str = ""
     lease_ttl_ms: Natural = LEASE_MS
     lease_id: str | None = None
@@ -214,6 +217,7 @@ async def redeem(ask: Ask[RedeemBody]) -> Reply:
     check_names(body.worker_id, body.worker_instance_id, *filter(None, [body.lane_id]))
     answer: answers.Claimed | answers.NotReclaimable | answers.ReclaimCapExceeded | answers.GrantNotFound
     holder = body.told("grant_kind", "attempt_id", "attempt_timeout_ms", "max_reclaim_count")
+    await ask.app.handles.prepare()
     match body.grant_kind:
         case "claim":
             answer = await ask.engine.claim_execution(
