@@ -18,6 +18,7 @@ from flowfabric.rules.lease import Fence
 from flowfabric.rules.mailbox import MailArgs
 from flowfabric.rules.parking import GateArgs, Ready
 from flowfabric.rules.policy import PARTS as POLICY_PARTS
+from flowfabric.rules.schemas import check_schema
 from flowfabric.rules.signals import Accepted, Duplicate, SignalArgs
 from flowfabric.rules.streams import Appended, BestEffort
 from flowfabric.rules.suspend_args import Fresh, ResumePolicy, SuspendArgs, UsePending
@@ -69,6 +70,7 @@ __all__ = [
     "Wildcard",
     "ask_tag",
     "asked_by",
+    "check_schema",
     "closed_by",
     "outcome_of",
     "plain_condition",

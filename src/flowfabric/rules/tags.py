@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from flowfabric.errors import InvalidInput, InvalidTagKey
+from flowfabric.rules import schemas
 
 INSTANCE_TAG: Final = "cairn.instance_id"
 """The tag that travels with an execution's events, for filters."""
@@ -30,10 +31,12 @@ def check_not_empty(tags: Mapping[str, str]) -> InvalidInput | None:
 
 
 def check_tags(tags: Mapping[str, str]) -> InvalidTagKey | InvalidInput | None:
-    """What is wrong with the tags of a batch or a create: the first bad key, or a value that is no text at all."""
+    """What is wrong with the tags of a batch or a create: a bad key, a value that is no text, a schema out of bounds."""
     for key, value in tags.items():
         if not is_tag_key(key):
             return InvalidTagKey(key)
         if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
             return InvalidInput(f"tags: value of {key} is not valid Unicode")
+        if key.startswith(schemas.ASK) and (odd := schemas.check_schema(value)):
+            return InvalidInput(f"tags: {key}: {odd.detail}")
     return None
