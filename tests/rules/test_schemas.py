@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -92,10 +93,8 @@ def test_a_schema_within_bounds_is_taken_however_odd_it_is(schema: Any) -> None:
 @pytest.mark.parametrize("value", VALUES, ids=str)
 def test_a_stored_schema_costs_a_bounded_number_of_steps(schema: Any, value: Any) -> None:
     checker = Checker(schema)
-    try:
+    with suppress(TooMuchWork):
         checker.misfit(value, schema, "value")
-    except TooMuchWork:
-        pass
     assert checker.steps <= MAX_STEPS + len(msgspec.json.encode(schema)) + 1
     assert isinstance(misfit(value, schema), str | None)
 
@@ -127,10 +126,8 @@ def test_a_form_stays_small_whatever_the_schema(schema: Any) -> None:
 
     assert len(html) < 64 * 1024
     assert len(forms.outline(schema)) <= forms.MAX_FIELDS
-    try:
+    with suppress(forms.NotFilledIn):
         forms.value({"value": "1"}, schema)
-    except forms.NotFilledIn:
-        pass
 
 
 def test_a_type_that_holds_itself_is_asked_for_field_by_field_and_then_as_json() -> None:

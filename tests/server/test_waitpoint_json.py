@@ -221,7 +221,7 @@ async def test_a_type_whose_schema_is_out_of_bounds_is_refused_before_anybody_is
     @app.task(name="large")
     async def large(ctx: Context) -> None:
         try:
-            await ctx.approval("paid", Large)
+            _ = await ctx.approval("paid", Large)
         except InvalidInput as refused:
             refusals.append(refused)
 

@@ -18,7 +18,7 @@ from flowfabric.rules.lease import Fence
 from flowfabric.rules.mailbox import MailArgs
 from flowfabric.rules.parking import GateArgs, Ready
 from flowfabric.rules.policy import PARTS as POLICY_PARTS
-from flowfabric.rules.schemas import check_schema
+from flowfabric.rules.schemas import check_schema, target
 from flowfabric.rules.signals import Accepted, Duplicate, SignalArgs
 from flowfabric.rules.streams import Appended, BestEffort
 from flowfabric.rules.suspend_args import Fresh, ResumePolicy, SuspendArgs, UsePending
@@ -75,4 +75,5 @@ __all__ = [
     "outcome_of",
     "plain_condition",
     "schema_of",
+    "target",
 ]

@@ -144,7 +144,7 @@ class Signals(Keys):
         return waitpoints.open_token(found, _first(loaded.rows[1]), keys, loaded.now)
 
     async def is_token_of(self, execution_id: str, waitpoint_id: str, token: tokens.WaitpointToken) -> bool:
-        """True if a waitpoint of this execution, open or closed, was given this token; unlike a signal, it writes nothing."""
+        """True if a waitpoint of this execution, open or closed, was given this token; nothing is written."""
         execution, identity = intake.execution(execution_id), wait_intake.waitpoint(waitpoint_id)
         loaded = await self.load((Want(Waitpoint, (identity, ids.partition_of(execution))), SIGNING_KEYS))
         found, keys, shown = _first(loaded.rows[0]), self.keys_in(loaded.rows[1]), token.reveal()

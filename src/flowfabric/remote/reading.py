@@ -17,6 +17,7 @@ from flowfabric.model.answers import AttemptView
 from flowfabric.model.obstacles import Explanation
 from flowfabric.model.states import PublicState
 from flowfabric.remote.asking import Asking, execution_path
+from flowfabric.remote.refusals import BACKEND
 from flowfabric.remote.shapes import read
 from flowfabric.server.routes import executions, lookups, streams
 
@@ -120,10 +121,15 @@ class Reading(Asking):
     async def read_results(self, execution_ids: Sequence[str]) -> dict[str, bytes | None]:
         """The results of many; None for an execution that has none."""
         found: dict[str, bytes | None] = {}
-        for start in range(0, len(execution_ids), lookups.MAX_RESULTS):
-            body = {"execution_ids": list(execution_ids[start : start + lookups.MAX_RESULTS])}
-            told = await self.wire.ask("POST", "/v1/executions/results", body)
-            found |= read(told.body, lookups.ResultsOf).results
+        wanted = list(execution_ids)
+        while wanted:
+            asked, wanted = wanted[: lookups.MAX_RESULTS], wanted[lookups.MAX_RESULTS :]
+            told = await self.wire.ask("POST", "/v1/executions/results", {"execution_ids": asked})
+            page = read(told.body, lookups.ResultsOf)
+            if not page.results:
+                raise errors.StoreUnavailable("server: no results in its answer", backend=BACKEND)
+            found |= page.results
+            wanted = page.rest + wanted
         return found
 
     # -- output ---------------------------------------------------------------------------------------------------

@@ -41,9 +41,7 @@ def check_schema(text: str) -> InvalidInput | None:
         return None
     if not isinstance(schema, dict):
         return None
-    nodes = 0
-    for depth in _depths(schema):
-        nodes += 1
+    for nodes, depth in enumerate(_depths(schema), start=1):
         if depth > MAX_DEPTH:
             return InvalidInput(f"schema: nested deeper than {MAX_DEPTH}")
         if nodes > MAX_NODES:

@@ -31,7 +31,7 @@ def check_not_empty(tags: Mapping[str, str]) -> InvalidInput | None:
 
 
 def check_tags(tags: Mapping[str, str]) -> InvalidTagKey | InvalidInput | None:
-    """What is wrong with the tags of a batch or a create: a bad key, a value that is no text, a schema out of bounds."""
+    """What is wrong with the tags of a batch or a create: a bad key, a value that is no text, too large a schema."""
     for key, value in tags.items():
         if not is_tag_key(key):
             return InvalidTagKey(key)

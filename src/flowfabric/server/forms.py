@@ -14,7 +14,7 @@ from typing import Any, Final
 import msgspec
 
 from flowfabric import untrusted
-from flowfabric.rules.schemas import target
+from flowfabric.engine.asks import target
 
 Schema = Mapping[str, Any]
 
