@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import unquote
 
 from stage import say, store, working
 
@@ -25,13 +26,13 @@ class Payment:
 
 
 class Callbacks(BaseHTTPRequestHandler):
-    """The public endpoint: `ff serve` answers the same path."""
+    """The public endpoint. `ff serve` takes the same JSON at the same path; this one stands in for it."""
 
     loop: asyncio.AbstractEventLoop
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        run_id = self.path.split("/")[3]
+        run_id = unquote(self.path).split("/")[3]
         vote = checkout.run(run_id).vote(self.path, body, by="payment service")
         try:
             asyncio.run_coroutine_threadsafe(vote, self.loop).result(10)
@@ -54,7 +55,8 @@ def payment_service(callback_url: str, amount: int) -> None:
     def post(url: str) -> int:
         body = json.dumps({"status": "paid", "amount": amount}).encode()
         try:
-            with urllib.request.urlopen(urllib.request.Request(url, body, method="POST")) as answer:
+            request = urllib.request.Request(url, body, {"Content-Type": "application/json"}, method="POST")
+            with urllib.request.urlopen(request) as answer:
                 return int(answer.status)
         except urllib.error.HTTPError as refused:
             return refused.code

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -111,7 +112,7 @@ def test_approvals_are_listed_and_answered_with_their_links(ff: Terminal, shop: 
 
     [listed] = ff.document("approvals", "--links", "--public-url", "https://ff.example/")["approvals"]
     first, second = listed["links"]
-    assert first.startswith(f"https://ff.example/v1/waitpoints/{run}/")
+    assert first.startswith(f"https://ff.example/v1/waitpoints/{quote(run, safe=':')}/")
     assert ff.says("signal", first, "--value", '{"ok": true}', "--by", "ana").startswith("✓ voted")
     again = ff.refuses("signal", first, "--value", '{"ok": false}', "--by", "ana")
     assert "not counted: this link has voted before, and the first vote counts" in again

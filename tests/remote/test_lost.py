@@ -313,3 +313,18 @@ async def test_whoever_waits_for_an_end_hears_that_the_engine_is_closed(remote: 
     async with asyncio.timeout(5):
         with pytest.raises(asyncio.CancelledError):
             await waiting
+
+
+async def test_a_claim_whose_answer_is_lost_is_told_to_one_that_asks_for_something_else(
+    remote: RemoteEngine, wire: Losing, engine: Engine
+) -> None:
+    for _ in range(3):
+        await remote.create(ask(remote))
+    wire.lost = {"/claims": 1}
+    with pytest.raises(errors.StoreUnavailable):
+        await remote.claim_from_lanes(["default"], 2, **WORKER)
+    first = await remote.claim_from_lanes(["default"], 5, max_wait_ms=1000, **WORKER)
+    second = await remote.claim_from_lanes(["default"], 5, **WORKER)
+
+    assert (len(first), len(second)) == (2, 1), "the lost claim first, under its own key and words"
+    assert len({one.execution_id for one in (*first, *second)}) == 3

@@ -118,6 +118,7 @@ def test_no_kind_exists_that_the_specification_does_not_know() -> None:
         "schema_too_new",
         "partition_mismatch",
         "forked_process",
+        "idempotency_conflict",
         "worker_at_capacity",
         "id_in_other_namespace",
         "suspension_not_found",

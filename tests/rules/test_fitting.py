@@ -25,7 +25,7 @@ class Level(IntEnum):
 
 
 class Part(msgspec.Struct):
-    name: Annotated[str, Meta(min_length=1, max_length=5, pattern="^[a-z]*$")]
+    name: Annotated[str, Meta(min_length=1, max_length=5)]
     count: Annotated[int, Meta(ge=1, le=9)] = 1
 
 

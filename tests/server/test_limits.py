@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,12 @@ import pytest
 
 from flowfabric.engine.engine import Engine
 from flowfabric.model.api_token import Scope
-from flowfabric.server import ConfigError, ServerSettings
+from flowfabric.server import ConfigError, ServerSettings, protocol
 from flowfabric.server.routes import PAGES
-from flowfabric.server.serving import Server, prepared
+from flowfabric.server.serving import prepared
 from flowfabric.server.settings import from_environment
 from flowfabric.settings import Secret
-from tests.server.asking import Asking, fresh, path, until
+from tests.server.asking import Asking, fresh, path, serving, until
 
 LIST = "/v1/executions?partition=7"
 OWN_EVENTS = {"rotate_waitpoint_secret"}  # told with what came of it, in words of their own
@@ -62,21 +63,38 @@ async def test_requests_that_wait_on_purpose_have_no_time_limit(engine: Engine) 
     assert (await ask.get(tail)).json() == {"frames": [], "count": 0}
 
 
-async def test_connections_beyond_their_number_are_turned_away(engine: Engine) -> None:
-    ask = Asking(engine, ServerSettings(port=0, max_connections=3))
-    server = Server(ask.app)
-    running = asyncio.create_task(server.serve())
-    await server.listening.wait()
-    address = f"http://127.0.0.1:{server.port}"
-    clients = [httpx2.AsyncClient(base_url=address) for _ in range(4)]
-    try:
-        statuses = [(await client.get("/healthz")).status_code for client in clients]
-    finally:
-        for client in clients:
-            await client.aclose()
-        server.should_exit = True
-        await running
-    assert statuses == [200, 200, 503, 503]
+async def test_connections_beyond_their_number_are_turned_away_and_the_first_ones_go_on(engine: Engine) -> None:
+    ask = Asking(engine, ServerSettings(max_connections=3))
+    async with serving(ask.app) as address, AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(httpx2.AsyncClient(base_url=address)) for _ in range(5)]
+        answers = [await client.get("/healthz") for client in clients]
+        assert [answer.status_code for answer in answers] == [200, 200, 200, 503, 503]
+        assert answers[3].json() == {
+            "error": "too many connections; come back later",
+            "kind": "unavailable",
+            "retryable": True,
+        }
+        assert (answers[3].headers["connection"], answers[3].headers["retry-after"]) == ("close", "1")
+        assert [(await client.get("/healthz")).status_code for client in clients[:3]] == [200, 200, 200]
+        await clients[0].aclose()
+        async with asyncio.timeout(10):
+            while (await clients[4].get("/healthz")).status_code != 200:  # noqa: ASYNC110 - the server hears of it later
+                await asyncio.sleep(0.01)
+
+
+async def test_far_too_many_connections_are_closed_unheard(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "SURPLUS", 1)
+    ask = Asking(engine, ServerSettings(max_connections=1))
+    async with serving(ask.app) as address:
+        port = int(address.rpartition(":")[2])
+        opened = [await asyncio.open_connection("127.0.0.1", port) for _ in range(5)]
+        async with asyncio.timeout(10):
+            closed = [await reader.read() for reader, _ in opened[2:]]
+        assert closed == [b"", b"", b""]
+        opened[0][1].write(b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        assert (await opened[0][0].readline()).startswith(b"HTTP/1.1 200")
+        for _, writer in opened:
+            writer.close()
 
 
 @pytest.mark.parametrize(

@@ -240,7 +240,7 @@ async def test_a_request_has_to_come_in_time(
 
 
 async def test_a_body_has_to_come_in_time(ask: Asking, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flowfabric.server.app.BODY_S", 0.05)
+    monkeypatch.setattr("flowfabric.server.bodies.BODY_S", 0.05)
     reader, writer = await asyncio.open_connection("127.0.0.1", int(address.rpartition(":")[2]))
     head = b"POST /v1/flows HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{"
     writer.write(head)

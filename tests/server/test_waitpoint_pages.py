@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from enum import StrEnum
 from html import escape, unescape
 from typing import Annotated, Any
+from urllib.parse import unquote
 
 import msgspec
 import pytest
@@ -84,8 +85,9 @@ def hidden(page: str) -> dict[str, str]:
 
 
 def option(page: str, words: str) -> str:
-    """What a browser sends for the option of these words."""
-    options: list[tuple[str, str]] = re.findall(r'<option value="(\d+)"[^>]*>([^<]*)<', page)
+    """What a browser sends for the option, or the button, of these words."""
+    choice = r'<(?:option|button type="submit" name="value") value="(\d+)">([^<]*)<'
+    options: list[tuple[str, str]] = re.findall(choice, page)
     return next(value for value, text in options if text == words)
 
 
@@ -222,7 +224,7 @@ async def test_a_link_leads_to_its_page_whatever_the_key_is_called(app: Fabric, 
 
 async def test_a_bare_signal_is_held_to_what_was_asked_for_as_well(ask: Asking, asked: Asked) -> None:
     place, _, token = asked.links[0].partition("?token=")
-    execution_id, waitpoint_id = place.rsplit("/", 2)[1:]
+    execution_id, waitpoint_id = unquote(place).rsplit("/", 2)[1:]
     bodies = {
         payload: ask.signal(execution_id, waitpoint_id, token, signal_name="vote", payload=list(payload))
         for payload in (b"", b"true", b'{"choice":"pay"}', b'{"choice":"pay","amount":101}', b"\xff", b"[" * 20_000)

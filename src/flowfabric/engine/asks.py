@@ -18,6 +18,7 @@ from flowfabric.rules.lease import Fence
 from flowfabric.rules.mailbox import MailArgs
 from flowfabric.rules.parking import GateArgs, Ready
 from flowfabric.rules.policy import PARTS as POLICY_PARTS
+from flowfabric.rules.schemas import check_schema, target
 from flowfabric.rules.signals import Accepted, Duplicate, SignalArgs
 from flowfabric.rules.signed_handles import HandleKeys, is_signed_handle, sign_handle
 from flowfabric.rules.streams import Appended, BestEffort
@@ -74,10 +75,12 @@ __all__ = [
     "ask_tag",
     "asked_by",
     "check_not_reserved",
+    "check_schema",
     "closed_by",
     "is_signed_handle",
     "outcome_of",
     "plain_condition",
     "schema_of",
     "sign_handle",
+    "target",
 ]

@@ -422,6 +422,8 @@ class Executions(Purging, Creating):
         if refused := tags.check_tag_key(name) or tags.check_not_reserved(name):
             raise refused
         pair = {name: limits.text("value", value)}
+        if bad := tags.check_tags(pair):
+            raise bad
         await self.settle_execution(execution, lambda row, _: notes.set_tags(row, pair))
 
     async def set_execution_tags(self, execution_id: str, pairs: Mapping[str, str]) -> int:

@@ -143,6 +143,23 @@ class Signals(Keys):
             return None
         return waitpoints.open_token(found, _first(loaded.rows[1]), keys, loaded.now)
 
+    async def is_token_of(self, execution_id: str, waitpoint_id: str, token: tokens.WaitpointToken) -> bool:
+        """True if a waitpoint of this execution, open or closed, was given this token; nothing is written."""
+        execution, identity = intake.execution(execution_id), wait_intake.waitpoint(waitpoint_id)
+        loaded = await self.load((Want(Waitpoint, (identity, ids.partition_of(execution))), SIGNING_KEYS))
+        found, keys, shown = _first(loaded.rows[0]), self.keys_in(loaded.rows[1]), token.reveal()
+        is_its = found is not None and tokens.is_of(shown, found.token_kid, found.token_fingerprint)
+        refused = tokens.verify_token(
+            shown,
+            keys,
+            execution_id=execution,
+            waitpoint_id=identity,
+            owner=None if found is None else found.execution_id,
+            stored=shown if is_its else None,
+            now=loaded.now,
+        )
+        return refused is None
+
     # -- signals --------------------------------------------------------------------------------------------------
 
     async def deliver_signal(self, args: SignalArgs) -> Accepted | Duplicate:

@@ -41,8 +41,8 @@ INTERNAL: Final = frozenset(
         # what closing waits for
         *("dispatched", "delivered", "folds_done", "frames_written", "finish_background", "stop_timers"),
         # between the engine and the library above it
-        *("nudge", "read_votes", "read_token_of", "remembered_steps", "reserved_for", "read_levels", "holder_of"),
-        *("ensure_partitions", "shutdown_prepare", "cancel_as_holder", "require_lease"),
+        *("nudge", "read_votes", "read_token_of", "is_token_of", "remembered_steps", "reserved_for", "read_levels"),
+        *("holder_of", "ensure_partitions", "shutdown_prepare", "cancel_as_holder", "require_lease"),
     }
 )
 

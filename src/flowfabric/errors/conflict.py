@@ -77,3 +77,9 @@ class ActiveAttemptExists(ConflictError):
     """An attempt of this execution is still running."""
 
     kind = "active_attempt_exists"
+
+
+class IdempotencyConflict(ConflictError):
+    """This idempotency key was used for another request."""
+
+    kind = "idempotency_conflict"

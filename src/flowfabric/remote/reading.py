@@ -17,6 +17,7 @@ from flowfabric.model.answers import AttemptView
 from flowfabric.model.obstacles import Explanation
 from flowfabric.model.states import PublicState
 from flowfabric.remote.asking import Asking, execution_path
+from flowfabric.remote.refusals import BACKEND
 from flowfabric.remote.shapes import read
 from flowfabric.server.routes import executions, lookups, streams
 
@@ -122,12 +123,18 @@ class Reading(Asking):
     ) -> dict[str, bytes | None]:
         """The results of many; None for an execution that has none. One of another namespace is a conflict."""
         found: dict[str, bytes | None] = {}
-        for start in range(0, len(execution_ids), lookups.MAX_RESULTS):
-            body: dict[str, Any] = {"execution_ids": list(execution_ids[start : start + lookups.MAX_RESULTS])}
+        wanted = list(execution_ids)
+        while wanted:
+            asked, wanted = wanted[: lookups.MAX_RESULTS], wanted[lookups.MAX_RESULTS :]
+            body: dict[str, Any] = {"execution_ids": asked}
             if namespace is not None:
                 body["namespace"] = namespace
             told = await self.wire.ask("POST", "/v1/executions/results", body)
-            found |= read(told.body, lookups.ResultsOf).results
+            page = read(told.body, lookups.ResultsOf)
+            if not page.results:
+                raise errors.StoreUnavailable("server: no results in its answer", backend=BACKEND)
+            found |= page.results
+            wanted = page.rest + wanted
         return found
 
     # -- output ---------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from flowfabric.server.routes.work import MAX_CHILDREN
 from flowfabric.server.routes.workers import Work, Works
 from flowfabric.server.wire import MAX_WAIT_MS, read_handle, write_handle
 
+CLAIMS_REMEMBERED = 10  # claims under one key, each of which the server may have heard
 AT_ONCE_S = 1.0  # the patience of a heartbeat, whose next one comes soon
 NO_FENCE = Fence()
 
@@ -49,7 +50,7 @@ class Pull:
 class Working(Asking):
     """The holder's side."""
 
-    _claim_keys: dict[str, str]  # by worker instance: the claim whose answer never came
+    _claim_keys: dict[str, tuple[str, list[dict[str, Any]]]]  # by worker instance: the claim whose answer never came
     _claiming: dict[str, tuple[str, frozenset[str]]]  # by worker instance: who waits for work, and in which lanes
     _ending: set[asyncio.Task[Any]]
 
@@ -109,17 +110,28 @@ class Working(Asking):
                 "wait_ms": wait_ms,
                 "namespaces": None if namespaces is None else list(namespaces),
             }
-            key = self._claim_keys.setdefault(worker_instance_id, self.minter.uuid())
             self._claiming[worker_instance_id] = (worker_id, frozenset(lanes))
             try:
-                path = f"/v1/workers/{segment(worker_id)}/claims"
-                told = await self.wire.ask("POST", path, body, wait_ms=wait_ms, patience_s=0, key=key)
+                told = await self._claim(f"/v1/workers/{segment(worker_id)}/claims", worker_instance_id, body)
             finally:
                 del self._claiming[worker_instance_id]
-            del self._claim_keys[worker_instance_id]
-            claimed = [_claimed(one) for one in read(told.body, Works).claimed]
+            claimed = [_claimed(one) for one in read(told, Works).claimed]
             if claimed or left_ms <= wait_ms or not go_on():
                 return claimed
+
+    async def _claim(self, path: str, worker_instance_id: str, body: dict[str, Any]) -> bytes:
+        """The answer to a claim, or to an earlier one under the same key, if that was heard and its answer got lost."""
+        key, sent = self._claim_keys.setdefault(worker_instance_id, (self.minter.uuid(), []))
+        asks = [body, *(earlier for earlier in reversed(sent) if earlier != body)]
+        sent[:] = reversed(asks[:CLAIMS_REMEMBERED])
+        for one in asks:
+            # The server may know this key with what was asked earlier: then it is asked for that once more.
+            with suppress(errors.IdempotencyConflict):
+                told = await self.wire.ask("POST", path, one, wait_ms=one["wait_ms"], patience_s=0, key=key)
+                del self._claim_keys[worker_instance_id]
+                return told.body
+        del self._claim_keys[worker_instance_id]
+        return await self._claim(path, worker_instance_id, body)
 
     def nudge(self, lanes: Sequence[str]) -> None:
         """Let the claims of this process that wait for these lanes come to their end."""

@@ -11,17 +11,17 @@ from typing import Any
 
 import msgspec
 
-from flowfabric import ids
+from flowfabric import ids, untrusted
 from flowfabric.errors import Corruption, FabricError, InvalidInput
 from flowfabric.model.execution import Execution
 from flowfabric.model.suspension import Waitpoint
-from flowfabric.rules import notes
+from flowfabric.rules import notes, schemas
 from flowfabric.rules.fitting import misfit
 
 
 def ask_tag(name: str) -> str:
     """The tag under which an execution keeps what its approval of this name wants to hear, as a JSON schema."""
-    return f"ff.ask.{ids.digest8(name)}"
+    return f"{schemas.ASK}{ids.digest8(name)}"
 
 
 def asked_by(waitpoint_key: str) -> str:
@@ -33,7 +33,7 @@ def schema_of(tags: Mapping[str, str], waitpoint_key: str) -> dict[str, Any] | N
     """What an execution wants to hear at a waitpoint, when it said so."""
     text = tags.get(ask_tag(asked_by(waitpoint_key)))
     try:
-        schema = None if text is None else msgspec.json.decode(text)
+        schema = None if text is None else untrusted.decode(text)
     except (msgspec.DecodeError, RecursionError):
         return None
     return schema if isinstance(schema, dict) else None
@@ -50,8 +50,10 @@ def unfit(row: Execution, waitpoint: Waitpoint, payload: bytes | None) -> Fabric
     if schema is None:
         return None
     try:
-        wrong = misfit(msgspec.json.decode(payload or b"null"), schema)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+        wrong = misfit(untrusted.decode(payload or b"null"), schema)
+    except untrusted.NumberTooLong as fault:
+        wrong = f"value: {fault}"
+    except msgspec.DecodeError:
         wrong = "value: not JSON"
     except RecursionError:
         wrong = "value: nested too deeply"

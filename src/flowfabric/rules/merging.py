@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from flowfabric import untrusted
 from flowfabric.errors import Corruption, FabricError, InvalidInput
 
 MAX_DEPTH = 16
@@ -20,6 +21,7 @@ _FAULTS = (msgspec.DecodeError, ValueError, ArithmeticError)
 def read_patch(payload: bytes) -> dict[str, Any] | FabricError:
     """The patch, or what is wrong with it."""
     try:
+        untrusted.check_numbers(payload)
         patch = _decoder.decode(payload)
     except RecursionError:
         is_object = payload.lstrip()[:1] == b"{"

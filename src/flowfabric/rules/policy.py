@@ -18,6 +18,7 @@ from typing import Final, TypeAlias, TypeGuard, TypeVar, assert_never
 
 import msgspec
 
+from flowfabric import untrusted
 from flowfabric.errors import Corruption, FabricError, InvalidInput, InvalidPolicyJson
 from flowfabric.ids import parse_uuid
 from flowfabric.rules.capabilities import required_capabilities
@@ -217,7 +218,7 @@ _read_shared = lru_cache(maxsize=1024)(_read_text)
 
 def _document(text: str | bytes) -> Document:
     try:
-        document = msgspec.json.decode(text)
+        document = untrusted.decode(text)
     except (ValueError, RecursionError) as error:
         raise InvalidPolicyJson("malformed") from error
     if not isinstance(document, dict):

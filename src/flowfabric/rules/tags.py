@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from flowfabric.errors import InvalidInput, InvalidTagKey
+from flowfabric.rules import schemas
 
 INSTANCE_TAG: Final = "cairn.instance_id"
 """The tag that travels with an execution's events, for filters."""
@@ -53,7 +54,7 @@ def check_not_empty(tags: Mapping[str, str]) -> InvalidInput | None:
 
 
 def check_tags(tags: Mapping[str, str], *, reserved: bool = False) -> InvalidTagKey | InvalidInput | None:
-    """What is wrong with the tags of a batch: the first bad key, or a value that is no text at all.
+    """What is wrong with the tags of a batch: a bad key, a value that is no text, too large a schema.
 
     `reserved` lets reserved keys pass, for the holder of the lease.
     """
@@ -64,6 +65,8 @@ def check_tags(tags: Mapping[str, str], *, reserved: bool = False) -> InvalidTag
             return _reserved(key)
         if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
             return InvalidInput(f"tags: value of {key} is not valid Unicode")
+        if key.startswith(schemas.ASK) and (odd := schemas.check_schema(value)):
+            return InvalidInput(f"tags: {key}: {odd.detail}")
     return None
 
 

@@ -26,9 +26,10 @@ class Link(str):
     @classmethod
     def to(cls, base_url: str, run_id: str, waitpoint_id: str, token: str) -> Link:
         """The link to one waitpoint."""
-        place = f"/v1/waitpoints/{run_id}/{waitpoint_id}"
-        link = cls(f"{base_url}{place}?token={quote(token, safe=':')}")  # a kid may be any text
-        link.place = place
+        # A kid may be any text, and the braces of an id are no characters of a URL.
+        path = f"/v1/waitpoints/{quote(run_id, safe=':')}/{waitpoint_id}"
+        link = cls(f"{base_url}{path}?token={quote(token, safe=':')}")
+        link.place = f"/v1/waitpoints/{run_id}/{waitpoint_id}"  # as remembered steps were told apart by before
         return link
 
     def __repr__(self) -> str:

@@ -17,7 +17,6 @@ from flowfabric.errors import InvalidInput
 
 HAS_PYDANTIC = importlib.util.find_spec("pydantic") is not None
 
-LONGEST_SCHEMA = 16_384
 OF_PYDANTIC = {"pydantic", "annotated_types"}  # where what it understands in `Annotated` comes from
 
 from_json = msgspec.json.Decoder().decode
@@ -119,13 +118,12 @@ class Shape:
         return self.load(from_json(data) if data else None, name)
 
     def schema(self) -> str | None:
-        """The JSON schema of the annotation, for forms; None for what has none, or a very long one."""
+        """The JSON schema of the annotation, for forms; None for what has none."""
         try:
             document = msgspec.json.schema(self.annotation) if self._adapter is None else self._adapter.json_schema()
         except (TypeError, ValueError):
             return None
-        text = json_bytes(document).decode()
-        return text if len(text) <= LONGEST_SCHEMA else None
+        return json_bytes(document).decode()
 
 
 def wanted(annotation: Any, name: str) -> Shape:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 import msgspec
 
-from flowfabric.engine.asks import Count, CountKind, GateArgs, ask_tag, closed_by
+from flowfabric.engine.asks import Count, CountKind, GateArgs, ask_tag, check_schema, closed_by
 from flowfabric.errors import ContentionError, ExecutionNotActive, FabricError, InvalidInput, StateError
 from flowfabric.ids import ExecutionId, partition_of
 from flowfabric.model.gate import GateEnd, GateKind, GateMemo, Vote
@@ -117,6 +117,9 @@ class Waiting(ABC):
         if not 1 <= need <= count:
             raise InvalidInput(f"approval: {need} votes cannot come from {count} links")
         asked = wanted(shape, f"approval {name}")
+        schema = asked.schema()  # what the page behind a link asks for
+        if schema and (refused := check_schema(schema)):
+            raise InvalidInput(f"approval {name}: {refused.detail}")
         told = {} if show is None else {"ff.show": Shape(Any).to_json(show, "show").decode()}
         gate = self.durable.gate_name(f"approval:{name}")
         points = tuple((str(self._derived(gate, number)), f"{name}.{number + 1}") for number in range(count))
@@ -133,7 +136,7 @@ class Waiting(ABC):
                 expires_in_ms=None if expires is None else to_ms(expires, "expires"),
             ),
         )
-        if schema := asked.schema():  # what the page behind a link asks for
+        if schema:
             told[ask_tag(name)] = schema
         if told and not isinstance(opened, GateMemo):
             await self.engine.set_tags(self.handle, told)

@@ -1,7 +1,7 @@
 """The application: one request from its first byte to its last.
 
-The layers, from outside in: request id, CORS, metrics, bearer token, rate, size, body, handler. A route is a line of
-the table (`table.py`); what it may not decide for itself is decided here, once for all.
+The layers, from outside in: request id, CORS, metrics, host, bearer token, rate, size, body, handler. A route is a line
+of the table (`table.py`); what it may not decide for itself is decided here, once for all.
 """
 
 from __future__ import annotations
@@ -10,42 +10,36 @@ import asyncio
 import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import aclosing
+from functools import cached_property
 from json import dumps
 from time import perf_counter
 from typing import Any
 
-import msgspec
-
 from flowfabric import errors
 from flowfabric.engine.engine import Engine
-from flowfabric.server import logs, openapi, traces
+from flowfabric.server import bodies, logs, openapi, traces
 from flowfabric.server.ask import JSON, Ask, encode, execution_in, uuid_in
-from flowfabric.server.auth import ANYBODY, Guard, Principal, RateLimit
+from flowfabric.server.auth import ANYBODY, ROOT, UNAUTHENTICATED, Guard, OpenFeeds, Principal, RateLimit, peer_of
 from flowfabric.server.cors import Cors
+from flowfabric.server.hosts import Hosts
 from flowfabric.server.metrics import HttpMeters
-from flowfabric.server.once import Once, key_of
-from flowfabric.server.problems import Problem, Refused, TooLarge, exact, problem_of
+from flowfabric.server.once import Once, content_of, key_of
+from flowfabric.server.problems import Problem, Refused, exact, problem_of
 from flowfabric.server.routes import PAGES
 from flowfabric.server.settings import ServerSettings
 from flowfabric.server.signing import HandleSigner
-from flowfabric.server.table import FIELDS, Live, Operation, Reply, Resource, Subject, Table
+from flowfabric.server.table import Live, Operation, Reply, Resource, Subject, Table
 from flowfabric.server.wire import Held
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Any], Awaitable[None]]
 
-_JSON_TYPE = re.compile(rb"application/(?:[^;\s]+\+)?json\s*(?:;.*)?", re.IGNORECASE | re.DOTALL).fullmatch
-_OCTETS_TYPE = re.compile(rb"application/octet-stream\s*(?:;.*)?", re.IGNORECASE | re.DOTALL).fullmatch
-_FIELDS = FIELDS.encode()
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}").fullmatch
-_UNSUPPORTED = "invalid JSON: Unsupported Media Type"
-_MALFORMED = "invalid JSON: Bad Request"
-_UNPROCESSABLE = "invalid JSON: Unprocessable Entity"
 _TIMED_OUT = "timeout: request"
 LONGEST_HEADER = 4096
 MOST_HEADER_BYTES = 32 * 1024
-BODY_S = 60.0
+READMIT_S = 10.0  # with the moment that a token is trusted for, well below the 15 s that are promised
 
 
 def create_app(engine: Engine, settings: ServerSettings | None = None) -> App:
@@ -66,11 +60,14 @@ class App:
         self.rotating = asyncio.Lock()
         self.once = Once()
         self.waiting_claims: dict[tuple[str, str], set[Callable[[], None]]] = {}  # by who asks, and worker instance
-        self.guard = Guard(settings, engine)
         self.handles = HandleSigner(engine, settings)
-        self.spans: traces.Spans = traces.spans()
         self._rate = RateLimit(settings.rate_limit)
+        self.guard = Guard(settings, engine, self._rate)
+        self.spans: traces.Spans = traces.spans()
+        self._feeds = OpenFeeds(settings.max_feeds)
+        self._hosts = Hosts(settings)
         self._cors = Cors(settings)
+        self.readmit_s = READMIT_S
         self._timeout_s = settings.request_timeout_ms / 1000 or None
 
     def begin_closing(self) -> None:
@@ -79,9 +76,28 @@ class App:
         for end in list(self.on_closing):
             end()
 
-    def openapi(self) -> dict[str, Any]:
-        """What can be asked, as a document."""
-        return openapi.document(self.table)
+    @cached_property
+    def openapi(self) -> bytes:
+        """What can be asked, as a document; made once, for the table does not change."""
+        return encode(openapi.document(self.table))
+
+    async def admit(self, ask: Ask[Any]) -> None:
+        """Let in who shows a good token; 401 or 429 for others."""
+        ask.principal = await self.guard.admit(ask.headers.get(b"authorization"), ask.peer)
+        ask.admitted_at = asyncio.get_running_loop().time()
+
+    async def readmit(self, ask: Ask[Any]) -> None:
+        """Refuse a caller that was let in a while ago and would not be now; the store is asked every `readmit_s`."""
+        before, scope = ask.principal, ask.scope
+        # Tokens of the settings hold as long as this process does.
+        if scope is None or before is ANYBODY or before is ROOT:
+            return
+        if asyncio.get_running_loop().time() - ask.admitted_at < self.readmit_s:
+            return
+        await self.admit(ask)
+        ask.principal.needs(scope)
+        if ask.principal.namespaces != before.namespaces:
+            raise Refused(401, UNAUTHENTICATED)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         match scope["type"]:
@@ -96,6 +112,7 @@ class App:
         began = perf_counter()
         method: str = scope["method"]
         headers: dict[bytes, bytes] = dict(scope["headers"])
+        peer = peer_of(scope.get("client"))
         shown = headers.get(b"x-request-id")
         request_id = shown.decode() if shown and _REQUEST_ID(shown) else self.engine.minter.uuid()
         resource, params = self.table.find(_path(scope))
@@ -103,15 +120,18 @@ class App:
         if not is_apart and (preflight := self._cors.preflight(method, headers)) is not None:
             await _whole(send, preflight, request_id, method)
             return
-        ask: Ask[Any] = Ask(self, params, scope["query_string"], headers, ANYBODY, request_id, receive)
+        ask: Ask[Any] = Ask(self, params, scope["query_string"], headers, ANYBODY, request_id, receive, peer)
         operation = None if resource is None else resource.operation(method)
         template = "unknown" if resource is None else resource.template
         with self.spans.request(method, template, headers):
-            reply = await self._answered(ask, method, _path(scope), resource, operation)
+            reply = await self._answered(ask, method, scope, resource, operation)
         allowing = self._cors.allowing(headers) if self._cors.is_on and not is_apart else ()
         if isinstance(reply, Live):
             status = 200
-            await _live(send, reply, request_id, method, allowing)
+            try:
+                await _live(send, reply, request_id, method, allowing)
+            finally:
+                self._feeds.close(ask.who)
         else:
             status = reply.status
             await _whole(send, reply, request_id, method, allowing)
@@ -121,26 +141,29 @@ class App:
             logs.note_request(method, template, status, seconds, request_id, ask.principal.name)
 
     async def _answered(
-        self, ask: Ask[Any], method: str, path: bytes, resource: Resource | None, operation: Operation | None
+        self, ask: Ask[Any], method: str, scope: Scope, resource: Resource | None, operation: Operation | None
     ) -> Reply | Live:
         """The handler's answer, or the refusal that came before or instead of it."""
         try:
-            if sum(map(len, ask.headers.values())) > MOST_HEADER_BYTES:
-                raise Refused(431, "headers too large")
-            if (operation is None or operation.scope is not None) and not (resource and resource.is_apart):
-                ask.principal = await self.guard.admit(ask.headers.get(b"authorization"))
-                self._rate.take(ask.principal.name)
+            self._check_head(ask, scope)
+            if (operation is None or operation.needs_token) and not (resource and resource.is_apart):
+                await self.admit(ask)
+                self._rate.take(ask.who)
+            elif resource is not None:
+                self._rate.take(f"{resource.template} from {ask.peer}")
             if resource is None:
                 return Reply(404)
             if operation is None:
                 return Reply(405, headers=(("allow", resource.allow),))
             if operation.scope is not None:
                 ask.principal.needs(operation.scope)
+                ask.scope = operation.scope
+            body = b"" if method in ("GET", "HEAD") else await bodies.received(ask, operation)
             # Who may not ask (any more) hears no remembered answer either: this comes after the checks above.
-            if (key := key_of(method, path, ask.headers)) is not None:
-                known = operation
-                return await self.once.answer(key, lambda: self._performed(ask, method, known))
-            return await self._performed(ask, method, operation)
+            if (key := key_of(ask.who, method, _path(scope), ask.headers)) is not None:
+                known, content = operation, content_of(scope["query_string"], ask.headers, body)
+                return await self.once.answer(key, content, lambda: self._performed(ask, method, known, body))
+            return await self._performed(ask, method, operation, body)
         except Refused as refused:
             body = b"" if refused.body is None else encode(refused.body)
             if operation is not None and operation.audit and refused.status != 401:
@@ -154,21 +177,57 @@ class App:
             logs.logger.exception("a request failed", extra={"fields": {"request_id": ask.request_id}})
             return Reply(500, encode(Problem("engine: bug", None, False)), JSON)
 
-    async def _performed(self, ask: Ask[Any], method: str, operation: Operation) -> Reply | Live:
+    def _check_head(self, ask: Ask[Any], scope: Scope) -> None:
+        """Refuse what the headers alone show to be wrong."""
+        sent: list[tuple[bytes, bytes]] = scope["headers"]
+        if sum(len(value) for _, value in sent) > MOST_HEADER_BYTES:
+            raise Refused(431, "headers too large")
+        self._hosts.check(scope, [value for name, value in sent if name == b"host"])
+        if len(sent) != len(ask.headers) and sum(name == b"authorization" for name, _ in sent) > 1:
+            raise Refused(400, "more than one Authorization header")
+
+    async def _performed(self, ask: Ask[Any], method: str, operation: Operation, body: bytes) -> Reply | Live:
         """The handler's answer to a caller that may ask."""
+        await self.readmit(ask)  # the body, or the answer to the same request, may have taken long
         if method not in ("GET", "HEAD"):
-            await self._read(ask, operation)
+            ask.body = bodies.decoded(ask, operation, body)
         if isinstance(ask.body, Held):
             ask.holder = await self.handles.verify(ask.body.handle)
         if ask.principal.namespaces is not None and operation.scope is not None:
             await _within_namespaces(ask, operation)
-        if self._timeout_s is not None and not operation.long:
+        if operation.is_feed:
+            reply = await self._fed(ask, operation)
+        elif self._timeout_s is not None and not operation.long:
             async with asyncio.timeout(self._timeout_s):
-                reply: Reply | Live = await operation.handle(ask)
+                reply = await operation.handle(ask)
         else:
-            reply = await operation.handle(ask)
+            reply = await self._waited(ask, operation)
         if operation.audit:
             self._audit(ask, operation, "done")
+        return reply
+
+    async def _waited(self, ask: Ask[Any], operation: Operation) -> Reply | Live:
+        """The answer of an operation that may wait long; 401 when its caller's token is not good any more."""
+        try:
+            reply: Reply | Live = await operation.handle(ask)
+        except (Refused, errors.FabricError):
+            if ask.barred is not None:
+                raise ask.barred from None
+            raise
+        if ask.barred is not None:
+            raise ask.barred
+        await self.readmit(ask)
+        return reply
+
+    async def _fed(self, ask: Ask[Any], operation: Operation) -> Reply | Live:
+        """The beginning of a stream, of which each caller may have so many."""
+        self._feeds.open(ask.who)
+        try:
+            reply: Reply | Live = await operation.handle(ask)
+        except BaseException:
+            self._feeds.close(ask.who)
+            raise
+        assert isinstance(reply, Live), operation.name  # whose end closes the feed
         return reply
 
     def _problem(self, ask: Ask[Any], operation: Operation | None, error: errors.FabricError) -> Reply:
@@ -191,71 +250,6 @@ class App:
             operation.name,
             {"who": ask.principal.name, "about": about, "outcome": outcome, "request_id": ask.request_id},
         )
-
-    # -- the body -------------------------------------------------------------------------------------------------
-
-    async def _read(self, ask: Ask[Any], operation: Operation) -> None:
-        """Read the body within its limit and make of it what the route expects."""
-        limit = operation.limit
-        length = ask.headers.get(b"content-length")
-        if length is not None and length.isdigit() and (len(length) > 18 or int(length) > limit):
-            raise TooLarge(limit, operation.path)
-        decoder, kind = operation.decoder, ask.headers.get(b"content-type", b"")
-        is_bytes = operation.octets is not None and _OCTETS_TYPE(kind)
-        if decoder is not None and not is_bytes and not _JSON_TYPE(kind):
-            raise Refused(415, _UNSUPPORTED)
-        try:
-            async with asyncio.timeout(BODY_S):
-                message = await ask.receive()
-                body: bytes = message.get("body", b"")
-                if message.get("more_body"):
-                    body = await _rest(ask.receive, body, limit, operation.path)
-        except TimeoutError:
-            raise Refused(408, "the body took too long", connection="close") from None
-        if len(body) > limit:
-            raise TooLarge(limit, operation.path)
-        if decoder is None:
-            ask.body = body
-            return
-        try:
-            ask.body = _around(body, ask.headers.get(_FIELDS, b"{}"), operation) if is_bytes else decoder.decode(body)
-        except msgspec.ValidationError:
-            raise (Refused(422, _UNPROCESSABLE) if is_bytes or _is_json(body) else Refused(400, _MALFORMED)) from None
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            raise Refused(400, _MALFORMED) from None
-
-
-def _is_json(body: bytes) -> bool:
-    """Whether all of a body is well-formed; of a wrong shape the decoder tells before it has read to the end."""
-    try:
-        msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return False
-    return True
-
-
-def _around(octets: bytes, fields: bytes, operation: Operation) -> Any:
-    """The body of which one field came as bytes, and the others in a header."""
-    given = msgspec.json.decode(fields, type=dict[str, Any])
-    if operation.octets in given:
-        raise msgspec.ValidationError(f"{operation.octets} is given twice")
-    given[operation.octets or ""] = octets
-    return msgspec.convert(given, operation.body)
-
-
-async def _rest(receive: Receive, body: bytes, limit: int, route: str) -> bytes:
-    parts, size, more = [body], len(body), True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise Refused(400, _MALFORMED)
-        part = message.get("body", b"")
-        size += len(part)
-        if size > limit:
-            raise TooLarge(limit, route)
-        parts.append(part)
-        more = message.get("more_body", False)
-    return b"".join(parts)
 
 
 async def _within_namespaces(ask: Ask[Any], operation: Operation) -> None:

@@ -13,8 +13,9 @@ import msgspec
 from flowfabric import errors, ids
 from flowfabric.engine.engine import Engine
 from flowfabric.handles import Handle
+from flowfabric.model.api_token import Scope
 from flowfabric.model.owned import DEFAULT_NAMESPACE
-from flowfabric.server.auth import Principal
+from flowfabric.server.auth import ANYBODY, Principal
 from flowfabric.server.problems import Refused, bad_request, not_found
 from flowfabric.server.table import Reply
 
@@ -36,15 +37,19 @@ class Ask(Generic[B]):
     __slots__ = (
         "_query",
         "_query_string",
+        "admitted_at",
         "app",
+        "barred",
         "body",
         "headers",
         "holder",
         "is_gone",
         "params",
+        "peer",
         "principal",
         "receive",
         "request_id",
+        "scope",
         "touched",
     )
 
@@ -57,6 +62,7 @@ class Ask(Generic[B]):
         principal: Principal,
         request_id: str,
         receive: Receive,
+        peer: str = "",
     ) -> None:
         self.app = app
         self.params = params
@@ -65,7 +71,11 @@ class Ask(Generic[B]):
         self.request_id = request_id
         self.receive = receive
         self.touched: str | None = None  # the namespace of the execution that a bound token was last let to
-        self.is_gone = False  # whether the caller was seen to hang up
+        self.peer = peer  # the address that the request came from
+        self.scope: Scope | None = None  # what the caller had to be allowed
+        self.admitted_at = 0.0  # when the caller's token was last found to be good
+        self.barred: Exception | None = None  # why it is no longer, or cannot be told to be
+        self.is_gone = False  # whether nobody may hear the answer: the caller hung up, or was barred
         self.body: B = None  # type: ignore[assignment]
         self.holder: Handle = None  # type: ignore[assignment]  # the checked handle of a body that has one
         self._query_string = query_string
@@ -111,6 +121,11 @@ class Ask(Generic[B]):
         return int(text)
 
     # -- who asks -------------------------------------------------------------------------------------------------
+
+    @property
+    def who(self) -> str:
+        """The name under which the caller's requests are counted and remembered; by address without a token."""
+        return self.principal.name if self.principal is not ANYBODY else f"{ANYBODY.name} at {self.peer}"
 
     def within(self, namespace: str) -> None:
         """Refuse what is beyond the namespaces of the token."""
@@ -162,7 +177,18 @@ class Ask(Generic[B]):
             self.is_gone = True
             on_end()
 
-        watcher = asyncio.create_task(hang_up())
+        async def stay_admitted() -> None:
+            try:
+                while True:
+                    await asyncio.sleep(self.app.readmit_s)
+                    await self.app.readmit(self)
+            except (Refused, errors.FabricError) as refused:
+                self.barred, self.is_gone = refused, True
+                on_end()
+
+        watchers = [asyncio.create_task(hang_up())]
+        if self.scope is not None and self.principal is not ANYBODY:
+            watchers.append(asyncio.create_task(stay_admitted()))
         self.app.on_closing.add(on_end)
         if self.app.closing.is_set():  # it was on its way here when the others were told
             on_end()
@@ -170,7 +196,8 @@ class Ask(Generic[B]):
             yield lambda: not self.is_gone and not self.app.closing.is_set()
         finally:
             self.app.on_closing.discard(on_end)
-            watcher.cancel()
+            for watcher in watchers:
+                watcher.cancel()
 
     async def while_heard(self, work: Coroutine[Any, Any, T]) -> T | None:
         """What comes of some waiting; None when the caller or the server goes first."""

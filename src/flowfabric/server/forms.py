@@ -1,66 +1,169 @@
 """Forms for people: an approval's schema as fields, and what was filled in as a value again.
 
-Nothing here needs JavaScript, and every text of others is escaped where it meets the page.
+Nothing here needs JavaScript, and every text of others is escaped where it meets the page. A schema that would need
+more fields, options or text than a person fills in is asked for as JSON, in one field.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from html import escape
 from math import isfinite
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
-Schema = dict[str, Any]
+from flowfabric import untrusted
+from flowfabric.engine.asks import target
+
+Schema = Mapping[str, Any]
+
+MAX_FIELDS: Final = 100
+MAX_OPTIONS: Final = 500
+MAX_CHARACTERS: Final = 64 * 1024
+MAX_NESTED: Final = 16
+LONGEST_LABEL: Final = 200
+BLOCKED = '<button type="submit" disabled hidden></button>'
+"""Stands first in a form with several buttons, so that Enter in a text field presses none of them."""
 
 
 class NotFilledIn(Exception):
     """A field is missing or holds something else; the text says so to the person."""
 
 
-def resolved(schema: Schema, root: Schema) -> Schema:
-    """A schema without its reference, and without the way out that optional types have."""
-    if "$ref" in schema:
-        name = str(schema["$ref"]).rpartition("/")[2]
-        found = root.get("$defs", {}).get(name, {})
-        return resolved(found, root) if isinstance(found, dict) else {}
-    choices = schema.get("anyOf")
-    if isinstance(choices, list):
+class TooMany(Exception):
+    """The schema needs a larger form than a person fills in."""
+
+
+class Part(msgspec.Struct, frozen=True):
+    """A field of the form, or a group of fields."""
+
+    name: str
+    label: str
+    schema: Schema
+    is_optional: bool
+    options: list[Any] | None = None
+    parts: dict[str, Part] | None = None
+
+    @property
+    def fields(self) -> Iterator[Part]:
+        """The fields in their order."""
+        if self.parts is None:
+            yield self
+        else:
+            for part in self.parts.values():
+                yield from part.fields
+
+
+class _Outline:
+    """Makes the parts of one form within its limits."""
+
+    def __init__(self, root: Schema) -> None:
+        self._root = root
+        self._fields = self._options = self._characters = 0
+
+    def part(self, schema: Schema, name: str, *, optional: bool, around: tuple[int, ...] = ()) -> Part:
+        schema, may_be_null = _resolved(schema, self._root)
+        if id(schema) in around or len(around) >= MAX_NESTED:  # a type that holds itself, or nearly so
+            schema = {}
+        properties = schema.get("properties")
+        if isinstance(properties, dict):
+            given = schema.get("required")
+            required = [key for key in given if isinstance(key, str)] if isinstance(given, list) else []
+            parts = {
+                key: self.part(one, f"{name}.{key}", optional=key not in required, around=(*around, id(schema)))
+                for key, one in properties.items()
+                if isinstance(one, dict)
+            }
+            return Part(name, "", schema, optional, parts=parts)
+        title = schema.get("title")
+        label = title if isinstance(title, str) and title else name.rpartition(".")[2].replace("_", " ")
+        options = _options(schema)
+        self._count(len(name) + len(label), options or [])
+        is_optional = optional or may_be_null or "default" in schema
+        return Part(name, label[:LONGEST_LABEL], schema, is_optional, options)
+
+    def _count(self, characters: int, options: list[Any]) -> None:
+        self._fields += 1
+        self._options += len(options)
+        if self._fields > MAX_FIELDS or self._options > MAX_OPTIONS:
+            raise TooMany()
+        self._characters += characters + sum(len(_words(option)) for option in options)
+        if self._characters > MAX_CHARACTERS:
+            raise TooMany()
+
+
+def _resolved(schema: Schema, root: Schema) -> tuple[Schema, bool]:
+    """A schema without its reference and without the way out that optional types have, and whether it had one."""
+    may_be_null = False
+    for _ in range(MAX_NESTED):
+        schema = target(schema, root)
+        choices = schema.get("anyOf")
+        if not isinstance(choices, list):
+            return schema, may_be_null
         real = [one for one in choices if isinstance(one, dict) and one.get("type") != "null"]
-        if len(real) == 1:
-            return resolved({**real[0], "x-optional": len(real) < len(choices)}, root)
-    return schema
+        if len(real) != 1:
+            return schema, may_be_null
+        may_be_null = may_be_null or len(real) < len(choices)
+        schema = real[0]
+    return {}, may_be_null
 
 
-def fields(schema: Schema, root: Schema | None = None, name: str = "value") -> str:
-    """The fields for a value of this schema."""
-    root = schema if root is None else root
-    schema = resolved(schema, root)
-    properties = schema.get("properties")
-    if isinstance(properties, dict):
-        required = set(schema.get("required", ()))
-        return "".join(
-            fields(one if key in required else {**one, "x-optional": True}, root, f"{name}.{key}")
-            for key, one in properties.items()
-            if isinstance(one, dict)
-        )
-    title = str(schema.get("title") or name.rpartition(".")[2].replace("_", " "))
-    return f"<label>{escape(title)}{_input(schema, name)}</label>\n"
+def _whole(schema: Schema) -> Part:
+    """The form for a value of this schema; one field of JSON when that would be too large."""
+    try:
+        return _Outline(schema).part(schema, "value", optional=False)
+    except TooMany:
+        return Part("value", "value", {}, False)
 
 
-def _input(schema: Schema, name: str) -> str:
-    known = escape(name, quote=True)
-    must = "" if schema.get("x-optional") or "default" in schema else " required"
+def outline(schema: Schema) -> list[Part]:
+    """The fields of the form for a value of this schema."""
+    return list(_whole(schema).fields)
+
+
+def _is_yes_or_no(part: Part) -> bool:
+    return part.parts is None and part.schema.get("type") == "boolean" and part.options == [True, False]
+
+
+def fields(schema: Schema) -> str:
+    """The fields for a value of this schema; a question of yes or no has none, its buttons are the answer."""
+    whole = _whole(schema)
+    if _is_yes_or_no(whole):
+        return f"<p>{escape(whole.label)}</p>\n"
+    return "".join(f"<label>{escape(part.label)}{_input(part)}</label>\n" for part in whole.fields)
+
+
+def buttons(schema: Schema) -> str:
+    """What sends the form: one button, or one for each answer to a question of yes or no."""
+    whole = _whole(schema)
+    if not _is_yes_or_no(whole):
+        return '<button type="submit">Send</button>'
+    known = escape(whole.name, quote=True)
+    return "\n".join(
+        f'<button type="submit" name="{known}" value="{place}">{_words(option)}</button>'
+        for place, option in enumerate((True, False))
+    )
+
+
+def first(schema: Schema) -> str:
+    """What stands before everything else in the form."""
+    return BLOCKED if _is_yes_or_no(_whole(schema)) else ""
+
+
+def _input(part: Part) -> str:
+    schema, known = part.schema, escape(part.name, quote=True)
+    must = "" if part.is_optional else " required"
     default = schema.get("default")
-    options = _options(schema)
-    if options is not None:
+    if part.options is not None:
+        # An empty option comes first, so that nothing is chosen before a person chooses.
+        unchosen = escape(f"({_words(default)})" if "default" in schema else "")
         shown = "".join(
-            f'<option value="{place}"{" selected" if option == default else ""}>{escape(_words(option))}</option>'
-            for place, option in enumerate(options)
+            f'<option value="{place}">{escape(_words(option))}</option>' for place, option in enumerate(part.options)
         )
-        return f'<select name="{known}"{must}>{"" if must else "<option></option>"}{shown}</select>'
-    filled = "" if default is None else f' value="{escape(str(default), quote=True)}"'
+        return f'<select name="{known}"{must}><option value="">{unchosen}</option>{shown}</select>'
+    is_text = isinstance(default, str | int | float) and not isinstance(default, bool)
+    filled = f' value="{escape(_words(default), quote=True)}"' if is_text else ""
     match schema.get("type"):
         case "integer":
             return f'<input type="number" step="1" name="{known}"{_bounds(schema)}{filled}{must}>'
@@ -68,7 +171,7 @@ def _input(schema: Schema, name: str) -> str:
             return f'<input type="number" step="any" name="{known}"{_bounds(schema)}{filled}{must}>'
         case "string":
             length = schema.get("maxLength")
-            most = f' maxlength="{length}"' if isinstance(length, int) else ""
+            most = f' maxlength="{length}"' if isinstance(length, int) and not isinstance(length, bool) else ""
             return f'<input type="text" name="{known}"{most}{filled}{must}>'
         case _:
             return f'<textarea name="{known}" rows="4" placeholder="JSON"{must}></textarea>'
@@ -76,7 +179,9 @@ def _input(schema: Schema, name: str) -> str:
 
 def _bounds(schema: Schema) -> str:
     given = ((name, schema.get(key)) for name, key in (("min", "minimum"), ("max", "maximum")))
-    return "".join(f' {name}="{bound}"' for name, bound in given if isinstance(bound, int | float))
+    return "".join(
+        f' {name}="{bound}"' for name, bound in given if isinstance(bound, int | float) and not isinstance(bound, bool)
+    )
 
 
 def _options(schema: Schema) -> list[Any] | None:
@@ -88,51 +193,58 @@ def _options(schema: Schema) -> list[Any] | None:
 
 
 def _words(option: Any) -> str:
-    return {True: "yes", False: "no"}[option] if isinstance(option, bool) else str(option)
-
-
-def value(given: Mapping[str, str], schema: Schema, root: Schema | None = None, name: str = "value") -> Any:
-    """The value that was filled in; `NotFilledIn` names the field that is wrong."""
-    root = schema if root is None else root
-    schema = resolved(schema, root)
-    properties = schema.get("properties")
-    if isinstance(properties, dict):
-        required = set(schema.get("required", ()))
-        found = {}
-        for key, one in properties.items():
-            spec = one if key in required else {**one, "x-optional": True}
-            filled = value(given, spec, root, f"{name}.{key}")
-            if filled is not None or key in required:
-                found[key] = filled
-        return found
-    text = given.get(name, "").strip()
-    if not text:
-        if schema.get("x-optional") or "default" in schema:
-            return schema.get("default")
-        raise NotFilledIn(f"{name.rpartition('.')[2]} is missing")
-    return _read(text, schema, name)
-
-
-def _read(text: str, schema: Schema, name: str) -> Any:
-    label = name.rpartition(".")[2]
-    options = _options(schema)
-    if options is not None:
-        if not text.isascii() or not text.isdecimal() or int(text) >= len(options):
-            raise NotFilledIn(f"{label}: choose one of the options")
-        return options[int(text)]
+    if isinstance(option, bool):
+        return "yes" if option else "no"
     try:
-        match schema.get("type"):
+        return option if isinstance(option, str) else str(option)
+    except (RecursionError, ValueError):
+        return "…"
+
+
+def value(given: Mapping[str, str], schema: Schema) -> Any:
+    """The value that was filled in; `NotFilledIn` names the field that is wrong."""
+    return _value(given, _whole(schema))
+
+
+def _value(given: Mapping[str, str], part: Part) -> Any:
+    if part.parts is not None:
+        filled = {key: _value(given, one) for key, one in part.parts.items()}
+        return {key: one for key, one in filled.items() if one is not None or not part.parts[key].is_optional}
+    text = given.get(part.name, "").strip()
+    if not text:
+        if part.is_optional:
+            return part.schema.get("default")
+        raise NotFilledIn(f"{part.name.rpartition('.')[2]} is missing")
+    return _read(text, part)
+
+
+def _read(text: str, part: Part) -> Any:
+    schema, label = part.schema, part.name.rpartition(".")[2]
+    if part.options is not None:
+        if not text.isascii() or not text.isdecimal() or len(text) > 9 or int(text) >= len(part.options):
+            raise NotFilledIn(f"{label}: choose one of the options")
+        return part.options[int(text)]
+    kind = schema.get("type")
+    needed = {"integer": "a whole number", "number": "a number"}.get(kind, "JSON") if isinstance(kind, str) else "JSON"
+    try:
+        match kind:
             case "integer":
-                return int(text)
+                return _integer(text)
             case "number":
                 return _finite(text)
             case "string":
                 return text
             case _:
-                return _json(text)
-    except ValueError:
-        needed = {"integer": "a whole number", "number": "a number"}.get(schema.get("type", ""), "JSON")
+                return untrusted.decode(text)
+    except (ValueError, RecursionError):
         raise NotFilledIn(f"{label}: {needed} is needed") from None
+
+
+def _integer(text: str) -> int:
+    """A whole number of as many digits as one in JSON may have."""
+    if len(text) > untrusted.MAX_DIGITS:
+        raise ValueError(text)
+    return int(text)
 
 
 def _finite(text: str) -> float:
@@ -143,19 +255,16 @@ def _finite(text: str) -> float:
     return number
 
 
-def _json(text: str) -> Any:
-    try:
-        return msgspec.json.decode(text)
-    except msgspec.DecodeError as fault:
-        raise ValueError(str(fault)) from None
-
-
 def facts(shown: Any) -> str:
     """What is decided, as a list of facts."""
     if not isinstance(shown, dict) or not shown:
         return ""
-    rows = "".join(
-        f"<dt>{escape(str(key))}</dt><dd>{escape(one if isinstance(one, str) else repr(one))}</dd>"
-        for key, one in shown.items()
-    )
+    rows = "".join(f"<dt>{escape(str(key))}</dt><dd>{escape(_fact(one))}</dd>" for key, one in shown.items())
     return f"<dl>{rows}</dl>\n"
+
+
+def _fact(one: Any) -> str:
+    try:
+        return one if isinstance(one, str) else repr(one)
+    except (RecursionError, ValueError):
+        return "…"

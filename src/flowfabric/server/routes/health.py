@@ -58,4 +58,4 @@ async def metrics(ask: Ask[None]) -> Reply:
 @routes.get("/openapi.json", {200: dict[str, Any]}, scope=None)
 async def openapi_document(ask: Ask[None]) -> Reply:
     """This document."""
-    return json(ask.app.openapi())
+    return Reply(200, ask.app.openapi, JSON)

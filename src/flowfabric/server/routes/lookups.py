@@ -24,6 +24,8 @@ routes = Routes("lookups")
 ONE = "/v1/executions/{id}"
 TEXT = {"type": "string"}
 MAX_RESULTS = 1000
+MAX_RESULT_BYTES = 8 * 1024 * 1024  # of one answer; a single result may be larger, and comes alone
+RESULTS_AT_ONCE = 20
 
 
 @routes.get(
@@ -170,18 +172,29 @@ class ResultsBody(Body, frozen=True):
 
 
 class ResultsOf(msgspec.Struct, frozen=True):
-    """Results in base64 by execution; null for one that has none."""
+    """Results in base64 by execution, null for one that has none; `rest` are those to ask for next."""
 
     results: dict[str, bytes | None]
+    rest: list[str] = []
 
 
 @routes.post("/v1/executions/results", {200: ResultsOf}, body=ResultsBody, scope=Scope.READ, subject=Subject.OWN)
 async def read_results(ask: Ask[ResultsBody]) -> Reply:
-    """The results of many executions in one trip."""
-    for execution_id in ask.body.execution_ids:
+    """The results of many executions, as many as fit into one answer; the ids of the others are told."""
+    wanted: list[str] = list(dict.fromkeys(map(ids.parse_execution_id, ask.body.execution_ids)))
+    for execution_id in wanted:
         await ask.may_touch(execution_id)
-    body = ask.body
-    return json(ResultsOf(await ask.engine.read_results(body.execution_ids, namespace=body.namespace)))
+    found: dict[str, bytes | None] = {}
+    size = 0
+    while wanted and size < MAX_RESULT_BYTES:
+        some = await ask.engine.read_results(wanted[:RESULTS_AT_ONCE], namespace=ask.body.namespace)
+        for execution_id, result in some.items():
+            size += len(result or b"")
+            if found and size > MAX_RESULT_BYTES:
+                break
+            found[execution_id] = result
+            wanted.remove(execution_id)
+    return json(ResultsOf(found, wanted))
 
 
 @routes.get("/v1/lanes", {200: LanePage}, query=(CURSOR, LIMIT))

@@ -106,7 +106,9 @@ async def tail_stream(ask: Ask[None]) -> Reply:
         raise bad_request(f"block_ms exceeds {MAX_BLOCK_MS}ms ceiling")
     after = ask.query("after")
     place = _after(ask, "0-0" if after is None else after)
-    return _page(await ask.engine.tail_stream(execution_id, index, place, block_ms, limit))
+    tail = ask.engine.tail_stream(execution_id, index, place, block_ms, limit)
+    page = await ask.while_heard(tail) if block_ms else await tail
+    return _page(page or StreamPage([], None, None))
 
 
 @routes.get(f"{STREAM}/summary", {200: SummaryView}, subject=Subject.EXECUTION)

@@ -1,6 +1,7 @@
 """The page behind a signed link: shows what is decided, asks for a decision, and sends it as a signal.
 
 The link's token is all that is asked for. A wrong link, one that is used up and one that never was look the same.
+Programs post their decision to the link itself, as JSON, and are answered in JSON.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
-from flowfabric import errors, ids
-from flowfabric.engine.asks import Duplicate, SignalArgs, WaitpointToken, asked_by, schema_of
+from flowfabric import errors, ids, untrusted
+from flowfabric.engine.asks import Accepted, Duplicate, SignalArgs, WaitpointToken, asked_by, schema_of
 from flowfabric.server import forms
-from flowfabric.server.ask import Ask, encode
-from flowfabric.server.table import HTML, Param, Reply, Routes
-from flowfabric.server.wire import Unsaid
+from flowfabric.server.ask import Ask, encode, tagged
+from flowfabric.server.problems import Refused, bad_request
+from flowfabric.server.table import HTML, SIGNAL_LIMIT, Param, Reply, Routes
+from flowfabric.server.wire import Unsaid, variants
 
 routes = Routes("waitpoint pages")
 
@@ -40,6 +42,7 @@ SAFE = (
     ("referrer-policy", "no-referrer"),
     ("x-content-type-options", "nosniff"),
 )
+NOT_GOOD = "not found: waitpoint"
 OVER = "This link is not good: it is wrong, it has been used, or the decision is over."
 DONE = "Thank you. Your decision was recorded."
 VOTED = "A decision was given with this link before. That one counts, and this one does not."
@@ -64,11 +67,26 @@ async def show_waitpoint(ask: Ask[None]) -> Reply:
     return _page("Not found", f"<p>{OVER}</p>", 404) if question is None else _form(ask, question)
 
 
-@routes.post(PATH, {200: HTML}, scope=None, body=bytes)
+@routes.post(
+    PATH,
+    {200: variants(Accepted, Duplicate)},
+    scope=None,
+    body=bytes,
+    limit=SIGNAL_LIMIT,
+    query=(
+        Param("token", {"type": "string", "description": "the link's; the body is then the decision, as JSON"}),
+        Param("by", {"type": "string", "description": "who decides"}),
+    ),
+)
 async def answer_waitpoint(ask: Ask[bytes]) -> Reply:
-    """Send the decision that was filled in."""
+    """Send a decision: the page's form, or JSON posted to the link itself, which is answered in JSON."""
+    token = ask.query("token")
+    return await _answer_form(ask) if token is None else await _answer_json(ask, token)
+
+
+async def _answer_form(ask: Ask[bytes]) -> Reply:
     try:
-        given = dict(parse_qsl(ask.body.decode(), keep_blank_values=True, max_num_fields=200))
+        given = dict(parse_qsl(ask.body.decode(), keep_blank_values=True, max_num_fields=2 * forms.MAX_FIELDS))
     except ValueError:
         return _page("Not understood", "<p>The form could not be read.</p>", 400)
     question = await _question(ask, given.get("token", ""))
@@ -85,18 +103,13 @@ async def answer_waitpoint(ask: Ask[bytes]) -> Reply:
         signal_id = ask.engine.minter.uuid()
     try:
         answer = await ask.engine.deliver_signal(
-            SignalArgs(
-                execution_id=question.execution_id,
-                waitpoint_id=question.waitpoint_id,
+            _vote(
+                (question.execution_id, question.waitpoint_id),
+                question.token,
                 signal_id=signal_id,
-                signal_name="vote",
-                signal_category="approval",
-                source_type="link",
-                source_identity=given.get("by", "").replace("\x00", "")[:LONGEST_NAME],
-                waitpoint_token=question.token,
+                by=given.get("by", ""),
                 payload=encode(decided),
-                payload_encoding="json",
-                idempotency_key=signal_id,  # the same form sent twice is one vote
+                once=signal_id,  # the same form sent twice is one vote
             )
         )
     except errors.InvalidInput as wrong:  # of another kind than was asked for
@@ -110,12 +123,64 @@ async def answer_waitpoint(ask: Ask[bytes]) -> Reply:
     return _page(question.title, f"<p>{DONE}</p>")
 
 
-async def _question(ask: Ask[Any], token: str) -> Question | None:
+async def _answer_json(ask: Ask[bytes], token: str) -> Reply:
+    """Take a program's decision; the same decision posted again after a lost answer is the same vote."""
+    place = _place(ask)
+    if place is None or not await ask.engine.is_token_of(*place, WaitpointToken(token)):
+        raise Refused(404, NOT_GOOD)
     try:
-        execution_id = ids.parse_execution_id(ask.params[0])
-        waitpoint_id = ids.parse_uuid(ask.params[1])
+        untrusted.decode(ask.body)
+    except untrusted.NumberTooLong as fault:
+        raise bad_request(f"invalid JSON: {fault}") from None
+    except (msgspec.DecodeError, RecursionError):
+        raise bad_request("invalid JSON: Bad Request") from None
+    try:
+        answer = await ask.engine.deliver_signal(
+            _vote(
+                place,
+                token,
+                signal_id=ask.engine.minter.uuid(),
+                by=ask.query("by") or "",
+                payload=ask.body,
+                once=hashlib.sha256(ask.body).hexdigest(),
+            )
+        )
+    except (errors.InvalidToken, errors.NotFound):
+        raise Refused(404, NOT_GOOD) from None
+    if isinstance(answer, Accepted) and not answer.counts:
+        raise Refused(409, VOTED, kind="state_conflict", retryable=False)
+    return tagged(answer)
+
+
+def _vote(place: tuple[str, str], token: str, *, signal_id: str, by: str, payload: bytes, once: str) -> SignalArgs:
+    execution_id, waitpoint_id = place
+    return SignalArgs(
+        execution_id=execution_id,
+        waitpoint_id=waitpoint_id,
+        signal_id=signal_id,
+        signal_name="vote",
+        signal_category="approval",
+        source_type="link",
+        source_identity=by.replace("\x00", "")[:LONGEST_NAME],
+        waitpoint_token=token,
+        payload=payload,
+        payload_encoding="json",
+        idempotency_key=once,
+    )
+
+
+def _place(ask: Ask[Any]) -> tuple[str, str] | None:
+    """The execution and the waitpoint in the path; None when they are no ids."""
+    try:
+        return ids.parse_execution_id(ask.params[0]), ids.parse_uuid(ask.params[1])
     except errors.InvalidInput:
         return None
+
+
+async def _question(ask: Ask[Any], token: str) -> Question | None:
+    if (place := _place(ask)) is None:
+        return None
+    execution_id, waitpoint_id = place
     # One look, whatever is wrong: how long a refusal takes tells no more than the page does.
     kept = await ask.engine.read_token_of(execution_id, waitpoint_id)
     if kept is None or kept != WaitpointToken(token):
@@ -139,8 +204,8 @@ async def _question(ask: Ask[Any], token: str) -> Question | None:
 
 def _json(text: str | None) -> Any:
     try:
-        return None if text is None else msgspec.json.decode(text)
-    except msgspec.DecodeError:
+        return None if text is None else untrusted.decode(text)
+    except (msgspec.DecodeError, RecursionError):
         return None
 
 
@@ -150,12 +215,12 @@ def _form(ask: Ask[Any], question: Question, wrong: str = "") -> Reply:
     return _page(
         question.title,
         f"{forms.facts(question.shown)}{told}"
-        f'<form method="post" action="?">\n'
+        f'<form method="post" action="?">{forms.first(question.schema)}\n'
         f'<input type="hidden" name="token" value="{token}">'
         f'<input type="hidden" name="once" value="{ask.engine.minter.uuid()}">\n'
         f"{forms.fields(question.schema)}"
         f'<label>Your name<input type="text" name="by" maxlength="{LONGEST_NAME}"></label>\n'
-        f'<button type="submit">Send</button>\n</form>',
+        f"{forms.buttons(question.schema)}\n</form>",
         400 if wrong else 200,
     )
 
