@@ -18,7 +18,7 @@ import msgspec
 
 from flowfabric import errors
 from flowfabric.ids import Minter
-from flowfabric.remote.refusals import BACKEND, refusal
+from flowfabric.remote.refusals import BACKEND, foreign, verdict
 from flowfabric.settings import Secret
 
 PATIENCE_S = 30.0
@@ -27,7 +27,6 @@ CONNECT_S = 5.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
 QUICK_CONNECTIONS = 24
 IDLE_S = 30.0
-AWAY = frozenset({502, 503, 504})  # what proxies say when nobody is behind them
 DOUBTED = "it may have been heard before, without an answer"
 
 _NOT_SENT = (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.PoolTimeout)
@@ -126,15 +125,18 @@ class Wire:
                 fault = _unavailable(away, in_doubt=doubted)
                 fault.__cause__ = away
             else:
-                if status < 400 or (misses and status == 404):
+                refused = verdict(answer) if status >= 400 else None
+                if 200 <= status < 300 or (misses and status == 404 and refused is not None):
                     return Answer(status, body, doubted)
-                refused = refusal(status, answer, body)
-                if not _passes(status, refused, answer):
+                if refused is None:
+                    doubted, fault = True, foreign(status, body)
+                elif isinstance(refused, errors.ResourceExhausted):  # the server has not looked at the request yet
+                    fault = refused
+                else:
                     refused.add_note(f"{method} {where.partition('?')[0]}")
                     if doubted:
                         refused.add_note(DOUBTED)
                     raise refused
-                fault = refused
                 pause_s = max(pause_s, _asked_pause(answer))
             if clock() + pause_s >= until:
                 raise fault
@@ -204,13 +206,6 @@ def _unavailable(away: httpx2.TransportError, *, in_doubt: bool) -> errors.Store
     source = errors.StoreFault.TIMEOUT if isinstance(away, httpx2.TimeoutException) else errors.StoreFault.TRANSPORT
     words = str(away) or type(away).__name__
     return errors.StoreUnavailable(f"server: {words}", backend=BACKEND, source=source, in_doubt=in_doubt)
-
-
-def _passes(status: int, refused: errors.FabricError, headers: Mapping[str, str]) -> bool:
-    """Whether the server has not looked at the request at all, and will at another moment."""
-    if "x-ff-error" in headers:
-        return isinstance(refused, errors.ResourceExhausted)
-    return status in AWAY or status == 429
 
 
 def _asked_pause(headers: Mapping[str, str]) -> float:

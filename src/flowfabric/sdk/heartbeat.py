@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Sequence
 
 from flowfabric.engine.engine import Engine
-from flowfabric.errors import FabricError, LeaseExpired, StoreUnavailable
+from flowfabric.errors import FabricError, LeaseExpired, StoreUnavailable, Unauthorized
 from flowfabric.model.answers import Claimed
 from flowfabric.sdk.presence import Presence
 
@@ -79,7 +79,7 @@ class Leases:
             return lost
         try:
             answers = await engine.renew_many([claimed.handle for claimed in held], lease_ttl_ms=ttl_ms)
-        except StoreUnavailable as away:
+        except (StoreUnavailable, Unauthorized) as away:
             logger.warning("renewal: the store is away (%s); trying again", away)
             return lost
         for claimed, answer in zip(held, answers, strict=True):

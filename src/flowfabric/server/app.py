@@ -44,6 +44,7 @@ _TIMED_OUT = "timeout: request"
 LONGEST_HEADER = 4096
 MOST_HEADER_BYTES = 32 * 1024
 BODY_S = 60.0
+NO_ROUTE = errors.NotFound("route")
 
 
 def create_app(engine: Engine, settings: ServerSettings | None = None) -> App:
@@ -128,9 +129,9 @@ class App:
                 ask.principal = await self.guard.admit(ask.headers.get(b"authorization"))
                 self._rate.take(ask.principal.name)
             if resource is None:
-                return Reply(404)
+                return Reply(404, headers=_named(NO_ROUTE))
             if operation is None:
-                return Reply(405, headers=(("allow", resource.allow),))
+                return Reply(405, headers=(("allow", resource.allow), *_named(NO_ROUTE)))
             if operation.scope is not None:
                 ask.principal.needs(operation.scope)
             # Who may not ask (any more) hears no remembered answer either: this comes after the checks above.
@@ -142,7 +143,8 @@ class App:
             body = b"" if refused.body is None else encode(refused.body)
             if operation is not None and operation.audit and refused.status != 401:
                 self._audit(ask, operation, f"refused: {refused.status}")
-            return Reply(refused.status, body, JSON if body else "", tuple(refused.headers.items()))
+            named = _named(refused.verdict)
+            return Reply(refused.status, body, JSON if body else "", (*refused.headers.items(), *named))
         except errors.FabricError as error:
             return self._problem(ask, operation, error)
         except TimeoutError:
@@ -175,7 +177,7 @@ class App:
             logs.logger.error("a request failed", extra={"fields": {"request_id": ask.request_id, "cause": str(error)}})
         wait_ms = getattr(error, "retry_after_ms", None)
         headers = (("retry-after", str(max(1, round(wait_ms / 1000)))),) if wait_ms else ()
-        headers = (*headers, ("x-ff-error", _one_line(error)))
+        headers = (*headers, *_named(error))
         return Reply(status, encode(problem), JSON, headers)
 
     def _audit(self, ask: Ask[Any], operation: Operation, outcome: str) -> None:
@@ -263,6 +265,11 @@ async def _within_namespaces(ask: Ask[Any], operation: Operation) -> None:
             pass
         case None:
             raise Refused(403, "token is bound to namespaces; this concerns all", kind="forbidden", retryable=False)
+
+
+def _named(error: errors.FabricError | None) -> tuple[tuple[str, str], ...]:
+    """The header by which clients tell a refusal of ours from what a proxy answers."""
+    return () if error is None else (("x-ff-error", _one_line(error)),)
 
 
 def _one_line(error: errors.FabricError) -> str:
