@@ -259,6 +259,6 @@ async def _context(task: Task[..., Any], order: Order) -> Context:
     app = task.app
     if order.url is not None:
         app.url = order.url  # the worker may have been told another store than the module names
-    engine = await app.engine()
+    engine = await app.claim()
     handle = Handle(BackendTag(order.backend), HandleKind(order.kind), order.handle)
     return Context(app, engine, handle, task, budgets=order.budgets, lease_until=lambda: order.lease_until)

@@ -12,7 +12,7 @@ from typing import Any
 
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.pulling import Pull
-from flowfabric.errors import FabricError, InvalidInput, StoreUnavailable
+from flowfabric.errors import FabricError, InvalidInput, StoreUnavailable, Unauthorized
 from flowfabric.model.answers import Claimed
 from flowfabric.sdk import declared
 from flowfabric.sdk.attempts import Attempts
@@ -119,12 +119,12 @@ class Worker:
 
     async def work(self) -> None:
         """Work until `stop`; returns when everything was finished or handed back."""
-        self._engine = engine = await self._app.engine()
+        self._engine = engine = await self._app.claim()
         engine.start_sweeps()
         await self._app.declare(engine)
         await self._presence.announce(engine)
         self._attempts = Attempts(self._app, engine, until=self._leases.until, ended=self._ended, freed=self._free.set)
-        self._ends = ends = Ends(engine, self._told)
+        self._ends = ends = Ends(engine, self._told, until=self._leases.until)
         heartbeat = self._make_heartbeat(engine)
         heartbeat.start()
         try:
@@ -163,7 +163,7 @@ class Worker:
                 continue
             try:
                 claimed = await pull.claim(room, max_wait_ms=max_wait_ms, go_on=lambda: not self._stopping.is_set())
-            except StoreUnavailable as away:
+            except (StoreUnavailable, Unauthorized) as away:  # a token may be good again when it has been rotated
                 logger.warning("no work: the store is away (%s); trying again", away)
                 await asyncio.sleep(PAUSE_S)
                 continue
