@@ -12,7 +12,7 @@ from typing import Final
 INTERNAL: Final = frozenset(
     {
         # looking, deciding, writing, noting
-        *("load", "scan", "patiently", "settle", "settle_execution", "opened", "who", "note", "note_all"),
+        *("limit_commands", "load", "scan", "patiently", "settle", "settle_execution", "opened", "who", "note", "note_all"),
         *(
             "note_alike",
             "note_lease",

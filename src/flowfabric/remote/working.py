@@ -99,7 +99,7 @@ class Working(Asking):
         offered = tuple(capabilities)
         while True:
             left_ms = max(0, int((until - clock()) * 1000))
-            wait_ms = min(left_ms, MAX_WAIT_MS)
+            wait_ms = min(left_ms, MAX_WAIT_MS, lease_ttl_ms // 2)
             body = {
                 "worker_instance_id": worker_instance_id,
                 "lanes": list(lanes),
@@ -113,7 +113,10 @@ class Working(Asking):
             self._claiming[worker_instance_id] = (worker_id, frozenset(lanes))
             try:
                 path = f"/v1/workers/{segment(worker_id)}/claims"
-                told = await self.wire.ask("POST", path, body, wait_ms=wait_ms, patience_s=0, key=key)
+                answer_s = self.wire.deadlines.limited(lease_ttl_ms / 4000).command_s
+                told = await self.wire.ask(
+                    "POST", path, body, wait_ms=wait_ms, answer_s=answer_s, patience_s=0, key=key
+                )
             finally:
                 del self._claiming[worker_instance_id]
             del self._claim_keys[worker_instance_id]

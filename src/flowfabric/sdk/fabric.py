@@ -198,12 +198,17 @@ class Fabric:
             raise
         return engine
 
-    async def connect(self, *, migrate: bool = False, hears: bool = True) -> Engine:
-        """An engine of the caller's own, to be closed by it; one that waits for nothing need not hear of anything."""
+    async def connect(
+        self, *, migrate: bool = False, hears: bool = True, command_s: float | None = None
+    ) -> Engine:
+        """An engine of the caller's own, to be closed by it; one that waits for nothing need not hear of anything.
+
+        `command_s` is how long a command may take before its connection is given up, if that is not long already.
+        """
         settings = self._settings
         if not hears:
             settings = msgspec.structs.replace(settings or Settings(), hears=False)
-        return await connect(
+        engine = await connect(
             self.url,
             migrate=migrate,
             settings=settings,
@@ -211,6 +216,9 @@ class Fabric:
             clock=self._clock,
             token=self._token,
         )
+        if command_s is not None:
+            engine.limit_commands(command_s)
+        return engine
 
     def bind(self, engine: Engine) -> asyncio.Task[Engine] | None:
         """Use this engine in this event loop from now on; what was used before, for `unbind`."""

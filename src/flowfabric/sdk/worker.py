@@ -27,9 +27,10 @@ from flowfabric.sdk.presence import Presence
 logger = logging.getLogger("flowfabric.worker")
 
 PULL_WAIT_MS = 10_000
-PAUSE_S = 1.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 1.0  # between claims that find no store
 DEAF_AFTER_S = 5.0  # how long handlers that were cancelled have to come to their end
 FAREWELL_S = 5.0  # how long a store that is away is waited for when there is nothing to do but to tell it the end
+COMMAND_SHARE = 2 / 3  # of a lease, after which a command that has no answer is given up
 ROUNDS = 2  # how many ends a slot may be ahead of what is told
 
 
@@ -120,6 +121,7 @@ class Worker:
     async def work(self) -> None:
         """Work until `stop`; returns when everything was finished or handed back."""
         self._engine = engine = await self._app.claim()
+        engine.limit_commands(self._ttl_ms * COMMAND_SHARE / 1000)
         engine.start_sweeps()
         await self._app.declare(engine)
         await self._presence.announce(engine)
@@ -144,7 +146,8 @@ class Worker:
         return Heartbeat(
             self._leases,
             self._presence,
-            engine=lambda: self._app.connect(hears=False),  # or each hint would wake this process twice
+            # Without ears, or each hint would wake this process twice.
+            engine=lambda: self._app.connect(hears=False, command_s=self._ttl_ms / 3000),
             lease_ttl_ms=self._ttl_ms,
             lost=self._lease_lost,
             stall_limit_s=self._stall_limit_s,
@@ -153,6 +156,7 @@ class Worker:
     async def _pull(self, engine: Engine, ends: Ends) -> None:
         pull = self._pulling(engine)
         max_wait_ms = max(PULL_WAIT_MS, engine.settings.poll_ms)
+        pause_s = FIRST_PAUSE_S
         while not self._stopping.is_set():
             # A slot is a handler's: the next one may be fetched while the end of the last one is on its way.
             room = self._slots - len(self._running) - self._attempts.stuck
@@ -165,8 +169,10 @@ class Worker:
                 claimed = await pull.claim(room, max_wait_ms=max_wait_ms, go_on=lambda: not self._stopping.is_set())
             except (StoreUnavailable, Unauthorized) as away:  # a token may be good again when it has been rotated
                 logger.warning("no work: the store is away (%s); trying again", away)
-                await asyncio.sleep(PAUSE_S)
+                await asyncio.sleep(pause_s)
+                pause_s = min(pause_s * 2, LONGEST_PAUSE_S)
                 continue
+            pause_s = FIRST_PAUSE_S
             if foreign := [one for one in claimed if one.namespace not in (None, self._app.namespace)]:
                 logger.info(
                     "these lanes have work of namespace %s, too: from now on only that of %s is asked for, which takes "

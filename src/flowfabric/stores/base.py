@@ -346,6 +346,10 @@ class Store(Protocol):
         """Tell other processes to look at these topics now. A lost hint costs them at most a poll interval."""
         ...
 
+    def limit_commands(self, command_s: float) -> None:
+        """Take no longer than this for one statement from now on, where the store is a server that may go silent."""
+        ...
+
     def on_wake(self, callback: Callable[[frozenset[str]], None]) -> None:
         """Call back, on the event loop, when another process may have changed something."""
         ...

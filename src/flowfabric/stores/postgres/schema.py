@@ -12,6 +12,7 @@ from flowfabric.stores.base import Schema
 # Whoever migrates holds this lock until its transaction ends, so that two processes that start together do not.
 _LOCK = 0x666C6F7766616272
 
+MIGRATION_S = 3600.0  # which the steps may take together; a dead connection is noticed by the kernel
 OLDEST = 13  # of the servers whose words our statements use
 ENCODINGS = ("UTF8", "SQL_ASCII")  # that keep every text; in others a run could not tell how it failed
 
@@ -54,6 +55,7 @@ async def bring_up(connection: Any, *, migrate: bool) -> Schema:
     known = migrations()[-1].version
     found = first = await _version(connection)
     if found < known and migrate:
+        await connection.execute("set local statement_timeout = 0")
         await connection.execute(f"select pg_advisory_xact_lock({_LOCK})")
         await connection.execute(_VERSIONS)
         found = await _version(connection)

@@ -149,6 +149,9 @@ class SQLiteStore:
     def notify(self, topics: frozenset[str]) -> None:
         self._wake.ring(topics)
 
+    def limit_commands(self, command_s: float) -> None:
+        """There is no server."""
+
     def on_wake(self, callback: Callable[[frozenset[str]], None]) -> None:
         if not self._wake.listen(callback):
             self._polls.append(asyncio.get_running_loop().create_task(self._poll(callback)))
