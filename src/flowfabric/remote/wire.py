@@ -127,6 +127,8 @@ class Wire:
                     doubted, fault = True, foreign(status, body)
                 elif isinstance(refused, errors.ResourceExhausted):  # the server has not looked at the request yet
                     fault = refused
+                elif isinstance(refused, errors.SchemaTooNew):  # it has to be replaced by one of the newer release
+                    fault = _outdated(refused)
                 else:
                     refused.add_note(f"{request.method} {str(request.url).partition('?')[0]}")
                     if doubted:
@@ -235,6 +237,11 @@ def _unavailable(away: httpx2.TransportError, *, in_doubt: bool) -> errors.Store
     source = errors.StoreFault.TIMEOUT if isinstance(away, httpx2.TimeoutException) else errors.StoreFault.TRANSPORT
     words = str(away) or type(away).__name__
     return errors.StoreUnavailable(f"server: {words}", backend=BACKEND, source=source, in_doubt=in_doubt)
+
+
+def _outdated(newer: errors.SchemaTooNew) -> errors.StoreUnavailable:
+    words = f"the server is of an older release than its store, which has schema version {newer.found}"
+    return errors.StoreUnavailable(words, backend=BACKEND, source=errors.StoreFault.TRANSPORT, in_doubt=False)
 
 
 def _asked_pause(headers: Mapping[str, str]) -> float:

@@ -25,7 +25,7 @@ import msgspec
 from flowfabric.handles import BackendTag, Handle, HandleKind
 from flowfabric.sdk.context import Context, entered
 from flowfabric.sdk.durable import Unwound
-from flowfabric.sdk.outcomes import AWAY, Failed, Outcome, raised, returned
+from flowfabric.sdk.outcomes import AWAY, Failed, Outcome, lost_lease, raised, returned
 from flowfabric.sdk.task import Task
 from flowfabric.sdk.threads import DaemonThreads
 
@@ -226,6 +226,8 @@ def _call(
     except Unwound:
         return AWAY
     except Exception as failure:
+        if context is not None and lost_lease(failure, context.run_id) is not None:
+            return AWAY
         if context is not None:
             asyncio.run_coroutine_threadsafe(context.keep_last_words(), loop).result()
         return raised(failure)
@@ -249,6 +251,8 @@ async def _await(task: Task[..., Any], arguments: dict[str, Any], context: Conte
     except asyncio.CancelledError as ended:
         return AWAY if context is not None and context.is_parked else raised(ended)
     except (Exception, SystemExit) as failure:  # an exit would end the loop, and nobody would hear of it
+        if context is not None and lost_lease(failure, context.run_id) is not None:
+            return AWAY
         if context is not None:
             await context.keep_last_words()
         return raised(failure)

@@ -17,9 +17,9 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from flowfabric.engine.engine import Engine
-from flowfabric.errors import FabricError
+from flowfabric.errors import FabricError, SchemaTooNew
 from flowfabric.model.answers import Claimed
-from flowfabric.sdk.outcomes import Away, Done, Failed, Outcome, is_unfit, is_verdict, reason_of, tell
+from flowfabric.sdk.outcomes import LEASE_IS_OVER, Away, Done, Failed, Outcome, is_unfit, is_verdict, reason_of, tell
 
 logger = logging.getLogger("flowfabric.worker")
 
@@ -27,7 +27,6 @@ TOGETHER = 500  # successes that are told in one go
 LANES = 2  # how many goes may be under way
 FEW = 8  # under way that leave room for another go
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # before an end that found nobody is sent again
-FINAL_FOR_THE_LEASE = ("stale_lease", "lease_expired", "lease_revoked", "execution_not_active", "execution_not_found")
 
 
 class Ends:
@@ -165,7 +164,7 @@ class Ends:
 
 
 def _refused(claimed: Claimed, refusal: FabricError) -> None:
-    if refusal.kind in FINAL_FOR_THE_LEASE:
+    if refusal.kind in LEASE_IS_OVER or isinstance(refusal, SchemaTooNew):
         logger.warning("%s: its end was refused: %s", claimed.execution_id, refusal)
     else:
         logger.error("%s: its end could not be told", claimed.execution_id, exc_info=refusal)

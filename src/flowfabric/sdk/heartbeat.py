@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Sequence
 
 from flowfabric.engine.engine import Engine
-from flowfabric.errors import FabricError, LeaseExpired, StoreUnavailable, Unauthorized
+from flowfabric.errors import FabricError, LeaseExpired, SchemaTooNew, StoreUnavailable, Unauthorized
 from flowfabric.model.answers import Claimed
 from flowfabric.sdk.presence import Presence
 
@@ -121,14 +121,17 @@ class Heartbeat:
         lease_ttl_ms: int,
         lost: Lost,
         stall_limit_s: float,
+        newer: Callable[[SchemaTooNew], None],
     ) -> None:
-        """`engine` makes a connection for this thread; `lost` is called on the worker's loop for each lost lease."""
+        """`engine` makes a connection for this thread; `lost` is called on the worker's loop for each lost lease, and
+        `newer` when the store's schema has become too new."""
         self._leases = leases
         self._presence = presence
         self._engine = engine
         self._ttl_ms = lease_ttl_ms
         self._lost = lost
         self._stall_limit_s = stall_limit_s
+        self._newer = newer
         self._stop = threading.Event()
         self._turned_at = time.monotonic()
         self._reported = self._gave_up = False
@@ -162,12 +165,18 @@ class Heartbeat:
         while not self._stop.is_set():
             try:
                 engine = await self._engine()
+            except SchemaTooNew as newer:
+                self._loop.call_soon_threadsafe(self._newer, newer)
+                return
             except FabricError as away:
                 logger.warning("heartbeat: no connection (%s); trying again", away)
                 await self._pause()
                 continue
             try:
                 await self._beat_on(engine)
+            except SchemaTooNew as newer:
+                self._loop.call_soon_threadsafe(self._newer, newer)
+                return
             except Exception:
                 logger.exception("the heartbeat stumbled, and goes on with another connection")
                 await self._pause()

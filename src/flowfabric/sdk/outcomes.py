@@ -28,6 +28,7 @@ from flowfabric.sdk.task import Task
 
 UNAUTHORIZED_DELAY_MS = 30_000
 LONGEST_REASON = 8000
+MOST_CAUSES = 20  # of a failure that are looked through
 LONGEST_CATEGORY = 200
 OUR_FILES = f"{Path(__file__).parents[1]}{os.sep}"
 
@@ -97,6 +98,22 @@ def _together(group: BaseExceptionGroup) -> Outcome:
         return Failed(reason_of(group), "permanent")
     category = categories.pop() if len(categories) == 1 else type(group).__name__
     return Failed(reason_of(group), category[:LONGEST_CATEGORY])
+
+
+LEASE_IS_OVER = ("stale_lease", "lease_expired", "lease_revoked", "execution_not_active", "execution_not_found")
+
+
+def lost_lease(failure: BaseException, run_id: str) -> FabricError | None:
+    """The refusal that told a handler, or whatever it did, that this run is no longer its own; None if there is none."""
+    for one in _leaves(failure):
+        cause: BaseException | None = one
+        for _ in range(MOST_CAUSES):
+            if isinstance(cause, FabricError) and cause.kind in LEASE_IS_OVER and cause.execution_id == run_id:
+                return cause
+            if cause is None:
+                break
+            cause = cause.__cause__ or cause.__context__
+    return None
 
 
 def is_verdict(refusal: FabricError) -> bool:

@@ -62,6 +62,8 @@ class App:
         self.http = HttpMeters()
         self.closing = asyncio.Event()
         self.on_closing: set[Callable[[], None]] = set()
+        self.newer: errors.SchemaTooNew | None = None  # why this server can answer nothing any more
+        self.on_newer: Callable[[], None] = lambda: None
         self.rotating = asyncio.Lock()
         self.once = Once()
         self.waiting_claims: dict[tuple[str, str], set[Callable[[], None]]] = {}  # by who asks, and worker instance
@@ -170,6 +172,9 @@ class App:
 
     def _problem(self, ask: Ask[Any], operation: Operation | None, error: errors.FabricError) -> Reply:
         status, problem = problem_of(error)
+        if isinstance(error, errors.SchemaTooNew) and self.newer is None:
+            self.newer = error
+            self.on_newer()
         self.engine.meters.count("ff_errors", kind=error.kind)
         if operation is not None and operation.audit:
             self._audit(ask, operation, f"refused: {error.kind}")

@@ -33,6 +33,7 @@ from flowfabric.errors import InvalidInput, StoreUnavailable
 from flowfabric.settings import Deadlines
 from flowfabric.stores.base import Unstorable
 from flowfabric.stores.postgres.faults import BROKEN, SHOWN, Fault, Undone, translated
+from flowfabric.stores.postgres.schema import Watch
 
 T = TypeVar("T")
 Work = Callable[[Any], Awaitable[T]]
@@ -67,6 +68,7 @@ class Links:
         """Whether statements are cached is found out, unless the caller says it."""
         self.dsn = dsn
         self.deadlines = deadlines
+        self.watch: Watch | None = None  # of the schema, once it is one that this release runs on
         self.cached = statement_cache is not False
         self._free = size
         self._idle: list[Any] = []
@@ -104,15 +106,22 @@ class Links:
 
     async def _run(self, work: Work[T], *, twice: bool, alone: bool, command_s: float | None = None) -> T:
         """Do it on a connection; errors of the driver come out as those of the port."""
+        looks = self.watch is not None and self.watch.is_due()
         connection = await self._acquire()
         fault = Fault()
         try:
             async with self.in_time(command_s):
+                if looks:
+                    await self._look_at_schema(connection)
                 if self.cached or alone:
                     fault.sent = True
                     return await work(connection)
                 return await in_transaction(connection, work, fault)
         except Exception as error:
+            if self.watch is not None and _is_of_schema(error):
+                with suppress(*BROKEN):
+                    async with self.in_time():
+                        await self._look_at_schema(connection)
             raised = translated(error, fault, gone=connection.is_closed())
             if isinstance(raised, Unstorable):
                 await self._end_exchange(connection)
@@ -130,6 +139,10 @@ class Links:
         finally:
             self._release(connection)
         return await self._run(work, twice=False, alone=alone, command_s=command_s)
+
+    async def _look_at_schema(self, connection: Any) -> None:
+        assert self.watch is not None
+        await (self.watch.look(connection) if self.cached else in_transaction(connection, self.watch.look))
 
     def _close_idle(self) -> None:
         """Use none of the connections again that were idle when another one was lost."""
@@ -160,6 +173,8 @@ class Links:
             self._not_before = loop.time() + self._pause * random.uniform(0.5, 1)
             raise translated(error, Fault(connecting=True), gone=True) from error
         self._pause = 0.0
+        if self.watch is not None:
+            self.watch.look_soon()
         return connection
 
     async def _connect(self) -> Any:
@@ -265,6 +280,12 @@ class Links:
             with suppress(*BROKEN):
                 await connection.close(timeout=1)
             connection.terminate()
+
+
+def _is_of_schema(error: Exception) -> bool:
+    """True if a statement failed as it would on a schema that it was not written for (class 42, and stale plans)."""
+    code: str = getattr(error, "sqlstate", None) or ""
+    return code.startswith("42") or code == "0A000"
 
 
 async def in_transaction(connection: Any, work: Work[T], fault: Fault | None = None) -> T:

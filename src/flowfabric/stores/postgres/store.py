@@ -90,10 +90,12 @@ class PostgresStore:
         self._wake = Wake(self._links)
 
     async def open(self, *, migrate: bool) -> Schema:
-        return await self._links.write(
+        found = await self._links.write(
             lambda connection: in_transaction(connection, lambda inside: schema.bring_up(inside, migrate=migrate)),
             command_s=schema.MIGRATION_S if migrate else None,
         )
+        self._links.watch = schema.Watch()
+        return found
 
     async def close(self) -> None:
         await self._wake.close()
