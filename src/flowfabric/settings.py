@@ -9,7 +9,7 @@ import msgspec
 
 from flowfabric.ids import PartitionCounts
 
-LEAST_COMMAND_S = 2.0  # a shorter limit would give up on servers that are merely busy
+LEAST_COMMAND_S = 1.0  # a shorter limit would give up on servers that are merely busy
 
 
 class Sweeps(msgspec.Struct, frozen=True):
@@ -90,24 +90,30 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
             ("TCP_KEEPCNT", self.keepalives_count),
             ("TCP_USER_TIMEOUT", self.tcp_user_timeout_ms),
         )
-        options = [(socket.IPPROTO_TCP, getattr(socket, name), value) for name, value in wanted if hasattr(socket, name)]
+        options = [
+            (socket.IPPROTO_TCP, getattr(socket, name), value) for name, value in wanted if hasattr(socket, name)
+        ]
         on = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)] if self.keepalives_idle_s else []
         return on + [option for option in options if option[2]]
 
     def server_settings(self) -> dict[str, str]:
-        """The same for the other end of a connection to Postgres.
-
-        The server gives up on a statement a little earlier than we do, so that a slow one has a known outcome.
-        """
+        """The same for the other end of a connection to Postgres."""
         told = {
-            "statement_timeout": ceil(self.command_s * 900),
-            "idle_in_transaction_session_timeout": ceil(self.command_s * 1000),
             "tcp_keepalives_idle": self.keepalives_idle_s,
             "tcp_keepalives_interval": self.keepalives_interval_s,
             "tcp_keepalives_count": self.keepalives_count,
             "tcp_user_timeout": self.tcp_user_timeout_ms,
         }
         return {name: str(value) for name, value in told.items() if value}
+
+    def server_limits(self) -> dict[str, int]:
+        """How many milliseconds the server may work on a statement, or wait for the next one of a transaction.
+
+        It gives up a little earlier than we do, so that a slow statement has a known outcome, and none goes on working
+        or holding locks for a client that has left.
+        """
+        limit = ceil(self.command_s * 900)
+        return {"statement_timeout": limit, "idle_in_transaction_session_timeout": limit} if limit else {}
 
 
 class Settings(msgspec.Struct, frozen=True):

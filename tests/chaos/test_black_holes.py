@@ -10,6 +10,7 @@ from time import monotonic
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
+import asyncpg
 import pytest
 
 from flowfabric import Context, Engine, Fabric, Run, connect, errors
@@ -23,7 +24,7 @@ from tests.sdk.conftest import until_so, working
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
-TTL_S = 6.0
+TTL_S = 9.0
 SLACK_S = 1.0
 
 
@@ -199,3 +200,22 @@ async def _until_heard(teller: Engine, heard: asyncio.Event) -> None:
             teller.store.notify(frozenset({"topic"}))
             await asyncio.sleep(0.05)
 
+
+@pytest.mark.parametrize(("of_role", "expected"), [("0", "9s"), ("3s", "3s"), ("1min", "9s")])
+async def test_the_server_gives_up_with_us_and_a_shorter_limit_of_the_role_stays(
+    database: str, of_role: str, expected: str
+) -> None:
+    role = f"limited_{of_role}"
+    admin = await asyncpg.connect(database)
+    await admin.execute(f"create role {role} superuser login password 'x'")
+    await admin.execute(f"alter role {role} set statement_timeout = '{of_role}'")
+    parts = urlsplit(database)
+    store = PostgresStore(urlunsplit(parts._replace(netloc=f"{role}:x@{parts.hostname}:{parts.port}")))
+    try:
+        await store.open(migrate=False)
+        found = await store._links.read(lambda connection: connection.fetchval("show statement_timeout"))
+        assert found == expected
+    finally:
+        await store.close()
+        await admin.execute(f"drop role {role}")
+        await admin.close()

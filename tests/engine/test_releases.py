@@ -18,8 +18,8 @@ from flowfabric.sdk.worker import Worker
 from flowfabric.stores.postgres import schema as of_postgres
 from flowfabric.stores.releases import is_compatible
 from flowfabric.stores.sqlite import schema as of_sqlite
-from tests.conftest import postgres
 from tests.sdk.conftest import until_so
+from tests.servers import postgres
 
 WORKER: dict[str, Any] = {"worker_id": "w", "worker_instance_id": "w:1"}
 ADDS = "alter table ff_exec_core add column note text default 'born of an older release'"
@@ -56,6 +56,8 @@ class Place:
         """Let a newer release come by; the schema version that it leaves behind."""
         with self.newer_release(*texts):
             async with await connect(self.url) as engine:
+                is_new = engine.schema.found == 0
+                assert engine.schema.compatible is (is_new or all(map(is_compatible, texts)))
                 return engine.schema.known
 
     async def fetch(self, words: str) -> list[Any]:

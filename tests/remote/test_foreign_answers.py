@@ -58,9 +58,7 @@ async def remote(proxy: Proxy) -> AsyncIterator[RemoteEngine]:
 
 
 @pytest.mark.parametrize("status", FOREIGN)
-async def test_a_completion_that_a_proxy_refuses_is_sent_again(
-    remote: RemoteEngine, proxy: Proxy, status: int
-) -> None:
+async def test_a_completion_that_a_proxy_refuses_is_sent_again(remote: RemoteEngine, proxy: Proxy, status: int) -> None:
     work = await claimed(remote)
     proxy.status, proxy.blocked = status, {"/complete": 2}
 
@@ -235,4 +233,3 @@ async def test_a_handler_that_is_not_authorized_goes_on_later(remote: RemoteEngi
         await until(is_delayed)
     explained = str(await engine.explain(run.id))
     assert "token lacks scope" in explained
-

@@ -12,7 +12,7 @@ from typing import Any
 import asyncpg
 import pytest
 
-from flowfabric import Context, Fabric
+from flowfabric import Context, Fabric, connect
 from flowfabric.engine.engine import Engine
 from flowfabric.errors import StoreUnavailable
 from flowfabric.sdk import fabric as fabric_page
@@ -33,7 +33,7 @@ async def loose(url: str) -> AsyncIterator[Fabric]:
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
     """Every engine that is opened."""
-    made, connect = list[Engine](), fabric_page.connect
+    made = list[Engine]()
 
     async def counted(*given: Any, **ways: Any) -> Engine:
         made.append(await connect(*given, **ways))
@@ -233,7 +233,6 @@ async def test_a_transaction_of_another_loop_carries_a_submit(own_database: str,
         await asyncio.to_thread(loose.stop_own_loop)
 
 
-
 def test_a_forked_child_opens_an_engine_of_its_own(tmp_path: Path) -> None:
     app = Fabric(f"sqlite:///{tmp_path / 'app.db'}")
     double = doubling(app)
@@ -252,5 +251,3 @@ def test_a_forked_child_opens_an_engine_of_its_own(tmp_path: Path) -> None:
 
     assert asyncio.run(count()) == 2
     app.stop_own_loop()
-
-

@@ -11,8 +11,9 @@ from typing import Final
 
 INTERNAL: Final = frozenset(
     {
+        "limit_commands",
         # looking, deciding, writing, noting
-        *("limit_commands", "load", "scan", "patiently", "settle", "settle_execution", "opened", "who", "note", "note_all"),
+        *("load", "scan", "patiently", "settle", "settle_execution", "opened", "who", "note", "note_all"),
         *(
             "note_alike",
             "note_lease",

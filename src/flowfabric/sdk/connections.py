@@ -161,7 +161,8 @@ class Connections:
     def _notice_fork(self) -> None:
         """A forked child has none of its parent's threads: loops that ran there look as if they ran here."""
         if self._pid != os.getpid():
-            _inherited.append((self._engines, self._own_loop, self._elsewhere))  # nothing of the parent's is closed here
+            # Kept, so that nothing of the parent's is closed here.
+            _inherited.append((self._engines, self._own_loop, self._elsewhere))
             self._begin()
 
 

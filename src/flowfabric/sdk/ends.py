@@ -138,7 +138,9 @@ class Ends:
             while True:
                 if away is not None:
                     if self._engine.estimate.now() > self._until(claimed.lease_id):
-                        logger.warning("%s: its end was not heard, and its lease is over: %s", claimed.execution_id, away)
+                        logger.warning(
+                            "%s: its end was not heard, and its lease is over: %s", claimed.execution_id, away
+                        )
                         return
                     logger.warning("%s: its end was not heard, and is sent again: %s", claimed.execution_id, away)
                     await asyncio.sleep(pause_s)

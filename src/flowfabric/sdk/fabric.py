@@ -198,9 +198,7 @@ class Fabric:
             raise
         return engine
 
-    async def connect(
-        self, *, migrate: bool = False, hears: bool = True, command_s: float | None = None
-    ) -> Engine:
+    async def connect(self, *, migrate: bool = False, hears: bool = True, command_s: float | None = None) -> Engine:
         """An engine of the caller's own, to be closed by it; one that waits for nothing need not hear of anything.
 
         `command_s` is how long a command may take before its connection is given up, if that is not long already.

@@ -40,6 +40,7 @@ class Leases:
         self._until: dict[str, int] = {}  # of those that were renewed
         self._seen_at: dict[str, float] = {}  # of those whose time runs: when a renewal first came by
         self._lock = threading.Lock()
+        self.missed = 0  # renewals in a row that found no store
         self.any_held = asyncio.Event()  # set on the worker's loop only
 
     def hold(self, claimed: Sequence[Claimed]) -> None:
@@ -81,7 +82,9 @@ class Leases:
             answers = await engine.renew_many([claimed.handle for claimed in held], lease_ttl_ms=ttl_ms)
         except (StoreUnavailable, Unauthorized) as away:
             logger.warning("renewal: the store is away (%s); trying again", away)
+            self.missed += 1
             return lost
+        self.missed = 0
         for claimed, answer in zip(held, answers, strict=True):
             if not isinstance(answer, FabricError):
                 with self._lock:
@@ -193,6 +196,8 @@ class Heartbeat:
                 renew_at = now + self._ttl_ms / 3000
                 for lease_id, why in await self._leases.renew(engine, self._ttl_ms):
                     self._loop.call_soon_threadsafe(self._lost, lease_id, why)
+                if self._leases.missed == 1:
+                    renew_at = 0.0  # over another connection, and soon: a third of the lease is gone
             if alive and now >= keep_at:
                 keep_at = now + self._presence.ttl_ms / 3000
                 await self._presence.keep(engine)

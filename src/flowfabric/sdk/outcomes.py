@@ -104,7 +104,7 @@ LEASE_IS_OVER = ("stale_lease", "lease_expired", "lease_revoked", "execution_not
 
 
 def lost_lease(failure: BaseException, run_id: str) -> FabricError | None:
-    """The refusal that told a handler, or whatever it did, that this run is no longer its own; None if there is none."""
+    """The refusal that says that this run is no longer the handler's own, if that is why it failed."""
     for one in _leaves(failure):
         cause: BaseException | None = one
         for _ in range(MOST_CAUSES):

@@ -196,7 +196,7 @@ class Worker:
             self._leases,
             self._presence,
             # Without ears, or each hint would wake this process twice.
-            engine=lambda: self._app.connect(hears=False, command_s=self._ttl_ms / 3000),
+            engine=lambda: self._app.connect(hears=False, command_s=self._ttl_ms / 4000),
             lease_ttl_ms=self._ttl_ms,
             lost=self._lease_lost,
             stall_limit_s=self._stall_limit_s,

@@ -40,6 +40,7 @@ class Schema(msgspec.Struct, frozen=True, gc=False):
 
     found: int
     known: int
+    compatible: bool = True  # False if a migration was applied beside which the release before cannot run
 
 
 class Want(msgspec.Struct, frozen=True, gc=False):

@@ -59,6 +59,11 @@ TUNING = {
 # One message, so that it needs no transaction: it fails unless this session has our settings.
 TOOK_EFFECT = "select 1 / (current_setting('plan_cache_mode') = 'force_generic_plan')::int"
 PLAN_SECONDS = 30
+# A role or a database may have shorter limits of its own, which are somebody's choice.
+LIMIT = """
+select set_config(name, least, false) from (values {limits}) as wanted (name, least) join pg_settings using (name)
+ where setting::bigint = 0 or setting::bigint > least::bigint
+"""
 
 
 class Links:
@@ -106,12 +111,13 @@ class Links:
 
     async def _run(self, work: Work[T], *, twice: bool, alone: bool, command_s: float | None = None) -> T:
         """Do it on a connection; errors of the driver come out as those of the port."""
-        looks = self.watch is not None and self.watch.is_due()
+        if self.watch is not None:
+            self.watch.refuse()
         connection = await self._acquire()
         fault = Fault()
         try:
             async with self.in_time(command_s):
-                if looks:
+                if self.watch is not None and self.watch.is_due():
                     await self._look_at_schema(connection)
                 if self.cached or alone:
                     fault.sent = True
@@ -189,9 +195,19 @@ class Links:
                 self._pooled()
             else:
                 if await self._is_own(connection):
-                    return connection
+                    return await self._limited(connection)
         options |= {"statement_cache_size": CACHED if self.cached else 0, "max_cached_statement_lifetime": PLAN_SECONDS}
         return self._kept_alive(await asyncpg.connect(self.dsn, server_settings=settings, **options))
+
+    async def _limited(self, connection: Any) -> Any:
+        """Let the server give up on what takes too long, too."""
+        if limits := self.deadlines.server_limits():
+            try:
+                await connection.execute(LIMIT.format(limits=", ".join(f"('{k}', '{v}')" for k, v in limits.items())))
+            except BaseException:
+                connection.terminate()
+                raise
+        return connection
 
     def _kept_alive(self, connection: Any) -> Any:
         """Let the kernel notice when the other side has gone; the driver leaves its sockets as they are."""

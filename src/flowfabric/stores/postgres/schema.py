@@ -93,7 +93,8 @@ async def bring_up(connection: Any, *, migrate: bool) -> Schema:
     if found < known:
         detail = "the database has no FlowFabric schema" if found == 0 else f"the schema is at version {found}"
         raise errors.Unavailable("open", f"{detail}, this release needs version {known}: migrate first")
-    return Schema(first, found)
+    applied = [step for step in migrations() if step.version > first > 0]
+    return Schema(first, found, all(step.compatible for step in applied))
 
 
 def _check(connection: Any) -> None:
@@ -122,10 +123,13 @@ class Watch:
         self._check_at = 0.0
         self._refusal: errors.SchemaTooNew | None = None
 
-    def is_due(self) -> bool:
-        """True if the next call shall look at the version first. Raises once it was found to be too new."""
+    def refuse(self) -> None:
+        """Raise `SchemaTooNew` if that was found out before."""
         if self._refusal is not None:
             raise self._refusal.with_traceback(None)
+
+    def is_due(self) -> bool:
+        """True if the next call shall look at the version first."""
         return monotonic() >= self._check_at
 
     def look_soon(self) -> None:

@@ -55,7 +55,8 @@ def prepare(db: apsw.Connection, *, migrate: bool, now: int) -> Schema:
         if not _one(db, _HAS_COLUMN):  # which the first release did not have
             db.execute(_ADD_COLUMN)
         db.execute(_KEEP, (number, now, is_compatible(steps[number])))
-    return Schema(found, max(found, known))
+    applied = [text for number, text in steps.items() if number > found > 0]
+    return Schema(found, max(found, known), all(map(is_compatible, applied)))
 
 
 def check(db: apsw.Connection) -> None:
