@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from flowfabric.sdk.run import Run as Run
     from flowfabric.sdk.spending import Reservation as Reservation
     from flowfabric.sdk.task import Task as Task
+    from flowfabric.settings import Deadlines as Deadlines
     from flowfabric.settings import Settings as Settings
 
 __version__ = "0.1.0"
@@ -57,6 +58,7 @@ _PAGES = {
     "BudgetExceeded": "flowfabric.sdk.failing",
     "Context": "flowfabric.sdk.context",
     "CreateExecution": "flowfabric.rules.create",
+    "Deadlines": "flowfabric.settings",
     "Engine": "flowfabric.engine.engine",
     "Fabric": "flowfabric.sdk.fabric",
     "FabricError": "flowfabric.errors",

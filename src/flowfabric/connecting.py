@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import cast
+from typing import Any, cast
 from urllib.parse import parse_qsl, urlsplit
 
 import msgspec
@@ -12,7 +12,7 @@ from flowfabric import errors
 from flowfabric.clock import Clock
 from flowfabric.engine.engine import Engine
 from flowfabric.ids import Minter
-from flowfabric.settings import Secret, Settings
+from flowfabric.settings import Deadlines, Secret, Settings
 from flowfabric.stores.base import Store
 
 
@@ -30,6 +30,11 @@ async def connect(
     `http://…` and `https://…` are a server's address: what is returned then looks like the engine to applications and
     asks the server for everything, with `token`, else FLOWFABRIC_TOKEN or FF_API_TOKEN.
 
+    How soon a silent connection is given up is `settings.deadlines`. A Postgres URL may set it, too, in the words of
+    libpq: `connect_timeout`, `keepalives_idle`, `keepalives_interval` (seconds), `keepalives_count`, `tcp_user_timeout`
+    (milliseconds), and `command_timeout` (seconds) for one statement. For a server FLOWFABRIC_TIMEOUT is the seconds
+    for one request.
+
     A pooler before Postgres, in whichever mode, is noticed and served with care; `?statement_cache=on` says that it
     keeps sessions apart or knows prepared statements, which is faster, and `off` that it was not noticed.
 
@@ -40,7 +45,7 @@ async def connect(
         return await _remote(url, token, settings, minter)
     if settings.secret_key is None and (secret := os.environ.get("FF_SECRET_KEY")):
         settings = msgspec.structs.replace(settings, secret_key=Secret(secret))
-    store = open_store(url, clock=clock, pool_size=settings.postgres_pool_size)
+    store = open_store(url, clock=clock, pool_size=settings.postgres_pool_size, deadlines=settings.deadlines)
     try:
         schema = await store.open(migrate=migrate)
     except BaseException:
@@ -69,6 +74,10 @@ async def _remote(url: str, token: str | None, settings: Settings, minter: Minte
         from flowfabric.remote import RemoteEngine
     except ImportError as missing:
         raise errors.InvalidInput("url: a server needs the client: pip install 'flowfabric[client]'") from missing
+    if timeout := os.environ.get("FLOWFABRIC_TIMEOUT"):
+        command_s = _number("FLOWFABRIC_TIMEOUT", timeout)
+        deadlines = msgspec.structs.replace(settings.deadlines, command_s=command_s)
+        settings = msgspec.structs.replace(settings, deadlines=deadlines)
     given = token or os.environ.get("FLOWFABRIC_TOKEN") or os.environ.get("FF_API_TOKEN")
     engine = await RemoteEngine.connect(
         url, token=None if given is None else Secret(given), settings=settings, minter=minter
@@ -77,8 +86,10 @@ async def _remote(url: str, token: str | None, settings: Settings, minter: Minte
     return cast("Engine", engine)
 
 
-def open_store(url: str, *, clock: Clock | None = None, pool_size: int | None = None) -> Store:
-    """The store that a URL names, not yet connected; `pool_size` is for Postgres."""
+def open_store(
+    url: str, *, clock: Clock | None = None, pool_size: int | None = None, deadlines: Deadlines | None = None
+) -> Store:
+    """The store that a URL names, not yet connected; `pool_size` and `deadlines` are for Postgres."""
     if not isinstance(url, str):
         raise errors.InvalidInput("url: not a text")
     scheme, rest = _split(url)
@@ -104,9 +115,10 @@ def open_store(url: str, *, clock: Clock | None = None, pool_size: int | None = 
                     "url: Postgres needs its driver: pip install 'flowfabric[postgres]'"
                 ) from missing
             dsn, cache = postgres_options(url)
+            ways: dict[str, Any] = {"statement_cache": cache, "deadlines": postgres_deadlines(url, deadlines)}
             if pool_size is not None:
-                return PostgresStore(dsn, clock=clock, pool_size=pool_size, statement_cache=cache)
-            return PostgresStore(dsn, clock=clock, statement_cache=cache)
+                ways["pool_size"] = pool_size
+            return PostgresStore(dsn, clock=clock, **ways)
         case "valkey" | "valkey+cluster":
             raise errors.InvalidInput(
                 "url: there is no Valkey store in this release; use sqlite:///path or postgresql://…"
@@ -129,8 +141,42 @@ def postgres_options(url: str) -> tuple[str, bool | None]:
     said = [value for name, value in parse_qsl(query, keep_blank_values=True) if name == "statement_cache"]
     if unknown := [value for value in said if value not in ("on", "off")]:
         raise errors.InvalidInput(f"url: statement_cache is on or off, not {unknown[0]!r}")
-    others = "&".join(option for option in options if option.partition("=")[0] != "statement_cache")
+    ours = {"statement_cache", *_DEADLINES}
+    others = "&".join(option for option in options if option.partition("=")[0] not in ours)
     return f"{address}?{others}" if others else address, said[-1] == "on" if said else None
+
+
+# Options of a Postgres URL, named as libpq names them, and the fields that they set.
+_DEADLINES = {
+    "connect_timeout": "connect_s",
+    "command_timeout": "command_s",
+    "keepalives_idle": "keepalives_idle_s",
+    "keepalives_interval": "keepalives_interval_s",
+    "keepalives_count": "keepalives_count",
+    "tcp_user_timeout": "tcp_user_timeout_ms",
+}
+
+
+def postgres_deadlines(url: str, default: Deadlines | None = None) -> Deadlines:
+    """The deadlines that a Postgres URL sets; the others are the default's."""
+    told: dict[str, float | int] = {}
+    for name, text in parse_qsl(url.partition("?")[2], keep_blank_values=True):
+        if (field := _DEADLINES.get(name)) is not None:
+            value = _number(f"url: {name}", text)
+            if field not in ("connect_s", "command_s") and value != int(value):
+                raise errors.InvalidInput(f"url: {name} is a whole number, not {text!r}")
+            told[field] = value if field in ("connect_s", "command_s") else int(value)
+    return msgspec.structs.replace(default or Deadlines(), **told)
+
+
+def _number(name: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1e6:
+        raise errors.InvalidInput(f"{name} is a number of at most 1000000, not {text!r}")
+    return value
 
 
 def _sqlite(rest: str) -> tuple[str, dict[str, str]]:

@@ -42,6 +42,53 @@ def run(main: Coroutine[Any, Any, T]) -> T:
         return value
 
 
+async def hop(home: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine on another loop, which runs in another thread, and return what it returns there.
+
+    Cancelling the caller cancels it there. A loop that ends meanwhile leaves the outcome unknown.
+    """
+    import asyncio
+
+    from flowfabric.errors import StoreUnavailable
+
+    try:
+        future = asyncio.run_coroutine_threadsafe(coroutine, home)
+    except RuntimeError as closed:
+        coroutine.close()
+        raise StoreUnavailable("the event loop that had the connections has ended", in_doubt=False) from closed
+    try:
+        return await asyncio.wrap_future(future)
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise StoreUnavailable("the event loop that had the connections has ended", in_doubt=True) from None
+
+
+def live(loop: asyncio.AbstractEventLoop) -> None:
+    """Run a loop until it is stopped; whatever still runs then is cancelled, so that nobody waits for it for ever."""
+    import asyncio
+
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_forever()
+        loop.run_until_complete(_end_others())
+    finally:
+        loop.close()
+
+
+class Outside:
+    """Something that belongs to another loop than the one that uses it, such as a caller's database connection."""
+
+    def __init__(self, value: Any, loop: asyncio.AbstractEventLoop) -> None:
+        self.value = value
+        self._loop = loop
+
+    async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on its loop."""
+        return await hop(self._loop, coroutine)
+
+
 async def _end_others() -> set[asyncio.Task[Any]]:
     """Cancel whatever still runs; what goes on all the same."""
     import asyncio

@@ -21,7 +21,7 @@ PAGE = ROOT / "docs" / "reference.md"
 WIDTH = 100
 
 SECTIONS: dict[str, list[str]] = {
-    "Applications": ["Fabric", "Task", "Run", "Reset", "connect", "Settings"],
+    "Applications": ["Fabric", "Task", "Run", "Reset", "connect", "Settings", "Deadlines"],
     "Inside a task": ["Context", "current", "RetryAfter", "Fatal", "Approval", "Votes", "Output", "Reservation"],
     "Ways of a task": ["Retry", "Budget", "Limit"],
     "Flows and joins": ["Flow", "FlowRun", "AllOf", "AnyOf", "Quorum"],

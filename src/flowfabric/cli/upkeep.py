@@ -40,18 +40,22 @@ def tell_version(asked: bool) -> None:
 def migrate(store: StoreOption = None, json: JsonOption = False) -> None:
     """Make the store, or bring its schema up to this release. A store that is up to date stays as it is."""
 
-    async def versions(engine: Engine) -> tuple[int, int]:
-        return engine.schema.found, engine.schema.known
+    async def versions(engine: Engine) -> tuple[int, int, bool]:
+        return engine.schema.found, engine.schema.known, engine.schema.compatible
 
     with telling_errors():
         must_be_a_store(chosen_store(store), "it brings its store up to date when it starts")
-    found, known = on_store(store, versions, migrate=True)
+    found, known, compatible = on_store(store, versions, migrate=True)
     if json:
-        document({"store": shown(chosen_store(store)), "from": found, "to": known})
+        document({"store": shown(chosen_store(store)), "from": found, "to": known, "compatible": compatible})
     elif found == known:
         typer.echo(f"✓ {shown(chosen_store(store))}: already at schema version {known}")
     else:
         typer.echo(f"✓ {shown(chosen_store(store))}: schema version {found} → {known}")
+    if not compatible:
+        typer.echo(
+            "  the release before does not run on this schema: its workers and servers stop by themselves", err=True
+        )
 
 
 def doctor(store: StoreOrServerOption = None, json: JsonOption = False) -> None:

@@ -116,6 +116,10 @@ class Engine(
         """Whether other processes, threads and loops can open the same store."""
         return self.store.tag is not BackendTag.MEMORY
 
+    def limit_commands(self, command_s: float) -> None:
+        """Give up on a silent connection after this long, or sooner; a worker stays below the length of its leases."""
+        self.store.limit_commands(command_s)
+
     async def ping(self) -> int:
         """The store's time, in milliseconds since the epoch."""
         return await self.store.ping()

@@ -11,6 +11,7 @@ from typing import Final
 
 INTERNAL: Final = frozenset(
     {
+        "limit_commands",
         # looking, deciding, writing, noting
         *("load", "scan", "patiently", "settle", "settle_execution", "opened", "who", "note", "note_all"),
         *(

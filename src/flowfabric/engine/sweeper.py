@@ -149,6 +149,9 @@ class Sweeper:
         while not self._stopping.is_set():
             try:
                 await self._run(sweep, interval_ms)
+            except errors.SchemaTooNew as newer:
+                logger.error("sweep %s: this process sweeps no more: %s", sweep.name, newer)
+                return
             except Exception:
                 self.restarts += 1
                 self._engine.meters.count("ff_scanner_restart", scanner=sweep.name)

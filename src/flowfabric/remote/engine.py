@@ -54,7 +54,10 @@ class RemoteEngine(Submitting, Waiting, Reading, Ending, Spending, Frames):
         self.backend = self.release = ""
         self.schema = Schema(0, 0)
         self.meters = Meters()
-        self.wire = Wire(url, token=token, minter=self.minter, patience_s=patience_s, transport=transport)
+        deadlines = self.settings.deadlines
+        self.wire = Wire(
+            url, token=token, minter=self.minter, patience_s=patience_s, deadlines=deadlines, transport=transport
+        )
         self._claim_keys, self._claiming, self._ending = {}, {}, set()
         self._outgoing, self._senders = {}, {}
         self._awaited, self._fresh, self._seeing_to = {}, {}, set()
@@ -86,6 +89,10 @@ class RemoteEngine(Submitting, Waiting, Reading, Ending, Spending, Frames):
     def new_execution_id(self, lane_id: str = "default") -> ExecutionId:
         """A fresh id for an execution of its own, on the partition of its lane."""
         return mint_solo(LaneId(parse_lane_id(lane_id)), self.partitions, self.minter)
+
+    def limit_commands(self, command_s: float) -> None:
+        """Give up on a silent connection after this long, or sooner."""
+        self.wire.deadlines = self.wire.deadlines.limited(command_s)
 
     def start_sweeps(self) -> None:
         """Nothing: the server sweeps."""

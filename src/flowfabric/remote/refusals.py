@@ -1,4 +1,8 @@
-"""Refusals as they were: a server's answer becomes the error that the engine raised there."""
+"""Refusals as they were: a server's answer becomes the error that the engine raised there.
+
+Only an answer with our error header is a verdict. Login pages, firewalls and gateways answer with statuses of their
+own, which say nothing about the request itself.
+"""
 
 from __future__ import annotations
 
@@ -11,32 +15,39 @@ from flowfabric import errors
 
 BACKEND = "HTTP"
 
-_FAMILIES: dict[int, type[errors.FabricError]] = {
-    400: errors.InvalidInput,
-    401: errors.Unauthorized,
-    403: errors.Unauthorized,
-    413: errors.PayloadTooLarge,
-    415: errors.InvalidInput,
-    422: errors.InvalidInput,
-    431: errors.InvalidInput,
+# What an answer that is not the server's says about the way to it.
+_SOURCES = {
+    401: errors.StoreFault.AUTH,
+    403: errors.StoreFault.AUTH,
+    407: errors.StoreFault.AUTH,
+    511: errors.StoreFault.AUTH,
+    408: errors.StoreFault.TIMEOUT,
+    504: errors.StoreFault.TIMEOUT,
+    429: errors.StoreFault.TRANSPORT,
+    502: errors.StoreFault.TRANSPORT,
+    503: errors.StoreFault.TRANSPORT,
 }
 
 
-def refusal(status: int, headers: Mapping[str, str], body: bytes) -> errors.FabricError:
-    """What a status beyond 399 means."""
-    exact = _exact(headers.get("x-ff-error"))
-    if exact is not None:
-        return exact
-    words = _words(body) or f"the server answered {status}"
-    if (known := _FAMILIES.get(status)) is not None:
-        return known(words)
-    if status == 404:
-        return errors.NotFound("route", words) if not body else errors.NotFound("execution", words)
-    if status == 429:
-        return errors.ResourceExhausted("requests", detail=words)
-    source = errors.StoreFault.TIMEOUT if status in (408, 504) else errors.StoreFault.TRANSPORT
-    if status == 500:
-        source = errors.StoreFault.OTHER
+def verdict(headers: Mapping[str, str]) -> errors.FabricError | None:
+    """The refusal of our server, which names it in the error header; None for an answer of anybody else."""
+    line = headers.get("x-ff-error")
+    if line is None:
+        return None
+    try:
+        return made(msgspec.json.decode(line, type=dict[str, Any]))
+    except (msgspec.DecodeError, KeyError):
+        return None
+
+
+def foreign(status: int, body: bytes) -> errors.StoreUnavailable:
+    """What an answer without the error header means: a proxy stood in the way, or the server broke. The outcome is
+    unknown, as the request may have been passed on."""
+    who = "the server or something before it" if status >= 500 else "something before the server"
+    words = f"{who} answered {status}"
+    if text := _words(body):
+        words += f": {text}"
+    source = _SOURCES.get(status, errors.StoreFault.OTHER if status == 500 else errors.StoreFault.PROTOCOL)
     return errors.StoreUnavailable(words, backend=BACKEND, source=source, in_doubt=True)
 
 
@@ -55,15 +66,6 @@ def made(told: Mapping[str, Any]) -> errors.FabricError:
         except (TypeError, ValueError):  # a fact that did not travel
             pass
     return errors.StoreUnavailable(f"{code}: {detail}" if detail else code, backend=BACKEND, in_doubt=True)
-
-
-def _exact(line: str | None) -> errors.FabricError | None:
-    if line is None:
-        return None
-    try:
-        return made(msgspec.json.decode(line, type=dict[str, Any]))
-    except (msgspec.DecodeError, KeyError):
-        return None
 
 
 def _words(body: bytes) -> str:

@@ -2,6 +2,9 @@
 
 Whatever may be asked again is: reads anyway, and writes because each carries a key under which the server remembers its
 answer, beside the ids that its caller minted. A server that restarts in between is thus hardly noticed.
+
+A request that nobody answers in time costs all connections that were made until then: they went the same way, and the
+next request would wait on another dead one. Requests that are under way on them may still be answered.
 """
 
 from __future__ import annotations
@@ -18,16 +21,13 @@ import msgspec
 
 from flowfabric import errors
 from flowfabric.ids import Minter
-from flowfabric.remote.refusals import BACKEND, refusal
-from flowfabric.settings import Secret
+from flowfabric.remote.refusals import BACKEND, foreign, verdict
+from flowfabric.settings import Deadlines, Secret
 
 PATIENCE_S = 30.0
-ANSWER_S = 30.0  # how long a request that does not wait on purpose may take
-CONNECT_S = 5.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
 QUICK_CONNECTIONS = 24
 IDLE_S = 30.0
-AWAY = frozenset({502, 503, 504})  # what proxies say when nobody is behind them
 DOUBTED = "it may have been heard before, without an answer"
 
 _NOT_SENT = (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.PoolTimeout)
@@ -52,9 +52,11 @@ class Wire:
         token: Secret | None,
         minter: Minter,
         patience_s: float = PATIENCE_S,
+        deadlines: Deadlines | None = None,
         transport: httpx2.AsyncBaseTransport | None = None,
     ) -> None:
         """`transport` replaces the network, for tests."""
+        self.deadlines = deadlines or Deadlines()
         self.url = _checked(url)
         self.patience_s = patience_s
         self._minter = minter
@@ -63,8 +65,8 @@ class Wire:
             if not (shown := token.reveal()).isascii() or not shown.isprintable() or " " in shown:
                 raise errors.InvalidInput("token: not one that can be shown")
             self._headers["authorization"] = f"Bearer {shown}"
-        self._quick = transport or _transport(QUICK_CONNECTIONS)
-        self._waiting = transport or _transport(None)
+        self._given = transport
+        self._quick, self._waiting = self._pool(QUICK_CONNECTIONS), self._pool(None)
 
     async def ask(
         self,
@@ -74,14 +76,16 @@ class Wire:
         *,
         query: Mapping[str, Any] | None = None,
         wait_ms: int | None = None,
+        answer_s: float | None = None,
         patience_s: float | None = None,
         key: str | None = None,
         misses: bool = False,
     ) -> Answer:
         """The answer to one request; raises what the server raised.
 
-        `wait_ms` is for requests that wait on purpose, `key` names one that may have been heard before, and `misses`
-        makes an answer of "there is no such thing".
+        `wait_ms` is for requests that wait on purpose, `answer_s` is how long after that the answer may take if not as
+        long as others, `key` names a request that may have been heard before, and `misses` makes an answer of "there is
+        no such thing".
         """
         where = self.url + path
         given = {name: value for name, value in (query or {}).items() if value is not None}
@@ -94,70 +98,96 @@ class Wire:
             headers = {**headers, "content-type": "application/json"}
         if method != "GET":
             headers = {**headers, "idempotency-key": key or self._minter.uuid(), **_place()}
-        return await self._persist(
-            method,
-            where,
-            headers,
-            content,
-            wait_ms,
-            self.patience_s if patience_s is None else patience_s,
-            misses,
-        )
+        in_s = (self.deadlines.command_s if answer_s is None else answer_s) or None
+        read_s = None if in_s is None else in_s + (wait_ms or 0) / 1000
+        limits = {"connect": self.deadlines.connect_s or None, "read": read_s, "write": in_s, "pool": in_s}
+        request = httpx2.Request(method, where, headers=headers, content=content, extensions={"timeout": limits})
+        patience = self.patience_s if patience_s is None else patience_s
+        return await self._persist(request, patience, waits=wait_ms is not None, misses=misses)
 
-    async def _persist(
-        self,
-        method: str,
-        where: str,
-        headers: dict[str, str],
-        content: bytes | None,
-        wait_ms: int | None,
-        patience_s: float,
-        misses: bool,
-    ) -> Answer:
+    async def _persist(self, request: httpx2.Request, patience_s: float, *, waits: bool, misses: bool) -> Answer:
         clock = asyncio.get_running_loop().time
         until = clock() + patience_s
         pause_s, doubted = FIRST_PAUSE_S, False
         fault: errors.FabricError
         while True:
             try:
-                status, answer, body = await self._once(method, where, headers, content, wait_ms)
+                status, answer, body = await self._once(request, waits)
             except httpx2.TransportError as away:
+                if isinstance(away, httpx2.TimeoutException):
+                    await self._leave_connections()
                 doubted = doubted or not isinstance(away, _NOT_SENT)
                 fault = _unavailable(away, in_doubt=doubted)
                 fault.__cause__ = away
             else:
-                if status < 400 or (misses and status == 404):
+                refused = verdict(answer) if status >= 400 else None
+                if 200 <= status < 300 or (misses and status == 404 and refused is not None):
                     return Answer(status, body, doubted)
-                refused = refusal(status, answer, body)
-                if not _passes(status, refused, answer):
-                    refused.add_note(f"{method} {where.partition('?')[0]}")
+                if refused is None:
+                    doubted, fault = True, foreign(status, body)
+                elif isinstance(refused, errors.ResourceExhausted):  # the server has not looked at the request yet
+                    fault = refused
+                elif isinstance(refused, errors.SchemaTooNew):  # it has to be replaced by one of the newer release
+                    fault = _outdated(refused)
+                else:
+                    refused.add_note(f"{request.method} {str(request.url).partition('?')[0]}")
                     if doubted:
                         refused.add_note(DOUBTED)
                     raise refused
-                fault = refused
                 pause_s = max(pause_s, _asked_pause(answer))
             if clock() + pause_s >= until:
                 raise fault
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(pause_s * 2, LONGEST_PAUSE_S)
 
-    async def _once(
-        self, method: str, where: str, headers: dict[str, str], content: bytes | None, wait_ms: int | None
-    ) -> tuple[int, Mapping[str, str], bytes]:
-        transport = self._quick if wait_ms is None else self._waiting
-        answer_s = ANSWER_S + (wait_ms or 0) / 1000
-        limits = {"connect": CONNECT_S, "read": answer_s, "write": ANSWER_S, "pool": ANSWER_S}
-        request = httpx2.Request(method, where, headers=headers, content=content, extensions={"timeout": limits})
-        response = await transport.handle_async_request(request)
-        try:
-            return response.status_code, response.headers, await response.aread()
-        finally:
-            await response.aclose()
+    async def _once(self, request: httpx2.Request, waits: bool) -> tuple[int, Mapping[str, str], bytes]:
+        pool = self._waiting if waits else self._quick
+        async with pool:
+            response = await pool.transport.handle_async_request(request)
+            try:
+                return response.status_code, response.headers, await response.aread()
+            finally:
+                await response.aclose()
+
+    async def _leave_connections(self) -> None:
+        """Send what follows over new connections."""
+        if self._given is None:
+            left = self._quick, self._waiting
+            self._quick, self._waiting = self._pool(QUICK_CONNECTIONS), self._pool(None)
+            for pool in left:
+                await pool.retire()
+
+    def _pool(self, most: int | None) -> _Pool:
+        return _Pool(self._given or _transport(most, self.deadlines))
 
     async def close(self) -> None:
         """Let go of the connections."""
-        await self._quick.aclose()
-        await self._waiting.aclose()
+        await self._quick.transport.aclose()
+        await self._waiting.transport.aclose()
+
+
+class _Pool:
+    """Connections, and how many requests are under way on them; closed when it is retired and the last one is over."""
+
+    def __init__(self, transport: httpx2.AsyncBaseTransport) -> None:
+        self.transport = transport
+        self._under_way = 0
+        self._is_retired = False
+
+    async def __aenter__(self) -> None:
+        self._under_way += 1
+
+    async def __aexit__(self, *_: object) -> None:
+        self._under_way -= 1
+        await self._close_if_over()
+
+    async def retire(self) -> None:
+        self._is_retired = True
+        await self._close_if_over()
+
+    async def _close_if_over(self) -> None:
+        if self._is_retired and not self._under_way:
+            await self.transport.aclose()
 
 
 def _place() -> dict[str, str]:
@@ -181,9 +211,12 @@ def segment(text: str) -> str:
     return quote(text, safe=":")
 
 
-def _transport(most: int | None) -> httpx2.AsyncHTTPTransport:
+def _transport(most: int | None, deadlines: Deadlines) -> httpx2.AsyncHTTPTransport:
     return httpx2.AsyncHTTPTransport(
-        limits=httpx2.Limits(max_connections=most, max_keepalive_connections=QUICK_CONNECTIONS, keepalive_expiry=IDLE_S)
+        limits=httpx2.Limits(
+            max_connections=most, max_keepalive_connections=QUICK_CONNECTIONS, keepalive_expiry=IDLE_S
+        ),
+        socket_options=deadlines.socket_options(),
     )
 
 
@@ -206,11 +239,9 @@ def _unavailable(away: httpx2.TransportError, *, in_doubt: bool) -> errors.Store
     return errors.StoreUnavailable(f"server: {words}", backend=BACKEND, source=source, in_doubt=in_doubt)
 
 
-def _passes(status: int, refused: errors.FabricError, headers: Mapping[str, str]) -> bool:
-    """Whether the server has not looked at the request at all, and will at another moment."""
-    if "x-ff-error" in headers:
-        return isinstance(refused, errors.ResourceExhausted)
-    return status in AWAY or status == 429
+def _outdated(newer: errors.SchemaTooNew) -> errors.StoreUnavailable:
+    words = f"the server is of an older release than its store, which has schema version {newer.found}"
+    return errors.StoreUnavailable(words, backend=BACKEND, source=errors.StoreFault.TRANSPORT, in_doubt=False)
 
 
 def _asked_pause(headers: Mapping[str, str]) -> float:

@@ -100,7 +100,7 @@ class Working(Asking):
         offered = tuple(capabilities)
         while True:
             left_ms = max(0, int((until - clock()) * 1000))
-            wait_ms = min(left_ms, MAX_WAIT_MS)
+            wait_ms = min(left_ms, MAX_WAIT_MS, lease_ttl_ms // 2)
             body = {
                 "worker_instance_id": worker_instance_id,
                 "lanes": list(lanes),
@@ -112,14 +112,16 @@ class Working(Asking):
             }
             self._claiming[worker_instance_id] = (worker_id, frozenset(lanes))
             try:
-                told = await self._claim(f"/v1/workers/{segment(worker_id)}/claims", worker_instance_id, body)
+                answer_s = self.wire.deadlines.limited(lease_ttl_ms / 4000).command_s
+                path = f"/v1/workers/{segment(worker_id)}/claims"
+                told = await self._claim(path, worker_instance_id, body, answer_s)
             finally:
                 del self._claiming[worker_instance_id]
             claimed = [_claimed(one) for one in read(told, Works).claimed]
             if claimed or left_ms <= wait_ms or not go_on():
                 return claimed
 
-    async def _claim(self, path: str, worker_instance_id: str, body: dict[str, Any]) -> bytes:
+    async def _claim(self, path: str, worker_instance_id: str, body: dict[str, Any], answer_s: float) -> bytes:
         """The answer to a claim, or to an earlier one under the same key, if that was heard and its answer got lost."""
         key, sent = self._claim_keys.setdefault(worker_instance_id, (self.minter.uuid(), []))
         asks = [body, *(earlier for earlier in reversed(sent) if earlier != body)]
@@ -127,11 +129,13 @@ class Working(Asking):
         for one in asks:
             # The server may know this key with what was asked earlier: then it is asked for that once more.
             with suppress(errors.IdempotencyConflict):
-                told = await self.wire.ask("POST", path, one, wait_ms=one["wait_ms"], patience_s=0, key=key)
+                told = await self.wire.ask(
+                    "POST", path, one, wait_ms=one["wait_ms"], answer_s=answer_s, patience_s=0, key=key
+                )
                 del self._claim_keys[worker_instance_id]
                 return told.body
         del self._claim_keys[worker_instance_id]
-        return await self._claim(path, worker_instance_id, body)
+        return await self._claim(path, worker_instance_id, body, answer_s)
 
     def nudge(self, lanes: Sequence[str]) -> None:
         """Let the claims of this process that wait for these lanes come to their end."""

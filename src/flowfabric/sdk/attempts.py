@@ -19,7 +19,7 @@ from flowfabric.sdk.cells import Cells, Order
 from flowfabric.sdk.context import Context, Pending, entered
 from flowfabric.sdk.durable import Unwound, is_crash
 from flowfabric.sdk.inputs import named_budgets, plain_input, read_input
-from flowfabric.sdk.outcomes import AWAY, Failed, Later, Outcome, is_text, raised, returned, trace_of
+from flowfabric.sdk.outcomes import AWAY, Failed, Later, Outcome, is_text, lost_lease, raised, returned, trace_of
 from flowfabric.sdk.threads import DaemonThreads
 from flowfabric.sdk.turns import Turns
 
@@ -221,6 +221,9 @@ class Attempts:
 
 
 async def _failed(claimed: Claimed, task: Task[..., Any], own: Pending, failure: BaseException) -> Outcome:
+    if (lost := lost_lease(failure, claimed.execution_id)) is not None:
+        logger.warning("%s: attempt %d of %s is over: %s", claimed.execution_id, claimed.attempt_index, task.name, lost)
+        return AWAY
     if own.context is not None:
         await own.context.keep_last_words()
     outcome, which = raised(failure), (claimed.execution_id, claimed.attempt_index, task.name)

@@ -25,7 +25,7 @@ import msgspec
 from flowfabric.handles import BackendTag, Handle, HandleKind
 from flowfabric.sdk.context import Context, entered
 from flowfabric.sdk.durable import Unwound
-from flowfabric.sdk.outcomes import AWAY, Failed, Outcome, raised, returned
+from flowfabric.sdk.outcomes import AWAY, Failed, Outcome, lost_lease, raised, returned
 from flowfabric.sdk.task import Task
 from flowfabric.sdk.threads import DaemonThreads
 
@@ -227,6 +227,8 @@ def _call(
     except Unwound:
         return AWAY
     except Exception as failure:
+        if context is not None and lost_lease(failure, context.run_id) is not None:
+            return AWAY
         if context is not None:
             asyncio.run_coroutine_threadsafe(context.keep_last_words(), loop).result()
         return raised(failure)
@@ -250,6 +252,8 @@ async def _await(task: Task[..., Any], arguments: dict[str, Any], context: Conte
     except asyncio.CancelledError as ended:
         return AWAY if context is not None and context.is_parked else raised(ended)
     except (Exception, SystemExit) as failure:  # an exit would end the loop, and nobody would hear of it
+        if context is not None and lost_lease(failure, context.run_id) is not None:
+            return AWAY
         if context is not None:
             await context.keep_last_words()
         return raised(failure)
@@ -260,6 +264,6 @@ async def _context(task: Task[..., Any], order: Order) -> Context:
     app = task.app
     if order.url is not None:
         app.url = order.url  # the worker may have been told another store than the module names
-    engine = await app.engine()
+    engine = await app.claim()
     handle = Handle(BackendTag(order.backend), HandleKind(order.kind), order.handle, order.signature)
     return Context(app, engine, handle, task, budgets=order.budgets, lease_until=lambda: order.lease_until)

@@ -3,6 +3,9 @@
 Attempts that succeed at about the same time are told together, without a task for each: while many are on their way
 the next ones gather, and behind a few they need not wait. Nobody waits for an end here; who holds a lease hears when
 there is nothing more to tell.
+
+Only the store decides about an end. While it is unreachable, or something on the way refuses the request, the end is
+sent again until the store has answered or the lease is over.
 """
 
 from __future__ import annotations
@@ -14,25 +17,28 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from flowfabric.engine.engine import Engine
-from flowfabric.errors import FabricError, ValidationError
+from flowfabric.errors import FabricError, SchemaTooNew
 from flowfabric.model.answers import Claimed
-from flowfabric.sdk.outcomes import Away, Done, Failed, Outcome, reason_of, tell
+from flowfabric.sdk.outcomes import LEASE_IS_OVER, Away, Done, Failed, Outcome, is_unfit, is_verdict, reason_of, tell
 
 logger = logging.getLogger("flowfabric.worker")
 
 TOGETHER = 500  # successes that are told in one go
 LANES = 2  # how many goes may be under way
 FEW = 8  # under way that leave room for another go
-FINAL_FOR_THE_LEASE = ("stale_lease", "lease_expired", "lease_revoked", "execution_not_active", "execution_not_found")
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # before an end that found nobody is sent again
 
 
 class Ends:
     """The ends of one worker's attempts."""
 
-    def __init__(self, engine: Engine, over: Callable[[list[Claimed]], None]) -> None:
-        """`over` is called with attempts of which there is nothing more to tell."""
+    def __init__(
+        self, engine: Engine, over: Callable[[list[Claimed]], None], *, until: Callable[[str], int] = lambda _: 0
+    ) -> None:
+        """`over` is called with attempts of which there is nothing more to tell; `until` tells the end of a lease."""
         self._engine = engine
         self._over = over
+        self._until = until
         self._surroundings = contextvars.copy_context()  # those of a handler are none of the store's business
         self._untold: dict[str, Claimed] = {}
         self._successes: list[tuple[Claimed, Done]] = []  # that are not on their way yet
@@ -102,28 +108,52 @@ class Ends:
             self._on_their_way -= on_their_way
             on_their_way = 0
 
+        unheard: list[tuple[Claimed, Done, FabricError]] = []
         try:
             answers = await self._engine.complete_many(
                 [(one.handle, done.result) for one, done in successes], encoding="json", answered=answered
             )
-            for one, answer in zip(claimed, answers, strict=True):
+            for (one, done), answer in zip(successes, answers, strict=True):
                 if not isinstance(answer, FabricError):
                     self.succeeded += 1
-                elif isinstance(answer, ValidationError):  # a result that cannot be kept will be none next time either
+                elif is_unfit(answer):  # a result that cannot be kept will be none next time either
                     await self._tell(one, Failed(reason_of(answer), "permanent"))
-                else:
+                elif is_verdict(answer):
                     _refused(one, answer)
+                else:
+                    unheard.append((one, done, answer))
         except Exception:
             logger.exception("the ends of %d attempts could not be told", len(claimed))
         finally:
             answered()
-            self._forget(claimed)
+            again = {one.lease_id for one, _, _ in unheard}
+            self._forget([one for one in claimed if one.lease_id not in again])
+        for one, done, away in unheard:
+            self._start(self._tell(one, done, away))
 
-    async def _tell(self, claimed: Claimed, outcome: Outcome) -> None:
+    async def _tell(self, claimed: Claimed, outcome: Outcome, away: FabricError | None = None) -> None:
+        """Send one end until the store has judged it or the lease is over; `away` is why it was not heard so far."""
+        pause_s = FIRST_PAUSE_S
         try:
-            await tell(self._engine, claimed.handle, outcome)
-        except FabricError as refused:
-            _refused(claimed, refused)
+            while True:
+                if away is not None:
+                    if self._engine.estimate.now() > self._until(claimed.lease_id):
+                        logger.warning(
+                            "%s: its end was not heard, and its lease is over: %s", claimed.execution_id, away
+                        )
+                        return
+                    logger.warning("%s: its end was not heard, and is sent again: %s", claimed.execution_id, away)
+                    await asyncio.sleep(pause_s)
+                    pause_s = min(pause_s * 2, LONGEST_PAUSE_S)
+                try:
+                    await tell(self._engine, claimed.handle, outcome)
+                    self.succeeded += type(outcome) is Done
+                    return
+                except FabricError as refused:
+                    if is_verdict(refused):
+                        _refused(claimed, refused)
+                        return
+                    away = refused
         except Exception:
             logger.exception("%s: its end could not be told", claimed.execution_id)
         finally:
@@ -136,7 +166,7 @@ class Ends:
 
 
 def _refused(claimed: Claimed, refusal: FabricError) -> None:
-    if refusal.kind in FINAL_FOR_THE_LEASE:
+    if refusal.kind in LEASE_IS_OVER or isinstance(refusal, SchemaTooNew):
         logger.warning("%s: its end was refused: %s", claimed.execution_id, refusal)
     else:
         logger.error("%s: its end could not be told", claimed.execution_id, exc_info=refusal)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import inspect
 import os
 import secrets
 import socket
-import threading
 import weakref
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
@@ -25,6 +23,7 @@ from flowfabric.errors import InvalidInput
 from flowfabric.ids import Minter
 from flowfabric.sdk import declared
 from flowfabric.sdk.codec import Shape
+from flowfabric.sdk.connections import Connections
 from flowfabric.sdk.context import Context
 from flowfabric.sdk.durations import Duration, to_ms
 from flowfabric.sdk.failing import Retry
@@ -81,14 +80,8 @@ class Fabric:
         self._clock = clock
         self._minter = minter
         self._token = token
-        self._engines: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[Engine]] = (
-            weakref.WeakKeyDictionary()
-        )
         self._made: weakref.WeakKeyDictionary[Engine, set[str]] = weakref.WeakKeyDictionary()
-        self._own_loop: asyncio.AbstractEventLoop | None = None
-        self._starting = threading.Lock()
-        self._pid = os.getpid()
-        self._inherited: list[Any] = []
+        self._connections = Connections(self._connect, is_shared=lambda: not self.url.startswith("memory:"))
 
     @property
     def public_url(self) -> str:
@@ -179,12 +172,18 @@ class Fabric:
     # -- the engine -----------------------------------------------------------------------------------------------
 
     async def engine(self) -> Engine:
-        """The engine of this event loop, connected when first asked for."""
-        loop = asyncio.get_running_loop()
-        connecting = self._engines.get(loop)
-        if connecting is None or _came_to_nothing(connecting):
-            connecting = self._engines[loop] = loop.create_task(self._connect())
-        return await asyncio.shield(connecting)
+        """The engine, opened when first asked for: one per process, on a loop of its own unless a loop claims it.
+
+        On the loop that has it this is the engine itself; elsewhere its verbs hop to that loop.
+        """
+        return await self._connections.engine()
+
+    async def claim(self) -> Engine:
+        """The engine on this event loop, for whoever stays here: calls need no hop, and other loops come here.
+
+        `async with app` does this, and closes it in the end; so do workers.
+        """
+        return await self._connections.claim()
 
     async def _connect(self) -> Engine:
         engine = await self.connect(migrate=self._migrate)
@@ -199,12 +198,15 @@ class Fabric:
             raise
         return engine
 
-    async def connect(self, *, migrate: bool = False, hears: bool = True) -> Engine:
-        """An engine of the caller's own, to be closed by it; one that waits for nothing need not hear of anything."""
+    async def connect(self, *, migrate: bool = False, hears: bool = True, command_s: float | None = None) -> Engine:
+        """An engine of the caller's own, to be closed by it; one that waits for nothing need not hear of anything.
+
+        `command_s` is how long a command may take before its connection is given up, if that is not long already.
+        """
         settings = self._settings
         if not hears:
             settings = msgspec.structs.replace(settings or Settings(), hears=False)
-        return await connect(
+        engine = await connect(
             self.url,
             migrate=migrate,
             settings=settings,
@@ -212,31 +214,21 @@ class Fabric:
             clock=self._clock,
             token=self._token,
         )
+        if command_s is not None:
+            engine.limit_commands(command_s)
+        return engine
 
     def bind(self, engine: Engine) -> asyncio.Task[Engine] | None:
         """Use this engine in this event loop from now on; what was used before, for `unbind`."""
-        loop = asyncio.get_running_loop()
-
-        async def bound() -> Engine:
-            return engine
-
-        before = self._engines.get(loop)
-        self._engines[loop] = loop.create_task(bound())
-        return before
+        return self._connections.bind(engine)
 
     def unbind(self, before: asyncio.Task[Engine] | None) -> None:
         """Use what was used before `bind`."""
-        loop = asyncio.get_running_loop()
-        if before is None:
-            self._engines.pop(loop, None)
-        else:
-            self._engines[loop] = before
+        self._connections.unbind(before)
 
     async def close(self) -> None:
-        """Let go of the store in this event loop."""
-        connecting = self._engines.pop(asyncio.get_running_loop(), None)
-        if connecting is not None and not _came_to_nothing(connecting):
-            await (await connecting).close()
+        """Let go of the store: what this event loop has claimed, else what the loops without a claim share."""
+        await self._connections.close()
 
     async def declare(self, engine: Engine) -> None:
         """Let the budgets and limits exist that are the same for every call of a task."""
@@ -278,43 +270,15 @@ class Fabric:
         return SyncFabric(self)
 
     def portal(self) -> Portal:
-        """The way from this thread to an event loop: one where this app is in use, else one of our own."""
-        self._notice_fork()
-        with self._starting:
-            in_use = next((loop for loop in list(self._engines) if loop.is_running()), None)
-            if in_use is None:
-                in_use = self._own_loop = asyncio.new_event_loop()
-                threading.Thread(target=_run, args=(in_use,), name="flowfabric-sync", daemon=True).start()
-                atexit.register(self.stop_own_loop)
-            elif in_use is not self._own_loop:
-                return Portal(in_use, self.on_wait)
-            return Portal(in_use)
+        """The way from this thread to the event loop that has the engine."""
+        return self._connections.portal(self.on_wait)
 
     def stop_own_loop(self) -> None:
-        """End the loop that `portal` started, if it did; what it held of the store is let go."""
-        self._notice_fork()
-        with self._starting:
-            loop, self._own_loop = self._own_loop, None
-        if loop is None:
-            return
-        atexit.unregister(self.stop_own_loop)
-        try:
-            Portal(loop).call(self.close())
-        finally:
-            loop.call_soon_threadsafe(loop.stop)
-
-    def _notice_fork(self) -> None:
-        """A forked child has none of its parent's threads: loops that ran there look as if they ran here."""
-        if self._pid == os.getpid():
-            return
-        self._inherited += [self._engines, self._own_loop]  # kept, so that nothing of the parent's is closed here
-        self._pid = os.getpid()
-        self._starting = threading.Lock()
-        self._engines = weakref.WeakKeyDictionary()
-        self._own_loop = None
+        """Close what threads, and loops without a claim, share; happens by itself when the program ends."""
+        self._connections.stop_own_loop()
 
     async def __aenter__(self) -> Self:
-        await self.engine()
+        await self.claim()
         return self
 
     async def __aexit__(
@@ -359,19 +323,6 @@ class Fabric:
 
     def __repr__(self) -> str:
         return f"<Fabric of {len(self.tasks)} tasks, namespace {self.namespace!r}>"
-
-
-def _run(loop: asyncio.AbstractEventLoop) -> None:
-    """The life of a loop in a thread of its own."""
-    try:
-        loop.run_forever()
-    finally:
-        loop.close()
-
-
-def _came_to_nothing(connecting: asyncio.Task[Engine]) -> bool:
-    """Whether it has failed, which whoever asked for it was told."""
-    return connecting.done() and (connecting.cancelled() or connecting.exception() is not None)
 
 
 def _in_a_loop() -> bool:

@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Sequence
 
 from flowfabric.engine.engine import Engine
-from flowfabric.errors import FabricError, LeaseExpired, StoreUnavailable
+from flowfabric.errors import FabricError, LeaseExpired, SchemaTooNew, StoreUnavailable, Unauthorized
 from flowfabric.model.answers import Claimed
 from flowfabric.sdk.presence import Presence
 
@@ -40,6 +40,7 @@ class Leases:
         self._until: dict[str, int] = {}  # of those that were renewed
         self._seen_at: dict[str, float] = {}  # of those whose time runs: when a renewal first came by
         self._lock = threading.Lock()
+        self.missed = 0  # renewals in a row that found no store
         self.any_held = asyncio.Event()  # set on the worker's loop only
 
     def hold(self, claimed: Sequence[Claimed]) -> None:
@@ -79,9 +80,11 @@ class Leases:
             return lost
         try:
             answers = await engine.renew_many([claimed.handle for claimed in held], lease_ttl_ms=ttl_ms)
-        except StoreUnavailable as away:
+        except (StoreUnavailable, Unauthorized) as away:
             logger.warning("renewal: the store is away (%s); trying again", away)
+            self.missed += 1
             return lost
+        self.missed = 0
         for claimed, answer in zip(held, answers, strict=True):
             if not isinstance(answer, FabricError):
                 with self._lock:
@@ -121,14 +124,17 @@ class Heartbeat:
         lease_ttl_ms: int,
         lost: Lost,
         stall_limit_s: float,
+        newer: Callable[[SchemaTooNew], None],
     ) -> None:
-        """`engine` makes a connection for this thread; `lost` is called on the worker's loop for each lost lease."""
+        """`engine` makes a connection for this thread; `lost` is called on the worker's loop for each lost lease, and
+        `newer` when the store's schema has become too new."""
         self._leases = leases
         self._presence = presence
         self._engine = engine
         self._ttl_ms = lease_ttl_ms
         self._lost = lost
         self._stall_limit_s = stall_limit_s
+        self._newer = newer
         self._stop = threading.Event()
         self._turned_at = time.monotonic()
         self._reported = self._gave_up = False
@@ -162,12 +168,18 @@ class Heartbeat:
         while not self._stop.is_set():
             try:
                 engine = await self._engine()
+            except SchemaTooNew as newer:
+                self._loop.call_soon_threadsafe(self._newer, newer)
+                return
             except FabricError as away:
                 logger.warning("heartbeat: no connection (%s); trying again", away)
                 await self._pause()
                 continue
             try:
                 await self._beat_on(engine)
+            except SchemaTooNew as newer:
+                self._loop.call_soon_threadsafe(self._newer, newer)
+                return
             except Exception:
                 logger.exception("the heartbeat stumbled, and goes on with another connection")
                 await self._pause()
@@ -184,6 +196,8 @@ class Heartbeat:
                 renew_at = now + self._ttl_ms / 3000
                 for lease_id, why in await self._leases.renew(engine, self._ttl_ms):
                     self._loop.call_soon_threadsafe(self._lost, lease_id, why)
+                if self._leases.missed == 1:
+                    renew_at = 0.0  # over another connection, and soon: a third of the lease is gone
             if alive and now >= keep_at:
                 keep_at = now + self._presence.ttl_ms / 3000
                 await self._presence.keep(engine)

@@ -12,12 +12,23 @@ from typing import Any
 import msgspec
 
 from flowfabric.engine.engine import Engine
-from flowfabric.errors import InvalidInput, ValidationError
+from flowfabric.errors import (
+    FabricError,
+    InvalidInput,
+    OperationTimeout,
+    ResourceExhausted,
+    StoreFault,
+    StoreUnavailable,
+    Unauthorized,
+    ValidationError,
+)
 from flowfabric.handles import Handle
 from flowfabric.sdk.failing import BudgetExceeded, Fatal, RetryAfter
 from flowfabric.sdk.task import Task
 
+UNAUTHORIZED_DELAY_MS = 30_000
 LONGEST_REASON = 8000
+MOST_CAUSES = 20  # of a failure that are looked through
 LONGEST_CATEGORY = 200
 OUR_FILES = f"{Path(__file__).parents[1]}{os.sep}"
 
@@ -65,6 +76,8 @@ def raised(failure: BaseException) -> Outcome:
             return _together(failure)
         case RetryAfter():
             return Later(failure.after_ms)
+        case Unauthorized() | StoreUnavailable(source=StoreFault.AUTH):  # that somebody mends, and no run ends for it
+            return Later(UNAUTHORIZED_DELAY_MS, str(failure))
         case Fatal() | InvalidInput():
             return Failed(reason_of(failure), "permanent")
         case TimeoutError():
@@ -87,11 +100,39 @@ def _together(group: BaseExceptionGroup) -> Outcome:
     return Failed(reason_of(group), category[:LONGEST_CATEGORY])
 
 
+LEASE_IS_OVER = ("stale_lease", "lease_expired", "lease_revoked", "execution_not_active", "execution_not_found")
+
+
+def lost_lease(failure: BaseException, run_id: str) -> FabricError | None:
+    """The refusal that says that this run is no longer the handler's own, if that is why it failed."""
+    for one in _leaves(failure):
+        cause: BaseException | None = one
+        for _ in range(MOST_CAUSES):
+            if isinstance(cause, FabricError) and cause.kind in LEASE_IS_OVER and cause.execution_id == run_id:
+                return cause
+            if cause is None:
+                break
+            cause = cause.__cause__ or cause.__context__
+    return None
+
+
+def is_verdict(refusal: FabricError) -> bool:
+    """True if the store has judged an end; False if it could not be reached, or would not listen to this caller."""
+    return not isinstance(refusal, StoreUnavailable | Unauthorized | ResourceExhausted | OperationTimeout)
+
+
+def is_unfit(refusal: FabricError) -> bool:
+    """True if what an end brings can never be kept, such as a result that is too large."""
+    return isinstance(refusal, ValidationError) and is_verdict(refusal)
+
+
 async def tell(engine: Engine, handle: Handle, outcome: Outcome) -> None:
     """End the attempt with this word; a result that cannot be kept, being too large, is a failure."""
     try:
         await _told(engine, handle, outcome)
     except ValidationError as refused:
+        if not is_unfit(refused):
+            raise
         await _told(engine, handle, Failed(reason_of(refused), "permanent"))
 
 

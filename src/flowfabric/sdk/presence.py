@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from flowfabric.engine.engine import Engine
-from flowfabric.errors import FabricError
+from flowfabric.errors import FabricError, SchemaTooNew
 from flowfabric.model.worker import STOPPED, NotRegistered
 
 logger = logging.getLogger("flowfabric.worker")
@@ -41,6 +41,8 @@ class Presence(msgspec.Struct, frozen=True, kw_only=True):
             heard = await engine.heartbeat_worker(namespace=self.namespace, worker_instance_id=self.instance_id)
             if isinstance(heard, NotRegistered):
                 await self.announce(engine)
+        except SchemaTooNew:
+            raise
         except FabricError as refused:
             logger.warning("the registry did not hear of this worker: %s", refused)
 

@@ -8,12 +8,21 @@ import os
 import signal
 import socket
 from collections.abc import Coroutine, Iterable
+from contextlib import suppress
 from typing import Any
 
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.pulling import Pull
-from flowfabric.errors import FabricError, InvalidInput, StoreUnavailable
+from flowfabric.errors import (
+    ExecutionNotActive,
+    FabricError,
+    InvalidInput,
+    SchemaTooNew,
+    StoreUnavailable,
+    Unauthorized,
+)
 from flowfabric.model.answers import Claimed
+from flowfabric.model.states import LifecyclePhase
 from flowfabric.sdk import declared
 from flowfabric.sdk.attempts import Attempts
 from flowfabric.sdk.context import Pending
@@ -27,9 +36,11 @@ from flowfabric.sdk.presence import Presence
 logger = logging.getLogger("flowfabric.worker")
 
 PULL_WAIT_MS = 10_000
-PAUSE_S = 1.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 1.0  # between claims that find no store
 DEAF_AFTER_S = 5.0  # how long handlers that were cancelled have to come to their end
 FAREWELL_S = 5.0  # how long a store that is away is waited for when there is nothing to do but to tell it the end
+COMMAND_SHARE = 2 / 3  # of a lease, after which a command that has no answer is given up
+OWN_PARK_S = 5.0  # for the answer to a park, when a renewal was refused because of it
 ROUNDS = 2  # how many ends a slot may be ahead of what is told
 
 
@@ -75,6 +86,7 @@ class Worker:
         self._stopping = asyncio.Event()
         self._hurry = asyncio.Event()
         self._engine: Engine | None = None
+        self._newer: SchemaTooNew | None = None
 
     @property
     def running(self) -> int:
@@ -118,22 +130,61 @@ class Worker:
         self._leases.drop(lease_id)
 
     async def work(self) -> None:
-        """Work until `stop`; returns when everything was finished or handed back."""
-        self._engine = engine = await self._app.engine()
-        engine.start_sweeps()
-        await self._app.declare(engine)
-        await self._presence.announce(engine)
+        """Work until `stop`; returns when everything was finished or handed back.
+
+        Raises `SchemaTooNew` when a newer release has changed the store in a way that this one does not understand.
+        """
+        engine = await self._start()
+        if engine is None:  # told to stop before there was a store
+            return
         self._attempts = Attempts(self._app, engine, until=self._leases.until, ended=self._ended, freed=self._free.set)
-        self._ends = ends = Ends(engine, self._told)
+        self._ends = ends = Ends(engine, self._told, until=self._leases.until)
         heartbeat = self._make_heartbeat(engine)
         heartbeat.start()
         try:
             await self._pull(engine, ends)
+            if self._newer is not None:
+                self._cancel_all("the schema is newer")
+                ends.drop()  # what ran here is taken over by workers of the newer release
+                raise self._newer
             left = await self._drain(ends)
             await _in_time(self._take_leave(engine, ends, left))
         finally:
             await heartbeat.stop()
             self._attempts.close()
+
+    async def _start(self) -> Engine | None:
+        """Open the engine, and enter the registry; a store that is away is waited for. None when told to stop."""
+        pause_s = FIRST_PAUSE_S
+        while not self._stopping.is_set():
+            try:
+                self._engine = engine = await self._app.claim()
+                engine.limit_commands(self._ttl_ms * COMMAND_SHARE / 1000)
+                await self._app.declare(engine)
+                await self._presence.announce(engine)
+            except StoreUnavailable as away:
+                if not away.retryable:
+                    raise
+                logger.warning("not started yet: the store is away (%s); trying again", away)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._stopping.wait(), pause_s)
+                pause_s = min(pause_s * 2, LONGEST_PAUSE_S)
+            else:
+                engine.start_sweeps()
+                return engine
+        return None
+
+    def _stop_for_newer_schema(self, newer: SchemaTooNew) -> None:
+        """Stop at once: nothing that this release writes would be right any more."""
+        if self._newer is None:
+            logger.error(
+                "the schema of the store is newer (%d) than this release knows (%d): this worker stops. Update it; "
+                "what ran here is taken over by workers of the newer release",
+                newer.found,
+                newer.known,
+            )
+            self._newer = newer
+            self.stop()
 
     def _make_heartbeat(self, engine: Engine) -> Heartbeat | LoopHeartbeat:
         """A thread with a connection of its own; a store in memory is of one loop, so its leases are renewed there."""
@@ -144,15 +195,18 @@ class Worker:
         return Heartbeat(
             self._leases,
             self._presence,
-            engine=lambda: self._app.connect(hears=False),  # or each hint would wake this process twice
+            # Without ears, or each hint would wake this process twice.
+            engine=lambda: self._app.connect(hears=False, command_s=self._ttl_ms / 4000),
             lease_ttl_ms=self._ttl_ms,
             lost=self._lease_lost,
             stall_limit_s=self._stall_limit_s,
+            newer=self._stop_for_newer_schema,
         )
 
     async def _pull(self, engine: Engine, ends: Ends) -> None:
         pull = self._pulling(engine)
         max_wait_ms = max(PULL_WAIT_MS, engine.settings.poll_ms)
+        pause_s = FIRST_PAUSE_S
         while not self._stopping.is_set():
             # A slot is a handler's: the next one may be fetched while the end of the last one is on its way.
             room = self._slots - len(self._running) - self._attempts.stuck
@@ -163,10 +217,15 @@ class Worker:
                 continue
             try:
                 claimed = await pull.claim(room, max_wait_ms=max_wait_ms, go_on=lambda: not self._stopping.is_set())
-            except StoreUnavailable as away:
-                logger.warning("no work: the store is away (%s); trying again", away)
-                await asyncio.sleep(PAUSE_S)
+            except SchemaTooNew as newer:
+                self._stop_for_newer_schema(newer)
                 continue
+            except (StoreUnavailable, Unauthorized) as away:  # a token may be good again when it has been rotated
+                logger.warning("no work: the store is away (%s); trying again", away)
+                await asyncio.sleep(pause_s)
+                pause_s = min(pause_s * 2, LONGEST_PAUSE_S)
+                continue
+            pause_s = FIRST_PAUSE_S
             if foreign := [one for one in claimed if one.namespace not in (None, self._app.namespace)]:
                 logger.info(
                     "these lanes have work of namespace %s, too: from now on only that of %s is asked for, which takes "
@@ -256,9 +315,28 @@ class Worker:
         self._free.set()
 
     def _lease_lost(self, lease_id: str, why: FabricError) -> None:
-        if (own := self._running.get(lease_id)) is not None:  # an end that is just being told lets the lease go, too
+        own = self._running.get(lease_id)  # an end that is just being told lets the lease go, too
+        if own is None or own.is_parked:
+            return
+        if _is_own_park(own.claimed, why):  # its answer is on its way, or something that this attempt did parked it
+            asyncio.get_running_loop().call_later(OWN_PARK_S, self._cancel_lost, lease_id, why)
+        else:
+            self._cancel_lost(lease_id, why)
+
+    def _cancel_lost(self, lease_id: str, why: FabricError) -> None:
+        own = self._running.get(lease_id)
+        if own is not None and not own.is_parked:
             logger.warning("%s was taken away: %s", own.claimed.execution_id, why)
             self._attempts.cancel(own, f"lease lost: {why}")
+
+
+def _is_own_park(claimed: Claimed, why: FabricError) -> bool:
+    """True if a renewal was refused because the execution was suspended under this very lease."""
+    return (
+        isinstance(why, ExecutionNotActive)
+        and why.lifecycle_phase == LifecyclePhase.SUSPENDED
+        and (why.lease_epoch, why.attempt_id) == (claimed.lease_epoch, claimed.attempt_id)
+    )
 
 
 async def _hand_back(engine: Engine, claimed: Claimed) -> None:

@@ -40,6 +40,7 @@ _TIMED_OUT = "timeout: request"
 LONGEST_HEADER = 4096
 MOST_HEADER_BYTES = 32 * 1024
 READMIT_S = 10.0  # with the moment that a token is trusted for, well below the 15 s that are promised
+NO_ROUTE = errors.NotFound("route")
 
 
 def create_app(engine: Engine, settings: ServerSettings | None = None) -> App:
@@ -57,6 +58,8 @@ class App:
         self.http = HttpMeters()
         self.closing = asyncio.Event()
         self.on_closing: set[Callable[[], None]] = set()
+        self.newer: errors.SchemaTooNew | None = None  # why this server can answer nothing any more
+        self.on_newer: Callable[[], None] = lambda: None
         self.rotating = asyncio.Lock()
         self.once = Once()
         self.waiting_claims: dict[tuple[str, str], set[Callable[[], None]]] = {}  # by who asks, and worker instance
@@ -152,9 +155,9 @@ class App:
             elif resource is not None:
                 self._rate.take(f"{resource.template} from {ask.peer}")
             if resource is None:
-                return Reply(404)
+                return Reply(404, headers=_named(NO_ROUTE))
             if operation is None:
-                return Reply(405, headers=(("allow", resource.allow),))
+                return Reply(405, headers=(("allow", resource.allow), *_named(NO_ROUTE)))
             if operation.scope is not None:
                 ask.principal.needs(operation.scope)
                 ask.scope = operation.scope
@@ -168,7 +171,8 @@ class App:
             body = b"" if refused.body is None else encode(refused.body)
             if operation is not None and operation.audit and refused.status != 401:
                 self._audit(ask, operation, f"refused: {refused.status}")
-            return Reply(refused.status, body, JSON if body else "", tuple(refused.headers.items()))
+            named = _named(refused.verdict)
+            return Reply(refused.status, body, JSON if body else "", (*refused.headers.items(), *named))
         except errors.FabricError as error:
             return self._problem(ask, operation, error)
         except TimeoutError:
@@ -232,6 +236,9 @@ class App:
 
     def _problem(self, ask: Ask[Any], operation: Operation | None, error: errors.FabricError) -> Reply:
         status, problem = problem_of(error)
+        if isinstance(error, errors.SchemaTooNew) and self.newer is None:
+            self.newer = error
+            self.on_newer()
         self.engine.meters.count("ff_errors", kind=error.kind)
         if operation is not None and operation.audit:
             self._audit(ask, operation, f"refused: {error.kind}")
@@ -239,7 +246,7 @@ class App:
             logs.logger.error("a request failed", extra={"fields": {"request_id": ask.request_id, "cause": str(error)}})
         wait_ms = getattr(error, "retry_after_ms", None)
         headers = (("retry-after", str(max(1, round(wait_ms / 1000)))),) if wait_ms else ()
-        headers = (*headers, ("x-ff-error", _one_line(error)))
+        headers = (*headers, *_named(error))
         return Reply(status, encode(problem), JSON, headers)
 
     def _audit(self, ask: Ask[Any], operation: Operation, outcome: str) -> None:
@@ -264,6 +271,11 @@ async def _within_namespaces(ask: Ask[Any], operation: Operation) -> None:
             pass
         case None:
             raise Refused(403, "token is bound to namespaces; this concerns all", kind="forbidden", retryable=False)
+
+
+def _named(error: errors.FabricError | None) -> tuple[tuple[str, str], ...]:
+    """The header by which clients tell a refusal of ours from what a proxy answers."""
+    return () if error is None else (("x-ff-error", _one_line(error)),)
 
 
 def _one_line(error: errors.FabricError) -> str:

@@ -39,12 +39,28 @@ class Refused(Exception):
         self.body: Problem | Oversize | None = Problem(error, kind, retryable) if error else None
         self.headers = headers
 
+    @property
+    def verdict(self) -> errors.FabricError | None:
+        """The error that a client raises for this; None when it may simply ask again."""
+        text = str(self)
+        match self.status:
+            case 400 | 415 | 422 | 431:
+                return errors.InvalidInput(text)
+            case 401 | 403:
+                return errors.Unauthorized(text)
+            case 404:
+                return errors.NotFound("execution", text)
+            case 413:
+                return errors.PayloadTooLarge(text)
+            case _:
+                return None
+
 
 class TooLarge(Refused):
     """More bytes than this route takes."""
 
     def __init__(self, limit: int, route: str) -> None:
-        super().__init__(413)
+        super().__init__(413, f"the request is larger than the {limit} bytes that {route} takes")
         self.body = Oversize(limit, route)
 
 

@@ -46,7 +46,13 @@ class Server(uvicorn.Server):
             )
         )
         self.app = app
+        self.app.on_newer = self._stop_for_newer_schema
         self.listening = asyncio.Event()
+
+    def _stop_for_newer_schema(self) -> None:
+        """Stop: a newer release has changed the store in a way that this one does not understand."""
+        logs.logger.error("the schema of the store is newer than this release knows: the server stops")
+        self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen; `ConfigError` when the address cannot be had."""
@@ -113,3 +119,5 @@ async def serve(url: str, settings: ServerSettings) -> None:
             logs.logger.info("bearer tokens are asked for")
         server = Server(create_app(engine, settings))
         await server.serve()
+        if server.app.newer is not None:
+            raise server.app.newer

@@ -40,6 +40,7 @@ class Schema(msgspec.Struct, frozen=True, gc=False):
 
     found: int
     known: int
+    compatible: bool = True  # False if a migration was applied beside which the release before cannot run
 
 
 class Want(msgspec.Struct, frozen=True, gc=False):
@@ -344,6 +345,10 @@ class Store(Protocol):
 
     def notify(self, topics: frozenset[str]) -> None:
         """Tell other processes to look at these topics now. A lost hint costs them at most a poll interval."""
+        ...
+
+    def limit_commands(self, command_s: float) -> None:
+        """Take no longer than this for one statement from now on, where the store is a server that may go silent."""
         ...
 
     def on_wake(self, callback: Callable[[frozenset[str]], None]) -> None:

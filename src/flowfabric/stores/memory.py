@@ -344,6 +344,9 @@ class MemoryStore:
     def notify(self, topics: frozenset[str]) -> None:
         """There is no other process."""
 
+    def limit_commands(self, command_s: float) -> None:
+        """There is no server."""
+
     def on_wake(self, callback: Callable[[frozenset[str]], None]) -> None:
         """There is no other process."""
 

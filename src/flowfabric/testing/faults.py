@@ -214,5 +214,8 @@ class FlakyStore:
     def notify(self, topics: frozenset[str]) -> None:
         self.inner.notify(topics)
 
+    def limit_commands(self, command_s: float) -> None:
+        self.inner.limit_commands(command_s)
+
     def on_wake(self, callback: Callable[[frozenset[str]], None]) -> None:
         self.inner.on_wake(callback)

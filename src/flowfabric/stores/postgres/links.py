@@ -9,6 +9,9 @@ both on one server.
 A call that ends badly, by an error of the connection, a time limit or a cancelled task, costs its connection: nobody
 can tell what is still on its way there. Errors of the server that ended the statement orderly leave it as it was.
 
+A connection that goes silent without an end is given up when a call on it has taken too long. What that call was to
+write is in doubt. The idle connections are closed with it: they went the same way and are likely to be as dead.
+
 After a failed attempt to connect the next one waits a little, longer each time, so that a server which is starting
 again is not flooded.
 """
@@ -16,7 +19,9 @@ again is not flooded.
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import socket
 from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -25,14 +30,14 @@ from typing import Any, TypeVar
 import asyncpg
 
 from flowfabric.errors import InvalidInput, StoreUnavailable
+from flowfabric.settings import Deadlines
 from flowfabric.stores.base import Unstorable
 from flowfabric.stores.postgres.faults import BROKEN, SHOWN, Fault, Undone, translated
+from flowfabric.stores.postgres.schema import Watch
 
 T = TypeVar("T")
 Work = Callable[[Any], Awaitable[T]]
 
-CONNECT_SECONDS = 10.0
-STATEMENT_SECONDS = 60.0
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.05, 2.0
 CACHED = 200  # statements of a connection
 SENDS = 8  # of a statement that meets deadlocks
@@ -54,14 +59,21 @@ TUNING = {
 # One message, so that it needs no transaction: it fails unless this session has our settings.
 TOOK_EFFECT = "select 1 / (current_setting('plan_cache_mode') = 'force_generic_plan')::int"
 PLAN_SECONDS = 30
+# A role or a database may have shorter limits of its own, which are somebody's choice.
+LIMIT = """
+select set_config(name, least, false) from (values {limits}) as wanted (name, least) join pg_settings using (name)
+ where setting::bigint = 0 or setting::bigint > least::bigint
+"""
 
 
 class Links:
     """The connections of one store."""
 
-    def __init__(self, dsn: str, *, size: int, statement_cache: bool | None) -> None:
+    def __init__(self, dsn: str, *, size: int, statement_cache: bool | None, deadlines: Deadlines) -> None:
         """Whether statements are cached is found out, unless the caller says it."""
         self.dsn = dsn
+        self.deadlines = deadlines
+        self.watch: Watch | None = None  # of the schema, once it is one that this release runs on
         self.cached = statement_cache is not False
         self._free = size
         self._idle: list[Any] = []
@@ -77,34 +89,52 @@ class Links:
         """Do something that may be done twice: a connection that breaks meanwhile is replaced once."""
         return await self._insist(work, twice=True)
 
-    async def write(self, work: Work[T], *, alone: bool = False) -> T:
-        """Do something that is not to be done twice; `alone` says that it brings its own transaction."""
-        return await self._insist(work, alone=alone)
+    async def write(self, work: Work[T], *, alone: bool = False, command_s: float | None = None) -> T:
+        """Do something that is not to be done twice; `alone` says that it brings its own transaction, `command_s` that
+        it may take longer than other calls."""
+        return await self._insist(work, alone=alone, command_s=command_s)
 
-    async def _insist(self, work: Work[T], *, twice: bool = False, alone: bool = False) -> T:
+    async def _insist(
+        self, work: Work[T], *, twice: bool = False, alone: bool = False, command_s: float | None = None
+    ) -> T:
         """Do it, again and again while the server undoes it for a deadlock or a conflict of snapshots."""
         for sent in range(1, SENDS):
             try:
-                return await self._run(work, twice=twice, alone=alone)
+                return await self._run(work, twice=twice, alone=alone, command_s=command_s)
             except Undone:
                 await asyncio.sleep(random.uniform(0, 0.002 * 2**sent))
-        return await self._run(work, twice=twice, alone=alone)
+        return await self._run(work, twice=twice, alone=alone, command_s=command_s)
 
-    async def _run(self, work: Work[T], *, twice: bool, alone: bool) -> T:
+    def in_time(self, command_s: float | None = None) -> asyncio.Timeout:
+        """A limit for what is asked of a connection, after which it counts as dead."""
+        return asyncio.timeout((self.deadlines.command_s if command_s is None else command_s) or None)
+
+    async def _run(self, work: Work[T], *, twice: bool, alone: bool, command_s: float | None = None) -> T:
         """Do it on a connection; errors of the driver come out as those of the port."""
+        if self.watch is not None:
+            self.watch.refuse()
         connection = await self._acquire()
         fault = Fault()
         try:
-            if self.cached or alone:
-                fault.sent = True
-                return await work(connection)
-            return await in_transaction(connection, work, fault)
+            async with self.in_time(command_s):
+                if self.watch is not None and self.watch.is_due():
+                    await self._look_at_schema(connection)
+                if self.cached or alone:
+                    fault.sent = True
+                    return await work(connection)
+                return await in_transaction(connection, work, fault)
         except Exception as error:
+            if self.watch is not None and _is_of_schema(error):
+                with suppress(*BROKEN):
+                    async with self.in_time():
+                        await self._look_at_schema(connection)
             raised = translated(error, fault, gone=connection.is_closed())
             if isinstance(raised, Unstorable):
                 await self._end_exchange(connection)
             if fault.lost or fault.stale:
                 connection.terminate()
+            if fault.lost:
+                self._close_idle()
             if not (fault.lost and twice):
                 if raised is error:
                     raise
@@ -114,12 +144,22 @@ class Links:
             raise
         finally:
             self._release(connection)
-        return await self._run(work, twice=False, alone=alone)
+        return await self._run(work, twice=False, alone=alone, command_s=command_s)
+
+    async def _look_at_schema(self, connection: Any) -> None:
+        assert self.watch is not None
+        await (self.watch.look(connection) if self.cached else in_transaction(connection, self.watch.look))
+
+    def _close_idle(self) -> None:
+        """Use none of the connections again that were idle when another one was lost."""
+        for connection in self._idle:
+            connection.terminate()
 
     async def _end_exchange(self, connection: Any) -> None:
         """A value that the driver refuses leaves the server waiting, locks in hand, for the rest of the exchange."""
         try:
-            await connection.execute("select 1")
+            async with self.in_time():
+                await connection.execute("select 1")
         except BaseException:
             connection.terminate()
             raise
@@ -130,7 +170,8 @@ class Links:
         if (wait := self._not_before - loop.time()) > 0:
             await asyncio.sleep(wait)
         try:
-            connection = await self._connect()
+            async with asyncio.timeout(self.deadlines.connect_s or None):
+                connection = await self._connect()
         except (*BROKEN, ValueError, OverflowError) as error:
             if isinstance(error, ValueError | OverflowError) and not isinstance(error, OSError):
                 raise InvalidInput(f"url: {error}") from error  # the driver cannot make sense of it
@@ -138,23 +179,44 @@ class Links:
             self._not_before = loop.time() + self._pause * random.uniform(0.5, 1)
             raise translated(error, Fault(connecting=True), gone=True) from error
         self._pause = 0.0
+        if self.watch is not None:
+            self.watch.look_soon()
         return connection
 
     async def _connect(self) -> Any:
         settings = {"application_name": "flowfabric"}
-        options: dict[str, Any] = {"timeout": CONNECT_SECONDS, "command_timeout": STATEMENT_SECONDS}
-        options["max_cacheable_statement_size"] = 0
+        options: dict[str, Any] = {"timeout": None, "max_cacheable_statement_size": 0}
         if self._tuned:
             tuned = options | {"statement_cache_size": CACHED, "max_cached_statement_lifetime": 0}
             try:
-                connection = await asyncpg.connect(self.dsn, server_settings=settings | TUNING, **tuned)
+                told = settings | TUNING | self.deadlines.server_settings()
+                connection = self._kept_alive(await asyncpg.connect(self.dsn, server_settings=told, **tuned))
             except (asyncpg.ProtocolViolationError, asyncpg.FeatureNotSupportedError):
                 self._pooled()
             else:
                 if await self._is_own(connection):
-                    return connection
+                    return await self._limited(connection)
         options |= {"statement_cache_size": CACHED if self.cached else 0, "max_cached_statement_lifetime": PLAN_SECONDS}
-        return await asyncpg.connect(self.dsn, server_settings=settings, **options)
+        return self._kept_alive(await asyncpg.connect(self.dsn, server_settings=settings, **options))
+
+    async def _limited(self, connection: Any) -> Any:
+        """Let the server give up on what takes too long, too."""
+        if limits := self.deadlines.server_limits():
+            try:
+                await connection.execute(LIMIT.format(limits=", ".join(f"('{k}', '{v}')" for k, v in limits.items())))
+            except BaseException:
+                connection.terminate()
+                raise
+        return connection
+
+    def _kept_alive(self, connection: Any) -> Any:
+        """Let the kernel notice when the other side has gone; the driver leaves its sockets as they are."""
+        found = connection._transport.get_extra_info("socket")
+        if found is not None and found.family != getattr(socket, "AF_UNIX", None):
+            with socket.socket(fileno=os.dup(found.fileno())) as same:  # uvloop's own object has no options
+                for option in self.deadlines.socket_options():
+                    same.setsockopt(*option)
+        return connection
 
     async def _is_own(self, connection: Any) -> bool:
         """Whether this session is ours alone; asked once, before the first statement is prepared."""
@@ -234,6 +296,12 @@ class Links:
             with suppress(*BROKEN):
                 await connection.close(timeout=1)
             connection.terminate()
+
+
+def _is_of_schema(error: Exception) -> bool:
+    """True if a statement failed as it would on a schema that it was not written for (class 42, and stale plans)."""
+    code: str = getattr(error, "sqlstate", None) or ""
+    return code.startswith("42") or code == "0A000"
 
 
 async def in_transaction(connection: Any, work: Work[T], fault: Fault | None = None) -> T:

@@ -24,6 +24,7 @@ from flowfabric.handles import BackendTag
 from flowfabric.model.event import FeedEvent, Topic
 from flowfabric.model.execution import Execution, LineKey, Payload
 from flowfabric.rules.change import Change
+from flowfabric.settings import Deadlines
 from flowfabric.stores.base import (
     Due,
     FeedPage,
@@ -77,20 +78,24 @@ class PostgresStore:
         *,
         pool_size: int = 8,
         statement_cache: bool | None = None,
+        deadlines: Deadlines | None = None,
     ) -> None:
         """Statements are cached unless a pooler is noticed. `statement_cache=False` is for one in transaction mode that
         was not, True for one that keeps sessions apart or knows prepared statements."""
         self.clock = self._clock = clock
-        self._links = Links(dsn, size=pool_size, statement_cache=statement_cache)
+        self._links = Links(dsn, size=pool_size, statement_cache=statement_cache, deadlines=deadlines or Deadlines())
         self._lines = Lines(self._links)
         self._habits = Habits(self._lines.number)
         self._feed = Feed(self._links)
         self._wake = Wake(self._links)
 
     async def open(self, *, migrate: bool) -> Schema:
-        return await self._links.write(
-            lambda connection: in_transaction(connection, lambda inside: schema.bring_up(inside, migrate=migrate))
+        found = await self._links.write(
+            lambda connection: in_transaction(connection, lambda inside: schema.bring_up(inside, migrate=migrate)),
+            command_s=schema.MIGRATION_S if migrate else None,
         )
+        self._links.watch = schema.Watch()
+        return found
 
     async def close(self) -> None:
         await self._wake.close()
@@ -223,6 +228,9 @@ class PostgresStore:
 
     def notify(self, topics: frozenset[str]) -> None:
         self._wake.send(topics)
+
+    def limit_commands(self, command_s: float) -> None:
+        self._links.deadlines = self._links.deadlines.limited(command_s)
 
     def on_wake(self, callback: Callable[[frozenset[str]], None]) -> None:
         self._wake.on_wake(callback)

@@ -139,18 +139,31 @@ class Wake:
             if self._callbacks and not listening and self._links.cached:
                 listening = True
                 with suppress(asyncpg.PostgresError):
-                    await connection.add_listener(CHANNEL, self._heard)
+                    async with self._links.in_time():
+                        await connection.add_listener(CHANNEL, self._heard)
             topics, self._unsent = self._unsent, set()
-            for payload in payloads(topics, self._name):
-                if self._links.cached:
-                    await _notify(connection, payload)
-                else:
-                    await in_transaction(connection, partial(_notify, payload=payload))
+            async with self._links.in_time():
+                for payload in payloads(topics, self._name):
+                    if self._links.cached:
+                        await _notify(connection, payload)
+                    else:
+                        await in_transaction(connection, partial(_notify, payload=payload))
             if not self._unsent:
                 self._all_sent.set()
-            await self._work.wait()
+            await self._wait_for_work(connection, listening)
             for _ in range(TURNS):
                 await asyncio.sleep(0)
+
+    async def _wait_for_work(self, connection: Any, listening: bool) -> None:
+        """Wait until there is something to send; a connection that only listens is asked now and then if it lives."""
+        while True:
+            try:
+                async with asyncio.timeout(self._links.deadlines.command_s or None if listening else None):
+                    await self._work.wait()
+                return
+            except TimeoutError:
+                async with self._links.in_time():
+                    await connection.execute("select 1")
 
     def _heard(self, connection: Any, pid: int, channel: str, payload: str) -> None:
         """A message came, perhaps one of our own, or one that was on its way when the connection ended."""

@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import Any, Protocol
 
 from flowfabric.errors import InvalidInput, RetryExhausted
+from flowfabric.loops import Outside
 from flowfabric.rules.change import Change
 from flowfabric.stores.base import Loaded, Want
 from flowfabric.stores.postgres import read
@@ -83,6 +84,8 @@ class Within:
 
 async def link_to(connection: Any) -> Link:
     """The verbs of a connection that is in a transaction; `InvalidInput` for anything else."""
+    if isinstance(connection, Outside):
+        return _OutsideLink(await connection.run(link_to(connection.value)), connection)
     driver = await _driver(connection)
     home = type(driver).__module__.partition(".")[0]
     if home == "asyncpg" and hasattr(driver, "is_in_transaction"):
@@ -112,6 +115,26 @@ async def _driver(connection: Any) -> Any:
         await asyncio.to_thread(connection.exec_driver_sql, "select 1")
         return connection.connection.driver_connection
     raise InvalidInput(f"using: {type(connection).__name__} is not {KINDS}")
+
+
+class _OutsideLink:
+    """A connection of another event loop, on which its statements run."""
+
+    def __init__(self, link: Link, outside: Outside) -> None:
+        self._link = link
+        self._outside = outside
+
+    async def fetch(self, words: str, *values: Any) -> list[Any]:
+        return await self._outside.run(self._link.fetch(words, *values))
+
+    async def fetchrow(self, words: str, *values: Any) -> Any:
+        return await self._outside.run(self._link.fetchrow(words, *values))
+
+    async def execute(self, words: str, *values: Any) -> Any:
+        return await self._outside.run(self._link.execute(words, *values))
+
+    def is_in_transaction(self) -> bool:
+        return self._link.is_in_transaction()
 
 
 class _Record(tuple[Any, ...]):

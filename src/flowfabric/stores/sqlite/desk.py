@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import apsw
 
-from flowfabric.errors import ForkedProcess, StoreUnavailable
+from flowfabric.errors import ForkedProcess, SchemaTooNew, StoreUnavailable
 from flowfabric.stores.sqlite.faults import translated, unavailable
 from flowfabric.stores.sqlite.files import Spot, Turn
 from flowfabric.stores.sqlite.lines import LinesOfWriter
@@ -65,9 +65,13 @@ class Job:
 class Desk:
     """Work is done in the order in which it came; the connection is opened with the first and anew after trouble."""
 
-    def __init__(self, name: str, connect: Callable[[], apsw.Connection], spot: Spot) -> None:
+    def __init__(
+        self, name: str, connect: Callable[[], apsw.Connection], spot: Spot, check: Callable[[apsw.Connection], None]
+    ) -> None:
+        """`check` raises when the file's schema is not one that this release runs on."""
         self._name = name
         self._connect = connect
+        self._check = check
         self._spot = spot
         self._queue: SimpleQueue[Job | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -139,12 +143,13 @@ class Desk:
         except Exception as error:
             self._drop()
             for job in jobs:
-                job.error = job.error or translated(error)
+                job.error = translated(error) if isinstance(error, SchemaTooNew) else job.error or translated(error)
 
     def perform(self, db: apsw.Connection, jobs: list[Job]) -> None:
         """Do the work; an error that comes out of here means that all of it failed and the connection is spoilt."""
         (job,) = jobs
-        job.do(db)
+        if not job.do(db) and isinstance(job.error, apsw.SQLError):
+            self._check(db)  # it may be the schema of a newer release, for which the words were not written
 
     def _drop(self) -> None:
         if self._db is not None:
@@ -157,9 +162,15 @@ class WritingDesk(Desk):
     """What is handed over before a transaction ends is written in it, each piece whole or not at all."""
 
     def __init__(
-        self, name: str, connect: Callable[[], apsw.Connection], spot: Spot, turn: Turn, lines: LinesOfWriter
+        self,
+        name: str,
+        connect: Callable[[], apsw.Connection],
+        spot: Spot,
+        check: Callable[[apsw.Connection], None],
+        turn: Turn,
+        lines: LinesOfWriter,
     ) -> None:
-        super().__init__(name, connect, spot)
+        super().__init__(name, connect, spot, check)
         self._turn = turn
         self._lines = lines
         self._staged: dict[asyncio.AbstractEventLoop, list[Job]] = {}
@@ -184,6 +195,7 @@ class WritingDesk(Desk):
         with self._turn:
             try:
                 db.execute("BEGIN IMMEDIATE")
+                self._check(db)
                 began, waiting = time.monotonic(), 1 + self._queue.qsize()
                 self._one(db, jobs[0], first=True)
                 while self._has_room(jobs, waiting, time.monotonic() - began) and (job := self._next()) is not None:

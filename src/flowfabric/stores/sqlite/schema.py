@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from importlib.resources import files
 
 import apsw
@@ -10,12 +11,18 @@ import apsw
 from flowfabric import errors
 from flowfabric.model.execution import LineKey
 from flowfabric.stores.base import Schema
+from flowfabric.stores.releases import is_compatible, refuse_newer
 from flowfabric.stores.rows import Column, Table
 
 _VERSION = "SELECT max(version) FROM ff_schema_version"
 _EXISTS = "SELECT count(*) FROM sqlite_schema WHERE name = 'ff_schema_version'"
+_HAS_COLUMN = "SELECT count(*) FROM pragma_table_info('ff_schema_version') WHERE name = 'compatible'"
+_ADD_COLUMN = "ALTER TABLE ff_schema_version ADD COLUMN compatible INTEGER NOT NULL DEFAULT 0"
+_COMPATIBLE = "SELECT compatible FROM ff_schema_version WHERE version = ?"
+_KEEP = "INSERT INTO ff_schema_version (version, applied_at, compatible) VALUES (?, ?, ?)"
 
 
+@cache
 def migrations() -> dict[int, str]:
     """The text of each migration by its number."""
     folder = files(__package__) / "migrations"
@@ -37,8 +44,7 @@ def prepare(db: apsw.Connection, *, migrate: bool, now: int) -> Schema:
     """Bring the schema up to this code, within a writing transaction; or refuse what does not fit."""
     steps = migrations()
     found, known = version(db), max(steps)
-    if found > known:
-        raise errors.SchemaTooNew(found=found, known=known)
+    check(db)
     if found < known and not migrate:
         raise errors.Unavailable(
             "open", f"the file has schema version {found}, this release needs {known}: migrate first"
@@ -46,8 +52,28 @@ def prepare(db: apsw.Connection, *, migrate: bool, now: int) -> Schema:
     for number in sorted(number for number in steps if number > found):
         for _ in db.execute(steps[number]):  # a text of several statements runs on only while it is read from
             pass
-        db.execute("INSERT INTO ff_schema_version (version, applied_at) VALUES (?, ?)", (number, now))
-    return Schema(found, known)
+        if not _one(db, _HAS_COLUMN):  # which the first release did not have
+            db.execute(_ADD_COLUMN)
+        db.execute(_KEEP, (number, now, is_compatible(steps[number])))
+    applied = [text for number, text in steps.items() if number > found > 0]
+    return Schema(found, max(found, known), all(map(is_compatible, applied)))
+
+
+def check(db: apsw.Connection) -> None:
+    """Raise `SchemaTooNew` if the file has a schema that this release does not run on; asked in every transaction."""
+    try:
+        found = _one(db, _VERSION) or 0
+    except apsw.SQLError:  # an empty file has no such table
+        return
+    known = max(migrations())
+    if found > known:
+        compatible = bool(_one(db, _HAS_COLUMN)) and bool(_one(db, _COMPATIBLE, found))
+        refuse_newer(found, known, compatible=compatible)
+
+
+def _one(db: apsw.Connection, words: str, *values: int) -> int | None:
+    found: int | None = next(iter(db.execute(words, values)))[0]
+    return found
 
 
 def definition(table: Table) -> str:

@@ -65,9 +65,11 @@ class SQLiteStore:
         self._turn = Turn(Path(f"{self._path}-lock"))
         self._wake = Wake(Path(f"{self._path}-wake"))
         self._spot = Spot(self._path)
-        self._writer = WritingDesk("ff-sqlite-writer", self._connect, self._spot, self._turn, self._lines_of_writer)
-        self._loader = Desk("ff-sqlite-loader", self._connect_reader, self._spot)
-        self._lister = Desk("ff-sqlite-lister", self._connect_reader, self._spot)
+        self._writer = WritingDesk(
+            "ff-sqlite-writer", self._connect, self._spot, schema.check, self._turn, self._lines_of_writer
+        )
+        self._loader = Desk("ff-sqlite-loader", self._connect_reader, self._spot, schema.check)
+        self._lister = Desk("ff-sqlite-lister", self._connect_reader, self._spot, schema.check)
         self._glance = Glance(self._connect_reader, self._spot)
         self._polls: list[asyncio.Task[None]] = []
 
@@ -148,6 +150,9 @@ class SQLiteStore:
 
     def notify(self, topics: frozenset[str]) -> None:
         self._wake.ring(topics)
+
+    def limit_commands(self, command_s: float) -> None:
+        """There is no server."""
 
     def on_wake(self, callback: Callable[[frozenset[str]], None]) -> None:
         if not self._wake.listen(callback):
