@@ -48,7 +48,7 @@ from flowfabric.stores.postgres.commit import commit
 from flowfabric.stores.postgres.feed import Feed
 from flowfabric.stores.postgres.habits import Habits
 from flowfabric.stores.postgres.hand import handing
-from flowfabric.stores.postgres.lines import Lines, UnknownLine
+from flowfabric.stores.postgres.lines import Lines, UnknownLine, number_of
 from flowfabric.stores.postgres.links import Links, in_transaction
 from flowfabric.stores.postgres.pieces import CLOCK
 from flowfabric.stores.postgres.wake import Wake
@@ -116,10 +116,10 @@ class PostgresStore:
     async def hand_over(self, changes: Sequence[Change], hint: frozenset[str], take: Take) -> Handed:
         if not changes:
             return Handed([], [])
-        lines = await self._lines.known(take.lines)
         batch = await self._batch(changes)
         if not batch.in_steps:
-            batch.handing = handing(changes, batch.rounds[0], take, lines, self._lines.number)
+            lines = [number_of(line) for line in take.lines]
+            batch.handing = handing(changes, batch.rounds[0], take, lines, number_of)
         verdicts, answer = await self._commit(batch, hint)
         if batch.handing is None:
             return Handed(verdicts, [])
@@ -127,12 +127,16 @@ class PostgresStore:
         return Handed(verdicts, sorted(rows, key=_by_rank), emptied=bool(rows))  # nobody else stood there
 
     async def _batch(self, changes: Sequence[Change]) -> Batch:
-        await self._lines.add({line for change in changes for line in change.lines})
-        try:
-            return Batch(changes, self._habits)
-        except UnknownLine:
-            await self._lines.add(lines_of(changes))
-            return Batch(changes, self._habits)
+        listed = {line for change in changes for line in change.lines}
+        while True:
+            await self._lines.add(listed)
+            try:
+                batch = Batch(changes, self._habits)
+            except UnknownLine:  # also when a connection broke since, and every queue is to be checked again
+                listed |= lines_of(changes)
+                continue
+            batch.queues = self._lines.written(listed)
+            return batch
 
     async def _commit(self, batch: Batch, hint: frozenset[str]) -> tuple[list[int | None], list[Any]]:
         """The verdicts, and the server's answer."""
@@ -148,7 +152,7 @@ class PostgresStore:
         return Within(await link_to(connection), self._lines, self._now)
 
     async def take(self, take: Take) -> Taken:
-        lines = await self._lines.known(take.lines)
+        lines = [number_of(line) for line in take.lines]
         if not lines or not take.stamps:
             return Taken(await self.ping(), [])
         await self._lines.add(read.lines_in([*take.becomes.values()]))
@@ -171,7 +175,7 @@ class PostgresStore:
         """The rows that were taken, and whether a second look might find more."""
         limit = reach * len(take.stamps)
         answer = await self._links.write(
-            lambda connection: taking.take(connection, take, stamps, lines, limit, self._now(), self._lines.number)
+            lambda connection: taking.take(connection, take, stamps, lines, limit, self._now(), number_of)
         )
         claim = taking.claim(take, lines)
         rows = await self._lines.decoded(lambda line_at: claim.rows(answer, take, stamps, line_at))
@@ -183,21 +187,18 @@ class PostgresStore:
         return await self._links.write(lambda connection: taking.renew(connection, leases, self._now()))
 
     async def due(self, row: type[msgspec.Struct], column: str, *, limit: int, where: tuple[Where, ...] = ()) -> Due:
-        await self._seen(where)
-        words, values = read.due_words(row, column, limit, where, self._now(), self._line_or_none)
+        words, values = read.due_words(row, column, limit, where, self._now(), number_of)
         answer = await self._links.read(lambda connection: connection.fetchrow(words, *values))
         return await self._lines.decoded(lambda line_at: read.due(answer, row, line_at))
 
     async def scan(self, scan: Scan) -> list[Any]:
-        await self._seen(scan.where)
-        words, values = read.scan_words(scan, self._line_or_none)
+        words, values = read.scan_words(scan, number_of)
         found = await self._links.read(lambda connection: connection.fetch(words, *values))
         decode = CODEC[scan.row].decode
         return await self._lines.decoded(lambda line_at: [decode(row, line_at) for row in found])
 
     async def tally(self, tally: Tally) -> dict[tuple[Any, ...], int]:
-        await self._lines.known(read.lines_in(tally.each or ()))
-        words, values = read.tally_words(tally, self._line_or_none)
+        words, values = read.tally_words(tally, number_of)
         return tallied(tally.by, await self._links.read(lambda connection: connection.fetch(words, *values)))
 
     async def lines(self, lane_id: str | None = None) -> list[LineKey]:
@@ -205,6 +206,9 @@ class PostgresStore:
 
     async def standing(self, lane_id: str) -> list[LineKey]:
         return await self._lines.standing(lane_id)
+
+    async def unlisted(self, limit: int) -> list[str]:
+        return await self._lines.unlisted(limit)
 
     async def lanes(self, after: str | None, limit: int) -> list[str]:
         return await self._lines.lanes(after, limit)
@@ -229,15 +233,3 @@ class PostgresStore:
 
     def _now(self) -> int | None:
         return None if self._clock is None else self._clock()
-
-    def _line_or_none(self, line: LineKey) -> int:
-        """The number of a line in a condition; no row stands in a line that does not exist."""
-        try:
-            return self._lines.number(line)
-        except UnknownLine:
-            return 0
-
-    async def _seen(self, where: tuple[Where, ...]) -> None:
-        """Look up the lines that conditions name."""
-        named = [value for one in where for value in (one.value if one.op == "in" else (one.value,))]
-        await self._lines.known(read.lines_in(named))

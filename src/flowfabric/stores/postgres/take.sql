@@ -43,7 +43,7 @@ select c.now, {more}(select count(*) from stamped) > (select count(*) from taken
 lone as materialized (
     select not exists (
            select 1
-             from unnest(:lines::int[]) as wanted (line)
+             from unnest(:lines::bigint[]) as wanted (line)
             cross join lateral (
                   select 1 from ff_exec_core e where e.line = wanted.line order by e.rank, e.execution_id limit 1) other
            ) as so
@@ -108,7 +108,7 @@ left join lateral (
 locked as materialized (
     select e.ctid as spot
       from ff_exec_core e
-     where e.line = (:lines::int[])[1]
+     where e.line = (:lines::bigint[])[1]
        and (e.granted_until is null or e.granted_until <= (select now from clock))
      order by e.rank, e.execution_id
      limit :wanted::bigint
@@ -136,7 +136,7 @@ locked as materialized (
 -- The best rows of some lines: the first of each line, through the index of lines, merged.
 heads as materialized (
     select head.line, head.rank, head.execution_id
-      from unnest(:lines::int[]) as wanted (line)
+      from unnest(:lines::bigint[]) as wanted (line)
      cross join lateral (
            select e.line, e.rank, e.execution_id
              from ff_exec_core e
@@ -153,7 +153,7 @@ heads as materialized (
 -- wanted ones can lie at most, and only those are read.
 sample as materialized (
     select head.rank
-      from unnest(:lines::int[]) as wanted (line)
+      from unnest(:lines::bigint[]) as wanted (line)
      cross join lateral (
            select e.rank
              from ff_exec_core e
@@ -167,7 +167,7 @@ bound as materialized (
 ),
 heads as materialized (
     select head.line, head.rank, head.execution_id
-      from unnest(:lines::int[]) as wanted (line)
+      from unnest(:lines::bigint[]) as wanted (line)
      cross join lateral (
            select e.line, e.rank, e.execution_id
              from ff_exec_core e
