@@ -2,7 +2,7 @@
 
 links.py     connections, and what their errors mean (faults.py)
 batch.py     changes as shapes and arrays; pieces.py has the words for a shape, commit.py the statement
-take.py      claiming and renewing (take.sql); claimed.py has what is said of claimed rows
+take.py      claiming and renewing (take.sql); claimed.py has what is said of claimed rows, dead_entries.py where they begin to read
 hand.py      a commit that claims what it would put into lines
 read.py      load, due and scan, composed from the catalogue
 feed.py      how events get their places (feed.sql)
@@ -45,6 +45,7 @@ from flowfabric.stores.postgres import take as taking
 from flowfabric.stores.postgres.batch import Batch, lines_of
 from flowfabric.stores.postgres.claimed import rows_told
 from flowfabric.stores.postgres.commit import commit
+from flowfabric.stores.postgres.dead_entries import DeadEntries, NextInstants, floor_of_claim, floor_of_due
 from flowfabric.stores.postgres.feed import Feed
 from flowfabric.stores.postgres.habits import Habits
 from flowfabric.stores.postgres.hand import handing
@@ -84,6 +85,8 @@ class PostgresStore:
         self._links = Links(dsn, size=pool_size, statement_cache=statement_cache)
         self._lines = Lines(self._links)
         self._habits = Habits(self._lines.number)
+        self._dead_entries = DeadEntries()
+        self._next_instants = NextInstants()
         self._feed = Feed(self._links)
         self._wake = Wake(self._links)
 
@@ -117,8 +120,8 @@ class PostgresStore:
         if not changes:
             return Handed([], [])
         batch = await self._batch(changes)
-        if not batch.in_steps:
-            lines = [number_of(line) for line in take.lines]
+        lines = [number_of(line) for line in take.lines]
+        if not batch.in_steps and not self._dead_entries.hide(lines):
             batch.handing = handing(changes, batch.rounds[0], take, lines, number_of)
         verdicts, answer = await self._commit(batch, hint)
         if batch.handing is None:
@@ -157,6 +160,8 @@ class PostgresStore:
             return Taken(await self.ping(), [])
         await self._lines.add(read.lines_in([*take.becomes.values()]))
         taken, more = await self._take(take, take.stamps, lines, taking.REACH)
+        while not taken.rows and self._dead_entries.affords(lines):
+            taken, more = await self._take(take, take.stamps, lines, taking.REACH)
         if more and len(taken.rows) < len(take.stamps):
             # Others held so many of the heads that were looked at, or changed some of them meanwhile: look further.
             used = {row.lease_id for row, _ in taken.rows}
@@ -174,12 +179,16 @@ class PostgresStore:
     async def _take(self, take: Take, stamps: Sequence[Stamp], lines: list[int], reach: int) -> tuple[Taken, bool]:
         """The rows that were taken, and whether a second look might find more."""
         limit = reach * len(take.stamps)
+        ranges, part = self._dead_entries.ranges(lines) if self._dead_entries.hide(lines) else ([], None)
         answer = await self._links.write(
-            lambda connection: taking.take(connection, take, stamps, lines, limit, self._now(), number_of)
+            lambda connection: taking.take(connection, take, stamps, lines, limit, self._now(), number_of, ranges)
         )
-        claim = taking.claim(take, lines)
+        now, more, entries = answer[0][:3]
+        claim = taking.claim(take, lines, ranged=bool(ranges))
         rows = await self._lines.decoded(lambda line_at: claim.rows(answer, take, stamps, line_at))
-        return Taken(answer[0]["now"], rows), answer[0]["more"]
+        floor = floor_of_claim([row for row, _ in rows], full=len(rows) == len(stamps), now=now)
+        self._dead_entries.note(lines, part, entries, len(rows), floor)
+        return Taken(now, rows), more
 
     async def renew(self, leases: Sequence[Held]) -> list[int | None]:
         if not leases:
@@ -187,9 +196,29 @@ class PostgresStore:
         return await self._links.write(lambda connection: taking.renew(connection, leases, self._now()))
 
     async def due(self, row: type[msgspec.Struct], column: str, *, limit: int, where: tuple[Where, ...] = ()) -> Due:
+        if row is Execution and column in read.COUNTED:
+            return await self._counted_due(column, limit, where)
         words, values = read.due_words(row, column, limit, where, self._now(), number_of)
         answer = await self._links.read(lambda connection: connection.fetchrow(words, *values))
         return await self._lines.decoded(lambda line_at: read.due(answer, row, line_at))
+
+    async def _counted_due(self, column: str, limit: int, where: tuple[Where, ...]) -> Due:
+        """The same where claims ask for it, and dead entries must not add up."""
+        key = [(column, where)]
+        ranges, part = self._dead_entries.ranges(key) if self._dead_entries.hide(key) else ([], None)
+        known = self._next_instants.knows(key[0])
+        words, values = read.due_words(
+            Execution, column, limit, where, self._now(), number_of, ranges=ranges, looks_ahead=not known
+        )
+        answer = await self._links.read(lambda connection: connection.fetchrow(words, *values))
+        found = await self._lines.decoded(lambda line_at: read.due(answer, Execution, line_at))
+        began, ended, last = answer["began"], answer["ended"], answer["last"]
+        floor = floor_of_due(found.rows, column, found.now)
+        self._dead_entries.note(key, part, ended - began, len(found.rows), floor)
+        if known:
+            return Due(found.now, found.rows, self._next_instants.get(key[0]))
+        self._next_instants.keep(key[0], found.next_at, last - ended)
+        return found
 
     async def scan(self, scan: Scan) -> list[Any]:
         words, values = read.scan_words(scan, number_of)
