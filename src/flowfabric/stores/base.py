@@ -236,6 +236,27 @@ class Inside(Protocol):
         ...
 
 
+class SnapshotHolder(msgspec.Struct, frozen=True, gc=False):
+    """Somebody whose old snapshot keeps the store from removing dead rows: claims read over more of them each time."""
+
+    kind: str  # transaction, prepared transaction, replication slot
+    name: str
+    application: str | None
+    database: str | None
+    state: str | None
+    age_s: int | None
+    transactions: int  # that began since
+
+
+@runtime_checkable
+class NamesSnapshotHolders(Protocol):
+    """A store whose server knows who holds old snapshots."""
+
+    async def snapshot_holders(self, limit: int) -> list[SnapshotHolder]:
+        """The holders, the oldest first."""
+        ...
+
+
 @runtime_checkable
 class Joins(Protocol):
     """A store that lives in a database where callers have transactions of their own."""

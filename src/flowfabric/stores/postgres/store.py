@@ -9,6 +9,7 @@ feed.py      how events get their places (feed.sql)
 lines.py     which number stands for which line (lines.sql)
 wake.py      hints between processes
 within.py    a caller's own transaction
+horizon.sql  who keeps dead rows from being removed
 schema.py    the schema and how it grows (migrations/)
 """
 
@@ -32,6 +33,7 @@ from flowfabric.stores.base import (
     Loaded,
     Scan,
     Schema,
+    SnapshotHolder,
     Stamp,
     Take,
     Taken,
@@ -52,6 +54,7 @@ from flowfabric.stores.postgres.hand import handing
 from flowfabric.stores.postgres.lines import Lines, UnknownLine, number_of
 from flowfabric.stores.postgres.links import Links, in_transaction
 from flowfabric.stores.postgres.pieces import CLOCK
+from flowfabric.stores.postgres.sql import numbered, pieces
 from flowfabric.stores.postgres.wake import Wake
 from flowfabric.stores.postgres.within import Within, link_to
 
@@ -60,6 +63,7 @@ def _by_rank(taken: tuple[Execution, Payload]) -> tuple[int, str]:
     return taken[0].rank, taken[0].execution_id
 
 
+_HOLDERS = numbered(pieces("horizon.sql")["holders"], ("limit",))
 _TIME = f"select {CLOCK.format(given='$1::bigint')}"
 
 
@@ -238,6 +242,10 @@ class PostgresStore:
 
     async def unlisted(self, limit: int) -> list[str]:
         return await self._lines.unlisted(limit)
+
+    async def snapshot_holders(self, limit: int) -> list[SnapshotHolder]:
+        found = await self._links.read(lambda connection: connection.fetch(_HOLDERS, limit))
+        return [SnapshotHolder(*row) for row in found]
 
     async def lanes(self, after: str | None, limit: int) -> list[str]:
         return await self._lines.lanes(after, limit)
