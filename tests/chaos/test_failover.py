@@ -125,6 +125,7 @@ async def test_a_follower_of_what_was_lost_is_told_of_a_gap_and_misses_nothing_t
 async def test_a_crash_that_loses_commits_loses_no_position_that_was_seen(server: PostgresServer) -> None:
     server.execute("ALTER SYSTEM SET synchronous_commit = off")
     server.execute("ALTER SYSTEM SET wal_writer_delay = '10s'")
+    server.execute("ALTER SYSTEM SET wal_writer_flush_after = '1GB'")
     server.execute("SELECT pg_reload_conf()")
     dsn = server.create_database("careless")
     async with await flowfabric.connect(dsn) as engine:
