@@ -152,6 +152,29 @@ class PostgresServer:
         self.stop(mode)
         self.start()
 
+    def back_up(self) -> None:
+        """Take a base backup while it runs, from which `fail_over` makes an asynchronous standby."""
+        copy = self._own / "standby"
+        shutil.rmtree(copy, ignore_errors=True)
+        into = folder_for_all(copy)
+        if as_server():
+            shutil.chown(into, "nobody")
+        into.chmod(0o700)
+        command = [str(programs() / "pg_basebackup"), "-d", self.dsn(), "-D", str(into), "-c", "fast", "-X", "stream"]
+        done = subprocess.run(command, capture_output=True, text=True, cwd="/", env=environment(), **as_server())
+        if done.returncode:
+            raise RuntimeError(f"pg_basebackup: {done.stderr.strip()}")
+
+    def fail_over(self) -> None:
+        """Kill it, and promote the standby that knows what was committed up to the backup; the address stays."""
+        self.kill()
+        shutil.rmtree(self._own / "data")
+        (self._own / "standby").rename(self._own / "data")
+        (self._own / "data" / "standby.signal").touch()
+        (self._own / "data" / "postmaster.pid").unlink(missing_ok=True)
+        self.start()
+        self.execute("SELECT pg_promote()")
+
     @property
     def _own(self) -> Path:
         if self._folder is None:
@@ -370,10 +393,10 @@ def release() -> bool:
 
 
 def _is_ready(data: Path, pid: int) -> bool:
-    """Whether the postmaster has written `ready` into its pid file, which pg_ctl waits for as well."""
+    """Whether the postmaster has written into its pid file that it takes connections, as pg_ctl waits for as well."""
     with suppress(OSError):
         lines = (data / "postmaster.pid").read_text().splitlines()
-        return len(lines) >= 8 and lines[0] == str(pid) and lines[7].strip() == "ready"
+        return len(lines) >= 8 and lines[0] == str(pid) and lines[7].strip() in ("ready", "standby")
     return False
 
 

@@ -35,6 +35,7 @@ class Sweeps(msgspec.Struct, frozen=True):
     budget_reconciler_ms: int = 30_000
     quota_reconciler_ms: int = 30_000
     unblock_ms: int = 5000
+    queue_reconciler_ms: int = 15_000
     worker_registry_ttl_sweep_ms: int = 30_000
     outbox_relay_ms: int = 2000
     idempotency_keys_ms: int = 60_000

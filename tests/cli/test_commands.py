@@ -152,9 +152,11 @@ def test_doctor_finds_a_healthy_store_healthy(ff: Terminal) -> None:
     report = ff.document("doctor")
 
     assert report["healthy"]
-    assert [check["check"] for check in report["checks"]] == ["store", "schema", "latency", "clock", "keystore"]
+    assert [check["check"] for check in report["checks"]] == [
+        *("store", "schema", "latency", "clock", "queues", "keystore")
+    ]
     assert "no signing key yet" in report["checks"][-1]["says"]
-    assert ff.says("doctor").count("✓") == 5
+    assert ff.says("doctor").count("✓") == 6
 
 
 def test_doctor_names_the_signing_key(ff: Terminal) -> None:

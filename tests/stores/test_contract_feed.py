@@ -235,3 +235,27 @@ async def test_lanes_are_listed_in_order(store: Store, after: str | None, limit:
             await write(store, Insert(waiting(f"{lane}{capability}", line=LineKey(lane, capability))))
 
     assert await store.lanes(after, limit) == list(expected)
+
+
+async def test_a_place_beyond_the_feed_is_told_and_reading_goes_on_at_the_end(store: Store) -> None:
+    await write(store, events=[lease("before")])
+    end = await store.feed_end()
+
+    page = await store.feed(Topic.LEASE, end + 2**40, 10)
+
+    assert page == FeedPage([], end, diverged=True)
+    await write(store, events=[lease("after")])
+    assert await texts(store, Topic.LEASE, page.position) == ["after"]
+
+
+async def test_every_place_that_was_handed_out_can_be_gone_on_from(store: Store, clock: ManualClock) -> None:
+    places = [0, await store.feed_end()]
+    for number in range(5):
+        await write(store, events=[lease(str(number)), event(operator="x")])
+        page = await store.feed(Topic.LEASE, places[-1], 10)
+        places += [told.position for told in page.events] + [page.position, await store.feed_end()]
+    clock.pass_ms(1000)
+    await write(store, events=[lease("last")])
+    await store.trim_feed(clock.now, 3)
+
+    assert not any([(await store.feed(Topic.OPERATOR, place, 10)).diverged for place in places])

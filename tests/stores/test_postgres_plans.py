@@ -48,8 +48,8 @@ pytestmark = pytest.mark.slow
 
 WAITING, FINISHED = 300_000, 200_000
 FILL = f"""
-insert into ff_line (digest, lane_id, required, fairness_key, fairness_weight, decided)
-values ('1', 'mail', '', '', 1, false), ('2', 'mail', 'gpu', '', 1, false);
+insert into ff_line (line, digest, lane_id, required, fairness_key, fairness_weight, decided)
+values (1, '1', 'mail', '', '', 1, false), (2, '2', 'mail', 'gpu', '', 1, false);
 insert into ff_exec_core (execution_id, partition, namespace, lane_id, priority, created_at, last_transition_at,
     last_mutation_at, lifecycle_phase, ownership_state, eligibility_state, blocking_reason, terminal_outcome,
     attempt_state, public_state, total_attempt_count, retry_count, replay_count, lease_reclaim_count, lease_epoch,

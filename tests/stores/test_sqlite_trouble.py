@@ -13,6 +13,7 @@ import apsw
 import pytest
 
 from flowfabric.errors import StoreUnavailable
+from flowfabric.model.event import Topic
 from flowfabric.model.execution import Execution, LineKey
 from flowfabric.rules.change import Change, Insert, Patch
 from flowfabric.stores.base import Want
@@ -215,3 +216,37 @@ async def test_a_mistake_in_the_code_is_not_taken_for_trouble_with_the_file(frag
     with pytest.raises(KeyError):
         await fragile.commit([change(Insert(event()))])
     await write(fragile, Insert(waiting("b")))
+
+
+@pytest.mark.parametrize("grown", [False, True], ids=["at once", "after the feed has grown"])
+async def test_a_cursor_into_what_a_restored_file_has_lost_is_told_of_and_misses_nothing(
+    tmp_path: Path, grown: bool
+) -> None:
+    path = tmp_path / "ff.db"
+
+    async def tell(*names: str) -> int:
+        store = SQLiteStore(path)
+        await store.open(migrate=True)
+        for name in names:
+            await write(store, events=[event(name, lease="told")])
+        end = await store.feed_end()
+        await store.close()
+        return end
+
+    kept = await tell("kept")
+    backup = path.read_bytes()
+    lost = await tell("lost-1", "lost-2")
+    path.write_bytes(backup)
+    if grown:
+        await tell("new-1", "new-2", "new-3")
+
+    store = SQLiteStore(path)
+    await store.open(migrate=False)
+    page = await store.feed(Topic.LEASE, lost, 10)
+    assert page.diverged
+    names = [told.event.execution_id for told in page.events]
+    await write(store, events=[event("newest", lease="told")])
+    names += [told.event.execution_id for told in (await store.feed(Topic.LEASE, page.position, 10)).events]
+    assert names == (["new-1", "new-2", "new-3"] if grown else []) + ["newest"]
+    assert not (await store.feed(Topic.LEASE, kept, 10)).diverged
+    await store.close()

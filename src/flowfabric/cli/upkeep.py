@@ -11,10 +11,14 @@ from flowfabric.cli.telling import JsonOption, console, document, hint_for, tell
 
 if TYPE_CHECKING:
     from flowfabric import Engine
+    from flowfabric.stores.base import SnapshotHolder
 
 PINGS = 7
 SLOW_MS = 50
 SKEWED_MS = 5_000
+NAMED = 3  # executions or holders of snapshots
+LONG_S = 60  # that a snapshot may be held
+MANY_TRANSACTIONS = 10_000  # meanwhile
 
 
 def add_to(app: typer.Typer) -> None:
@@ -107,6 +111,7 @@ async def _examine(url: str) -> list[dict[str, Any]]:
             _finding("store", True, f"{backend} answers" + ("" if release is None else ", behind the server")),
             _finding("schema", True, f"version {schema}, the one {'this release' if release is None else 'it'} knows"),
             *await _times(engine),
+            *(await _store_checks(engine) if release is None else []),
             await _keystore(engine),
         ]
 
@@ -146,6 +151,50 @@ async def _times(engine: Engine) -> list[dict[str, Any]]:
             "leases and delays go by the store's clock and are safe; logs will disagree: set this machine's clock",
         ),
     ]
+
+
+async def _store_checks(engine: Engine) -> list[dict[str, Any]]:
+    """What only somebody who is connected to the store itself can check."""
+    from flowfabric.stores.base import NamesSnapshotHolders
+
+    findings = [_queues(await engine.store.unlisted(NAMED + 1))]
+    if isinstance(engine.store, NamesSnapshotHolders):
+        findings.append(_snapshots(await engine.store.snapshot_holders(NAMED)))
+    return findings
+
+
+def _queues(unlisted: list[str]) -> dict[str, Any]:
+    if not unlisted:
+        return _finding("queues", True, "every execution that can be claimed stands in a queue that claims find")
+    names = ", ".join(unlisted[:NAMED]) + (" and others" if len(unlisted) > NAMED else "")
+    return _finding(
+        "queues",
+        False,
+        f"no claim finds {names}: their ready queues are missing, as after a failover that lost writes",
+        "the sweeps of any worker or server put them back into their queues within seconds: start one",
+    )
+
+
+def _snapshots(holders: list[SnapshotHolder]) -> dict[str, Any]:
+    old = [one for one in holders if one.transactions >= MANY_TRANSACTIONS or (one.age_s or 0) >= LONG_S]
+    shown = old or [one for one in holders if (one.age_s or 0) >= 1 or one.kind != "transaction"]
+    if not shown:
+        return _finding("snapshot", True, "nobody keeps dead rows from being removed")
+    says = "; ".join(_holder(one) for one in shown)
+    return _finding(
+        "snapshot",
+        not old,
+        f"dead rows since then cannot be removed: {says}",
+        "claims cost more and find retries later: end the transaction (pg_terminate_backend), commit or roll back the"
+        " prepared one, or drop the slot; idle_in_transaction_session_timeout prevents it",
+    )
+
+
+def _holder(one: SnapshotHolder) -> str:
+    """A holder in words."""
+    parts = [one.name, one.application, one.database and f"database {one.database}", one.state]
+    age = f" for {one.age_s} s" if one.age_s is not None else ""
+    return f"{one.kind} {', '.join(part for part in parts if part)}{age}, {one.transactions} transactions ago"
 
 
 async def _keystore(engine: Engine) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from flowfabric.rules import (
     limits,
     notes,
     operate,
+    place,
     replay,
     tags,
 )
@@ -360,6 +361,10 @@ class Executions(Purging, Creating):
         """Make a delayed execution claimable, if its time has come."""
         execution = intake.execution(execution_id)
         return await self.settle_execution(execution, delay.promote_delayed)
+
+    async def restore_queue(self, execution_id: str) -> bool:
+        """Put an execution whose ready queue was lost into the right one; False when it stands in none."""
+        return await self.settle_execution(execution_id, lambda row, _: place.restore_queue(row))
 
     async def mark_lease_expired_if_due(self, execution_id: str) -> answers.MarkedExpired | answers.AlreadySatisfied:
         """Mark a lapsed lease, so that the work can be taken over."""

@@ -21,14 +21,15 @@ from flowfabric.stores.base import FeedPage
 N = TypeVar("N")
 
 PAGE = 256
+DIVERGED = "the cursor is not in this feed: the store was restored, or failed over and lost its newest events"
 TRIM = 1000
 
 
 class Subscription(AsyncIterator[N]):
     """The events of one feed after a place. Reading ahead is bounded by one page; a slow reader slows itself only.
 
-    What has to be said besides events is raised where it belongs among them. After `StreamBackpressure` (events were
-    no longer kept) and `Corruption` (one could not be read) the next one can be asked for; `StreamDisconnected` is the
+    What has to be said besides events is raised where it belongs among them. After `StreamBackpressure` (a gap: events
+    were no longer kept, or the cursor points to what the store has lost) and `Corruption` (one could not be read) the next one can be asked for; `StreamDisconnected` is the
     end, and subscribing with its cursor loses nothing.
     """
 
@@ -87,15 +88,15 @@ class Subscription(AsyncIterator[N]):
         """Read a page; True when the feed had anything new, wanted or not."""
         before = self._read_to
         page = await self._fetch()
-        if page.lost:
-            self._page.append((before, errors.StreamBackpressure()))
+        if page.lost or page.diverged:
+            self._page.append((before, errors.StreamBackpressure(DIVERGED if page.diverged else "")))
         for told in page.events:
             if self._filter.accepts(told.event) and (news := self._told(told)) is not None:
                 self._page.append((told.position, news))
         self._read_to = page.position
         if not self._page:
             self._position = self._read_to
-        return page.position > before or page.lost
+        return page.position > before or page.lost or page.diverged
 
     async def _fetch(self) -> FeedPage:
         pause = Pause(self.patience_s)

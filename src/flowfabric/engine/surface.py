@@ -35,7 +35,7 @@ INTERNAL: Final = frozenset(
         # signing keys
         *("signing_key", "signer", "recent_keys", "keys_in", "opened_keys", "handle_keys"),
         # what sweeps, relays and wakes do to one row
-        *("sweeper", "sweep_worker", "expire_pending_waitpoint", "lapse_reservations"),
+        *("sweeper", "restore_queue", "sweep_worker", "expire_pending_waitpoint", "lapse_reservations"),
         *("reset_budget_if_due", "reconcile_quota_policy", "deliver", "redeliver", "take_in_children", "set_free"),
         *("hold_up", "let_go", "wake_budget", "wake_quota", "wake_quota_later", "wake_sleepers", "workers_of"),
         "sleep_for_budget",

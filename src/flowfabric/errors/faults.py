@@ -160,7 +160,8 @@ class StreamDisconnected(FabricError):
 
 
 class StreamBackpressure(FabricError):
-    """Events after the cursor are no longer kept; delivery goes on with the oldest that are."""
+    """A gap: events after the cursor are no longer kept, or the cursor itself is not in the feed since the store lost
+    its newest events. Delivery goes on with everything that is there."""
 
     family = "stream_backpressure"
     kind = "stream_backpressure"

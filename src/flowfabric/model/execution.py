@@ -36,6 +36,9 @@ class LineKey(msgspec.Struct, frozen=True, gc=False, order=True):
     decided: bool = False  # claimed by load, rule and commit instead of by a uniform take
 
 
+MISSING_QUEUE = LineKey("")  # shown by a row whose ready queue the store has lost; no lane has an empty name
+
+
 class Execution(msgspec.Struct, frozen=True, gc=False):
     """The sheet: everything that a rule decides on, one row an execution."""
 

@@ -163,6 +163,18 @@ class Paused(Obstacle, frozen=True):
         return f"It is held up: {self.reason}" + (f" ({self.detail})." if self.detail else ".")
 
 
+class QueueMissing(Obstacle, frozen=True):
+    """The store has lost its ready queue; the sweep `queue_reconciler` restores it within seconds."""
+
+    lane_id: str
+
+    def sentence(self) -> str:
+        return (
+            f"Its ready queue on lane {self.lane_id} is missing from the store, as after a failover that lost writes. "
+            "The sweeps of any worker or server restore it; `ff doctor` names all such executions."
+        )
+
+
 class Queued(Obstacle, frozen=True):
     """Nothing is in its way but others: every capable worker is busy, or has not come by yet."""
 

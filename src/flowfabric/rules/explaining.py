@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flowfabric.model import obstacles, verdicts
-from flowfabric.model.execution import Execution
+from flowfabric.model.execution import MISSING_QUEUE, Execution
 from flowfabric.model.gate import Gate, GateKind
 from flowfabric.model.states import BlockingReason, EligibilityState, LifecyclePhase, OwnershipState
 from flowfabric.model.suspension import Suspension
@@ -37,6 +37,8 @@ def of_itself(row: Execution, now: int) -> obstacles.Obstacle | None:
             return obstacles.Paused(row.blocking_reason.value, row.blocking_text or "", row.blocked_at)
         case _:
             pass
+    if row.line == MISSING_QUEUE:
+        return obstacles.QueueMissing(row.lane_id)
     grant = claim.stored_grant(row)
     if grant is not None and claim.live_grant(row, now):
         return obstacles.Offered(grant.worker_id, grant.expires_at)

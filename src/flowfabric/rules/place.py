@@ -9,7 +9,8 @@ from typing import Any
 
 from flowfabric.model.execution import Execution, LineKey
 from flowfabric.model.owned import OwnedId, parse_owned
-from flowfabric.model.states import AttemptState, AttemptType, BlockingReason, EligibilityState
+from flowfabric.model.states import AttemptState, AttemptType, BlockingReason, EligibilityState, LifecyclePhase
+from flowfabric.rules.change import Change, Decision, Patch, seen
 from flowfabric.rules.policy import Terms, decode_terms
 
 PRIORITY_MAX = 9000
@@ -78,6 +79,14 @@ def line_of(row: Execution) -> LineKey:
 def takeover_line(row: Execution) -> LineKey:
     """The line where this execution, its lease gone, waits to be taken over."""
     return line_for(row.lane_id, row.required_capabilities, decode_terms(row.terms), decided=True)
+
+
+def restore_queue(row: Execution | None) -> Decision[bool]:
+    """Put an execution whose ready queue was lost into the queue that its state asks for; otherwise change nothing."""
+    if row is None or row.line is None:
+        return Decision(False)
+    line = takeover_line(row) if row.lifecycle_phase is LifecyclePhase.ACTIVE else line_of(row)
+    return Decision(True, Change((seen(row),), (Patch(Execution, (row.execution_id,), {"line": line}),)))
 
 
 def entrance(row: Execution, attempt_state: AttemptState) -> dict[str, Any]:

@@ -210,12 +210,15 @@ class Tally(msgspec.Struct, frozen=True):
 class FeedPage(msgspec.Struct, frozen=True, gc=False):
     """Events in order, and how far the feed was read: the place to go on from, events or not.
 
-    `lost` says that events of this topic after the place that was asked for are no longer kept.
+    `lost` says that events of this topic after the place that was asked for are no longer kept. `diverged` says that
+    the place itself is not in this feed: what was read up to it was lost, as by a failover or a restore. The page goes
+    on with everything that came after the loss, and `position` may lie before the place that was asked for.
     """
 
     events: list[FeedEvent]
     position: int
     lost: bool = False
+    diverged: bool = False
 
 
 class Inside(Protocol):
@@ -231,6 +234,27 @@ class Inside(Protocol):
 
     async def notify(self, topics: frozenset[str]) -> None:
         """Tell all processes to look at these topics when the transaction commits."""
+        ...
+
+
+class SnapshotHolder(msgspec.Struct, frozen=True, gc=False):
+    """Somebody whose old snapshot keeps the store from removing dead rows: claims read over more of them each time."""
+
+    kind: str  # transaction, prepared transaction, replication slot
+    name: str
+    application: str | None
+    database: str | None
+    state: str | None
+    age_s: int | None
+    transactions: int  # that began since
+
+
+@runtime_checkable
+class NamesSnapshotHolders(Protocol):
+    """A store whose server knows who holds old snapshots."""
+
+    async def snapshot_holders(self, limit: int) -> list[SnapshotHolder]:
+        """The holders, the oldest first."""
         ...
 
 
@@ -323,12 +347,19 @@ class Store(Protocol):
         """The lines of a lane in which something stands, in order; however many there ever were."""
         ...
 
+    async def unlisted(self, limit: int) -> list[str]:
+        """The executions whose ready queue is missing from the store's list of queues, by id: no claim finds them."""
+        ...
+
     async def lanes(self, after: str | None, limit: int) -> list[str]:
         """The lanes that were ever written to, ascending."""
         ...
 
     async def feed(self, topic: Topic, after: int, limit: int) -> FeedPage:
-        """Committed events of a topic strictly after a position, in an order that never changes afterwards."""
+        """Committed events of a topic strictly after a position, in an order that never changes afterwards.
+
+        Positions never restart: a store that lost its newest events gives later ones higher positions than those had.
+        """
         ...
 
     async def feed_end(self) -> int:

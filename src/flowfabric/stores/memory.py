@@ -302,6 +302,9 @@ class MemoryStore:
             taken = {number for number, *_ in entries}
             return sorted(line for line, number in self._lines.items() if number in taken and line.lane_id == lane_id)
 
+    async def unlisted(self, limit: int) -> list[str]:
+        return []  # a process loses its memory as a whole
+
     async def lanes(self, after: str | None, limit: int) -> list[str]:
         with self._lock:
             lanes = sorted({line.lane_id for line in self._lines})
@@ -312,10 +315,12 @@ class MemoryStore:
             field = TOPIC_FIELDS[topic]
             # Positions count from 1, so the entry after a position stands at that index.
             news = islice(self._feed, max(0, after - self._trimmed), None)
-            lost = after < self._lost[topic]
+            lost, end = after < self._lost[topic], self._trimmed + len(self._feed)
+            if after > end:
+                return FeedPage([], end, lost, diverged=True)
             events = list(islice((one for one in news if getattr(one.event, field) is not None), limit))
             if len(events) < limit:
-                return FeedPage(events, max(after, self._trimmed + len(self._feed)), lost)
+                return FeedPage(events, max(after, end), lost)
             return FeedPage(events, events[-1].position if events else after, lost)
 
     async def feed_end(self) -> int:

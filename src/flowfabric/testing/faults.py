@@ -196,6 +196,9 @@ class FlakyStore:
     async def standing(self, lane_id: str) -> list[LineKey]:
         return await self._sent("standing", lambda: self.inner.standing(lane_id))
 
+    async def unlisted(self, limit: int) -> list[str]:
+        return await self._sent("unlisted", lambda: self.inner.unlisted(limit))
+
     async def lanes(self, after: str | None, limit: int) -> list[str]:
         return await self._sent("lanes", lambda: self.inner.lanes(after, limit))
 

@@ -57,8 +57,9 @@ async def _events(name: str, subscription: Subscription[Any]) -> AsyncIterator[b
     while True:
         try:
             news = await subscription.next(timeout_s=sse.WAIT_MS / 1000)
-        except errors.StreamBackpressure:
-            yield sse.event(b'{"reason":"events are no longer kept"}', name="gap", cursor=subscription.cursor.hex())
+        except errors.StreamBackpressure as gap:
+            reason = encode({"reason": gap.detail or "events are no longer kept"})
+            yield sse.event(reason, name="gap", cursor=subscription.cursor.hex())
             continue
         except errors.Corruption:
             continue

@@ -66,6 +66,7 @@ class Batch:
 
     def __init__(self, changes: Sequence[Change], habits: Habits) -> None:
         self.handing: tuple[Hand, Values] | None = None
+        self.queues: tuple[list[int], str] | None = None  # those that work is put into: their numbers, and their rows
         self.alone = len(changes) == 1
         if self.alone:
             habits = habits.alone

@@ -5,6 +5,7 @@
     clock      the time, read when all locks are held
     verdict    per change: yes or no, from the locked rows and the clock alone
     writes     one part a shape, each for the changes with a yes
+    queues     the rows of ready queues that work is put into, where they are missing (lines.py)
     handed     rows that are claimed instead of being put into their line, if somebody wants them (hand.py)
     events     one batch of the feed, numbered when all locks are held
 
@@ -34,6 +35,7 @@ from flowfabric.stores.postgres.batch import Batch
 from flowfabric.stores.postgres.claimed import PAYLOADS
 from flowfabric.stores.postgres.claimed import told as told_of
 from flowfabric.stores.postgres.hand import UNLESS_HANDED, Hand
+from flowfabric.stores.postgres.lines import ENSURE
 from flowfabric.stores.postgres.links import in_transaction
 from flowfabric.stores.postgres.pieces import CLOCK, NUMBER, Deleted, Formed, Guards, Told, Writes
 from flowfabric.stores.postgres.sql import Parameters
@@ -71,36 +73,45 @@ async def commit(connection: Any, batch: Batch, clock: int | None, hint: str | N
         batch.told and batch.told[0],
         batch.handing and batch.handing[0],
         alone=batch.alone,
+        queued=batch.queues is not None,
     )
-    answer: list[Any] = await connection.fetch(words, clock, *arrays, hint)
+    answer: list[Any] = await connection.fetch(words, clock, *arrays, *(batch.queues or ()), hint)
     return answer
 
 
 async def _commit_in_steps(connection: Any, batch: Batch, clock: int | None, hint: str | None) -> list[Any]:
     arrays = [array for _, given in batch.guards for array in given]
-    words = _words(tuple(guard for guard, _ in batch.guards), (), None, None, alone=batch.alone)
-    answer: list[Any] = await connection.fetch(words, clock, *arrays, hint)
+    guards = tuple(guard for guard, _ in batch.guards)
+    words = _words(guards, (), None, None, alone=batch.alone, queued=batch.queues is not None)
+    answer: list[Any] = await connection.fetch(words, clock, *arrays, *(batch.queues or ()), hint)
     now, yes, _ = answer[0]
     told = batch.told
     for pieces in batch.rounds:
         arrays = [array for _, given in pieces for array in given]
         if told is not None:
             arrays += told[1]
-        words = _words(None, tuple(piece for piece, _ in pieces), told and told[0], None, alone=batch.alone)
+        writes = tuple(piece for piece, _ in pieces)
+        words = _words(None, writes, told and told[0], None, alone=batch.alone, queued=False)
         await connection.fetchrow(words, yes, now, *arrays)
         told = None
     return answer
 
 
 def _words(
-    guards: tuple[Guards, ...] | None, writes: tuple[Writes, ...], told: Told | None, hand: Hand | None, *, alone: bool
+    guards: tuple[Guards, ...] | None,
+    writes: tuple[Writes, ...],
+    told: Told | None,
+    hand: Hand | None,
+    *,
+    alone: bool,
+    queued: bool,
 ) -> str:
-    shape = (guards, writes, told, hand, alone)
+    shape = (guards, writes, told, hand, alone, queued)
     words = _wordings.get(shape)
     if words is None:
         if len(_wordings) >= MOST_WORDINGS:
             _wordings.clear()
-        words = _wordings[shape] = compose(guards, writes, told, hand, alone=alone)
+        words = _wordings[shape] = compose(guards, writes, told, hand, alone=alone, queued=queued)
     return words
 
 
@@ -111,10 +122,11 @@ def compose(
     hand: Hand | None = None,
     *,
     alone: bool,
+    queued: bool = False,
 ) -> str:
     """The statement of these shapes, for one change `alone` or for any number of them.
 
-    Without guards, the verdicts and the time are given as its first parameters.
+    `queued` batches put work into ready queues, and add the rows of those that are missing. Without guards, the verdicts and the time are given as its first parameters.
     """
     parameters = Parameters()
     if guards is None:
@@ -141,6 +153,8 @@ def compose(
         events.append("(select events from acquired)")
     if events:
         parts.append(BATCH.format(events=" || ".join(events)))
+    if queued:
+        parts.append(parameters.named(ENSURE, ("numbers", "rows")))
     hinted = "" if guards is None else HINT.format(hint=parameters.one("text"))
     answer = f"select now, yes{hinted} from verdict"
     if hand is not None:

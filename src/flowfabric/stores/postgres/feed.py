@@ -9,8 +9,12 @@ A number of a sequence is no place in a feed. A batch may commit long after a la
 number would have passed it. The usual cures look at what transactions are under way, and then one idle transaction,
 even in another database, stalls every reader; and what they remember means nothing after a dump and restore. Here
 batches are numbered a second time, after the fact: whoever reads gives the committed batches that have no position yet
-the next positions, dense, in the order of their numbers (`number` in feed.sql). A batch that commits late gets a late
+the next positions, in the order of their numbers (`number` in feed.sql). A batch that commits late gets a late
 position. Once given a position never changes; it is a column like any other, so it survives dump and restore.
+
+Positions never restart. After a failover that lost the newest batches, or a restore, later ones get higher positions
+than those had. A cursor into what was lost is noticed: no batch has its position. It goes on with everything that came
+since, and its holder is told of the gap.
 
 Why the order holds for each execution: a snapshot that sees a batch sees all that were committed before it, so the
 numberer meets the earlier batch of an execution not later than the second, and puts them in the order of their
@@ -49,23 +53,24 @@ class Feed:
     async def read(self, topic: Topic, after: int, limit: int) -> FeedPage:
         """Events of a topic strictly after a place; how far was read."""
         words = statement("read", topic)
-        lost = False
+        lost = diverged = False
         while True:
             first, ord_ = divmod(after, MOST_EVENTS)
-            last = first + _WINDOW
-            answer = await self._fetchrow(words, first, ord_, last, limit)
+            answer = await self._fetchrow(words, first, ord_, _WINDOW, limit)
             lost = lost or after < answer["lost"]
+            diverged = diverged or not answer["known"]
             events = [_event(record) for record in answer["events"]]
             if len(events) >= limit:
-                return FeedPage(events, events[-1].position if events else after, lost)
-            if last < answer["numbered"]:
-                after = _end(max(last, answer["trimmed"]))
+                return FeedPage(events, events[-1].position if events else after, lost, diverged)
+            if answer["last"] is not None:
+                after = _end(answer["last"])
                 if events:
-                    return FeedPage(events, after, lost)
+                    return FeedPage(events, after, lost, diverged)
             elif answer["news"]:
                 await self._number()
             else:
-                return FeedPage(events, max(after, _end(answer["numbered"])), lost)
+                end = _end(answer["numbered"])
+                return FeedPage(events, end if first > answer["numbered"] else max(after, end), lost, diverged)
 
     async def end(self) -> int:
         """A place that everything committed so far does not lie after, and everything later does."""
@@ -102,7 +107,7 @@ def statement(name: str, topic: Topic) -> str:
     """The words to read one topic."""
     events = quoted(Event.__struct_fields__, "e.")
     words = _STATEMENTS[name].format(events=events, names=_NAMES, topic=TOPIC_FIELDS[topic])
-    parameters = {"read": ("first", "ord", "last", "limit"), "history": ("execution_id", "limit", "without")}
+    parameters = {"read": ("first", "ord", "window", "limit"), "history": ("execution_id", "limit", "without")}
     return numbered(words, parameters[name])
 
 

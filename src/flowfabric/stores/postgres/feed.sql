@@ -1,13 +1,18 @@
 -- name: read
--- A page of the feed between two positions, and how far positions were given out; `news` says that some were not yet.
+-- A page of the feed from a position on, and how far positions were given out; `news` says that some were not yet.
+-- `last` is where the window ends, unset when it holds everything. `known` says that the first position is one that was
+-- given out: it has its batch, unless that was trimmed.
 select f.numbered,
        f.trimmed,
        f.lost_{topic} as lost,
        exists (select 1 from ff_batch where position is null) as news,
+       (select position from ff_batch
+         where position >= :first order by position offset :window - 1 limit 1) as last,
+       :first <= f.trimmed or exists (select 1 from ff_batch where position = :first) as known,
        array(
            select row(b.position, e.place - 1, b.at, {events})
              from (select position, at, events from ff_batch
-                    where position >= :first and position <= :last order by position) b
+                    where position >= :first order by position limit :window) b
             cross join lateral (
                   select * from unnest(b.events) with ordinality as e ({names}, place)
                    where e.{topic} is not null
@@ -35,23 +40,41 @@ select b.position, e.place - 1, b.at, {events}
 select f.numbered, exists (select 1 from ff_batch where position is null) as news from ff_feed f;
 
 -- name: number
--- Give positions to committed batches, up to a thousand. Sent as one message of four statements.
+-- Give positions to committed batches, up to a thousand. Sent as one message of five statements.
 --
 -- The row lock first, then a statement with a snapshot of its own: it sees every position that was given out by
--- whoever held the row before, so that positions are dense and never given twice.
+-- whoever held the row before, so that none is given twice. Within one life of a server they are dense. In another one,
+-- after a restart, a promotion or a restore, they go on from the time of day, 32 to a millisecond. So they lie above
+-- those that were given out and lost, unless the clock of the new server is behind by more than the whole life of the
+-- old one.
+--
+-- A position that somebody has seen must not be lost in a crash. It is seen when this transaction ends, and that waits
+-- for the disk even where other transactions do not (synchronous_commit off).
 begin isolation level read committed;
+select set_config('synchronous_commit', 'local', true) where current_setting('synchronous_commit') = 'off';
 select numbered from ff_feed for update;
-with news as (
+with base as materialized (
+    select now.server,
+           case when f.server = now.server then f.numbered
+                else greatest(f.numbered, floor(extract(epoch from clock_timestamp()) * 1000)::bigint * 32)
+           end as numbered
+      from ff_feed f,
+           (select (extract(epoch from pg_postmaster_start_time()) * 1000000)::bigint || ' '
+                   || 'ff_feed'::regclass::oid as server) now
+),
+news as (
     select batch_id, row_number() over (order by batch_id) as place
       from (select batch_id from ff_batch where position is null order by batch_id limit 1000) unnumbered
 ),
 given as (
-    update ff_batch b set position = f.numbered + news.place
-      from news, ff_feed f
+    update ff_batch b set position = base.numbered + news.place
+      from news, base
      where b.batch_id = news.batch_id
  returning 1
 )
-update ff_feed set numbered = numbered + (select count(*) from given) where exists (select 1 from given);
+update ff_feed f set numbered = base.numbered + (select count(*) from given), server = base.server
+  from base
+ where exists (select 1 from given);
 commit;
 
 -- name: trim

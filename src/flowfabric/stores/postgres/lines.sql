@@ -1,18 +1,51 @@
 -- name: add
--- Give a number to each line that has none.
-insert into ff_line (digest, lane_id, required, fairness_key, fairness_weight, decided)
+-- Write the rows of queues that have none.
+insert into ff_line (line, digest, lane_id, required, fairness_key, fairness_weight, decided)
 select given.*
-  from unnest(:digests::bytea[], :lane_id::text[], :required::text[], :fairness_key::text[],
-              :fairness_weight::bigint[], :decided::boolean[]) as given (digest)
- where not exists (select 1 from ff_line old where old.digest = given.digest)
- order by given.digest
-    on conflict (digest) do nothing;
+  from unnest(:numbers::bigint[], :digests::bytea[], :lane_id::text[], :required::text[], :fairness_key::text[],
+              :fairness_weight::bigint[], :decided::boolean[]) as given (line)
+ where not exists (select 1 from ff_line old where old.line = given.line)
+ order by given.line
+    on conflict do nothing;
+
+-- name: ensure
+-- Part of a commit: write the rows of the queues that it puts work into, where they are missing. `rows` has one list
+-- a queue, the digest in hexadecimal digits and the fields of the key.
+queues as (
+    insert into ff_line (line, digest, lane_id, required, fairness_key, fairness_weight, decided)
+    select missing.line, decode(key ->> 0, 'hex'), key ->> 1, key ->> 2, key ->> 3,
+           (key ->> 4)::bigint, (key ->> 5)::boolean
+      from (select given.line, :rows::text::json -> (given.place - 1)::int as key
+              from unnest(:numbers::bigint[]) with ordinality as given (line, place)
+             where not exists (select 1 from ff_line old where old.line = given.line)
+            offset 0) missing
+        on conflict do nothing
+);
 
 -- name: find
--- The lines with these digests.
+-- The queues with these numbers.
 select line, lane_id, required, fairness_key, fairness_weight, decided
   from ff_line
- where digest = any(:digests::bytea[]);
+ where line = any(:numbers::bigint[]);
+
+-- name: unlisted
+-- Executions in queues that have no row: from queue to queue, each found by one step through the index.
+with recursive taken as (
+    (select e.line from ff_exec_core e where e.line is not null order by e.line limit 1)
+    union all
+    select (select e.line from ff_exec_core e where e.line > taken.line order by e.line limit 1)
+      from taken
+     where taken.line is not null
+)
+select e.execution_id
+  from taken
+ cross join lateral (
+       select e.execution_id from ff_exec_core e
+        where e.line = taken.line
+          and not exists (select 1 from ff_line l where l.line = taken.line)
+        order by e.rank, e.execution_id
+        limit :limit) e
+ limit :limit;
 
 -- name: read
 -- All lines, or those of one lane.

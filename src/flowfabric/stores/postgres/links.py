@@ -84,6 +84,16 @@ class Links:
         self._unsure = statement_cache is None
         self._tuned = self.cached
         self._closed = False
+        self._break_callbacks: list[Callable[[], None]] = []
+
+    def on_break(self, callback: Callable[[], None]) -> None:
+        """Call back when a connection turns out to be broken: the next one may lead to another server."""
+        self._break_callbacks.append(callback)
+
+    def broke(self) -> None:
+        """Report a broken connection."""
+        for callback in self._break_callbacks:
+            callback()
 
     async def read(self, work: Work[T]) -> T:
         """Do something that may be done twice: a connection that breaks meanwhile is replaced once."""
@@ -133,6 +143,7 @@ class Links:
                 await self._end_exchange(connection)
             if fault.lost or fault.stale:
                 connection.terminate()
+                self.broke()
             if fault.lost:
                 self._close_idle()
             if not (fault.lost and twice):
@@ -249,6 +260,7 @@ class Links:
                     self._busy.add(connection)
                     return connection
                 self._free += 1
+                self.broke()
             if self._free > 0:
                 self._free -= 1
                 try:

@@ -15,12 +15,16 @@ from typing import Any, NamedTuple
 from flowfabric.model.execution import Execution, LineKey
 from flowfabric.stores.base import Due, Loaded, Scan, Tally, Want, Where
 from flowfabric.stores.codec import CODEC, LineAt, LineOf, encode
+from flowfabric.stores.postgres.dead_entries import Range
 from flowfabric.stores.postgres.habits import travelling, words_of_list
 from flowfabric.stores.postgres.pieces import CLOCK, KEY_TYPES
 from flowfabric.stores.postgres.sql import Parameters, Row, column_type, columns_of, matched, quoted
 from flowfabric.stores.rows import TABLE, index_of
 
 MANY = 50  # wants of one kind
+COUNTED = ("lease_expires_at",)  # columns of executions that every claim looks for due rows by
+# Entries of an index that this transaction has stepped over, dead ones as well; nothing where the server does not count.
+COUNTER = "coalesce(pg_stat_get_xact_tuples_returned('{index}'::regclass), 0)"
 
 
 class Shape(NamedTuple):
@@ -170,9 +174,21 @@ class Conditions:
 
 
 def due_words(
-    row: Row, column: str, limit: int, where: tuple[Where, ...], clock: int | None, line_of: LineOf
+    row: Row,
+    column: str,
+    limit: int,
+    where: tuple[Where, ...],
+    clock: int | None,
+    line_of: LineOf,
+    *,
+    ranges: Sequence[Range] = (),
+    looks_ahead: bool = True,
 ) -> tuple[str, list[Any]]:
-    """The rows whose instant has come, and the next instant: both by the index of that column."""
+    """The rows whose instant has come, and the next instant: both by the index of that column.
+
+    With `ranges` only these parts of the index are read. `began`, `ended` and `last` count its entries before the rows,
+    behind them and behind the next instant; the server evaluates an answer's columns in their order.
+    """
     conditions = Conditions(row, line_of)
     now = CLOCK.format(given=conditions.given(clock, "bigint"))
     most = conditions.given(limit, "bigint")
@@ -180,12 +196,31 @@ def due_words(
     and_where = "".join(f" and {conditions.meets(one)}" for one in where)
     index = next((index.columns for index in table.indexes if index.columns[0] == column), (column,))
     order = quoted([*index, *(name for name in table.key if name not in index)], "t.")
+    entries = f"(select {COUNTER.format(index=f'{table.name}_{column}')})" if column in COUNTED else "0"
+    found = f"{table.name} t"
+    if ranges:
+        lows, highs = [part.low for part in ranges], [part.high for part in ranges]
+        bounds = [
+            conditions.given([instant for instant, _ in lows], "bigint[]"),
+            conditions.given([name for _, name in lows], "text[]"),
+            conditions.given([instant for instant, _ in highs], "bigint[]"),
+            conditions.given([name for _, name in highs], "text[]"),
+        ]
+        place = f'(i."{column}", i."{table.key[0]}")'
+        found = (
+            f"unnest({', '.join(bounds)}) as r (low, low_key, high, high_key), lateral (select * from {table.name} i"
+            f" where {place} > (r.low, r.low_key) and {place} <= (r.high, r.high_key)"
+            f' and i."{column}" <= (select now from clock) order by i."{column}", i."{table.key[0]}" offset 0) t'
+        )
+    ahead = (
+        f'(select t."{column}" from {table.name} t where t."{column}" > (select now from clock){and_where}'
+        f' order by t."{column}" limit 1)'
+    )
     words = (
         f"with clock as materialized (select {now} as now)"
-        f" select now, array(select row({columns_of(table, 't.')}) from {table.name} t"
+        f" select {entries} as began, now, array(select row({columns_of(table, 't.')}) from {found}"
         f' where t."{column}" <= (select now from clock){and_where} order by {order} limit {most}) as rows,'
-        f' (select t."{column}" from {table.name} t where t."{column}" > (select now from clock){and_where}'
-        f' order by t."{column}" limit 1) as next_at from clock'
+        f" {entries} as ended, {ahead if looks_ahead else 'null'} as next_at, {entries} as last from clock"
     )
     return words, conditions.values
 

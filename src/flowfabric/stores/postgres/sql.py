@@ -21,7 +21,7 @@ _TYPES: dict[type[Any], str] = {
     bytes: "bytea",
     bool: "boolean",
     float: "double precision",
-    LineKey: "integer",
+    LineKey: "bigint",
 }
 _NAME = re.compile(r"^-- name: (\w+)$", re.MULTILINE)
 _PARAMETER = re.compile(r"(?<![:\w]):([a-z_]+)")

@@ -2,13 +2,14 @@
 
 links.py     connections, and what their errors mean (faults.py)
 batch.py     changes as shapes and arrays; pieces.py has the words for a shape, commit.py the statement
-take.py      claiming and renewing (take.sql); claimed.py has what is said of claimed rows
+take.py      claiming and renewing (take.sql); claimed.py has what is said of claimed rows, dead_entries.py where they begin to read
 hand.py      a commit that claims what it would put into lines
 read.py      load, due and scan, composed from the catalogue
 feed.py      how events get their places (feed.sql)
 lines.py     which number stands for which line (lines.sql)
 wake.py      hints between processes
 within.py    a caller's own transaction
+horizon.sql  who keeps dead rows from being removed
 schema.py    the schema and how it grows (migrations/)
 """
 
@@ -33,6 +34,7 @@ from flowfabric.stores.base import (
     Loaded,
     Scan,
     Schema,
+    SnapshotHolder,
     Stamp,
     Take,
     Taken,
@@ -46,12 +48,14 @@ from flowfabric.stores.postgres import take as taking
 from flowfabric.stores.postgres.batch import Batch, lines_of
 from flowfabric.stores.postgres.claimed import rows_told
 from flowfabric.stores.postgres.commit import commit
+from flowfabric.stores.postgres.dead_entries import DeadEntries, NextInstants, floor_of_claim, floor_of_due
 from flowfabric.stores.postgres.feed import Feed
 from flowfabric.stores.postgres.habits import Habits
 from flowfabric.stores.postgres.hand import handing
-from flowfabric.stores.postgres.lines import Lines, UnknownLine
+from flowfabric.stores.postgres.lines import Lines, UnknownLine, number_of
 from flowfabric.stores.postgres.links import Links, in_transaction
 from flowfabric.stores.postgres.pieces import CLOCK
+from flowfabric.stores.postgres.sql import numbered, pieces
 from flowfabric.stores.postgres.wake import Wake
 from flowfabric.stores.postgres.within import Within, link_to
 
@@ -60,6 +64,7 @@ def _by_rank(taken: tuple[Execution, Payload]) -> tuple[int, str]:
     return taken[0].rank, taken[0].execution_id
 
 
+_HOLDERS = numbered(pieces("horizon.sql")["holders"], ("limit",))
 _TIME = f"select {CLOCK.format(given='$1::bigint')}"
 
 
@@ -86,6 +91,8 @@ class PostgresStore:
         self._links = Links(dsn, size=pool_size, statement_cache=statement_cache, deadlines=deadlines or Deadlines())
         self._lines = Lines(self._links)
         self._habits = Habits(self._lines.number)
+        self._dead_entries = DeadEntries()
+        self._next_instants = NextInstants()
         self._feed = Feed(self._links)
         self._wake = Wake(self._links)
 
@@ -121,10 +128,10 @@ class PostgresStore:
     async def hand_over(self, changes: Sequence[Change], hint: frozenset[str], take: Take) -> Handed:
         if not changes:
             return Handed([], [])
-        lines = await self._lines.known(take.lines)
         batch = await self._batch(changes)
-        if not batch.in_steps:
-            batch.handing = handing(changes, batch.rounds[0], take, lines, self._lines.number)
+        lines = [number_of(line) for line in take.lines]
+        if not batch.in_steps and not self._dead_entries.hide(lines):
+            batch.handing = handing(changes, batch.rounds[0], take, lines, number_of)
         verdicts, answer = await self._commit(batch, hint)
         if batch.handing is None:
             return Handed(verdicts, [])
@@ -132,12 +139,16 @@ class PostgresStore:
         return Handed(verdicts, sorted(rows, key=_by_rank), emptied=bool(rows))  # nobody else stood there
 
     async def _batch(self, changes: Sequence[Change]) -> Batch:
-        await self._lines.add({line for change in changes for line in change.lines})
-        try:
-            return Batch(changes, self._habits)
-        except UnknownLine:
-            await self._lines.add(lines_of(changes))
-            return Batch(changes, self._habits)
+        listed = {line for change in changes for line in change.lines}
+        while True:
+            await self._lines.add(listed)
+            try:
+                batch = Batch(changes, self._habits)
+            except UnknownLine:  # also when a connection broke since, and every queue is to be checked again
+                listed |= lines_of(changes)
+                continue
+            batch.queues = self._lines.written(listed)
+            return batch
 
     async def _commit(self, batch: Batch, hint: frozenset[str]) -> tuple[list[int | None], list[Any]]:
         """The verdicts, and the server's answer."""
@@ -153,11 +164,13 @@ class PostgresStore:
         return Within(await link_to(connection), self._lines, self._now)
 
     async def take(self, take: Take) -> Taken:
-        lines = await self._lines.known(take.lines)
+        lines = [number_of(line) for line in take.lines]
         if not lines or not take.stamps:
             return Taken(await self.ping(), [])
         await self._lines.add(read.lines_in([*take.becomes.values()]))
         taken, more = await self._take(take, take.stamps, lines, taking.REACH)
+        while not taken.rows and self._dead_entries.affords(lines):
+            taken, more = await self._take(take, take.stamps, lines, taking.REACH)
         if more and len(taken.rows) < len(take.stamps):
             # Others held so many of the heads that were looked at, or changed some of them meanwhile: look further.
             used = {row.lease_id for row, _ in taken.rows}
@@ -175,12 +188,16 @@ class PostgresStore:
     async def _take(self, take: Take, stamps: Sequence[Stamp], lines: list[int], reach: int) -> tuple[Taken, bool]:
         """The rows that were taken, and whether a second look might find more."""
         limit = reach * len(take.stamps)
+        ranges, part = self._dead_entries.ranges(lines) if self._dead_entries.hide(lines) else ([], None)
         answer = await self._links.write(
-            lambda connection: taking.take(connection, take, stamps, lines, limit, self._now(), self._lines.number)
+            lambda connection: taking.take(connection, take, stamps, lines, limit, self._now(), number_of, ranges)
         )
-        claim = taking.claim(take, lines)
+        now, more, entries = answer[0][:3]
+        claim = taking.claim(take, lines, ranged=bool(ranges))
         rows = await self._lines.decoded(lambda line_at: claim.rows(answer, take, stamps, line_at))
-        return Taken(answer[0]["now"], rows), answer[0]["more"]
+        floor = floor_of_claim([row for row, _ in rows], full=len(rows) == len(stamps), now=now)
+        self._dead_entries.note(lines, part, entries, len(rows), floor)
+        return Taken(now, rows), more
 
     async def renew(self, leases: Sequence[Held]) -> list[int | None]:
         if not leases:
@@ -188,21 +205,38 @@ class PostgresStore:
         return await self._links.write(lambda connection: taking.renew(connection, leases, self._now()))
 
     async def due(self, row: type[msgspec.Struct], column: str, *, limit: int, where: tuple[Where, ...] = ()) -> Due:
-        await self._seen(where)
-        words, values = read.due_words(row, column, limit, where, self._now(), self._line_or_none)
+        if row is Execution and column in read.COUNTED:
+            return await self._counted_due(column, limit, where)
+        words, values = read.due_words(row, column, limit, where, self._now(), number_of)
         answer = await self._links.read(lambda connection: connection.fetchrow(words, *values))
         return await self._lines.decoded(lambda line_at: read.due(answer, row, line_at))
 
+    async def _counted_due(self, column: str, limit: int, where: tuple[Where, ...]) -> Due:
+        """The same where claims ask for it, and dead entries must not add up."""
+        key = [(column, where)]
+        ranges, part = self._dead_entries.ranges(key) if self._dead_entries.hide(key) else ([], None)
+        known = self._next_instants.knows(key[0])
+        words, values = read.due_words(
+            Execution, column, limit, where, self._now(), number_of, ranges=ranges, looks_ahead=not known
+        )
+        answer = await self._links.read(lambda connection: connection.fetchrow(words, *values))
+        found = await self._lines.decoded(lambda line_at: read.due(answer, Execution, line_at))
+        began, ended, last = answer["began"], answer["ended"], answer["last"]
+        floor = floor_of_due(found.rows, column, found.now)
+        self._dead_entries.note(key, part, ended - began, len(found.rows), floor)
+        if known:
+            return Due(found.now, found.rows, self._next_instants.get(key[0]))
+        self._next_instants.keep(key[0], found.next_at, last - ended)
+        return found
+
     async def scan(self, scan: Scan) -> list[Any]:
-        await self._seen(scan.where)
-        words, values = read.scan_words(scan, self._line_or_none)
+        words, values = read.scan_words(scan, number_of)
         found = await self._links.read(lambda connection: connection.fetch(words, *values))
         decode = CODEC[scan.row].decode
         return await self._lines.decoded(lambda line_at: [decode(row, line_at) for row in found])
 
     async def tally(self, tally: Tally) -> dict[tuple[Any, ...], int]:
-        await self._lines.known(read.lines_in(tally.each or ()))
-        words, values = read.tally_words(tally, self._line_or_none)
+        words, values = read.tally_words(tally, number_of)
         return tallied(tally.by, await self._links.read(lambda connection: connection.fetch(words, *values)))
 
     async def lines(self, lane_id: str | None = None) -> list[LineKey]:
@@ -210,6 +244,13 @@ class PostgresStore:
 
     async def standing(self, lane_id: str) -> list[LineKey]:
         return await self._lines.standing(lane_id)
+
+    async def unlisted(self, limit: int) -> list[str]:
+        return await self._lines.unlisted(limit)
+
+    async def snapshot_holders(self, limit: int) -> list[SnapshotHolder]:
+        found = await self._links.read(lambda connection: connection.fetch(_HOLDERS, limit))
+        return [SnapshotHolder(*row) for row in found]
 
     async def lanes(self, after: str | None, limit: int) -> list[str]:
         return await self._lines.lanes(after, limit)
@@ -237,15 +278,3 @@ class PostgresStore:
 
     def _now(self) -> int | None:
         return None if self._clock is None else self._clock()
-
-    def _line_or_none(self, line: LineKey) -> int:
-        """The number of a line in a condition; no row stands in a line that does not exist."""
-        try:
-            return self._lines.number(line)
-        except UnknownLine:
-            return 0
-
-    async def _seen(self, where: tuple[Where, ...]) -> None:
-        """Look up the lines that conditions name."""
-        named = [value for one in where for value in (one.value if one.op == "in" else (one.value,))]
-        await self._lines.known(read.lines_in(named))

@@ -7,10 +7,11 @@
 -- the snapshot sees nothing: it is passed over, too. The n-th gets the n-th stamp, and what `becomes` says of all of
 -- them; no state is named here. Stamps come as texts, since the driver is slow with arrays.
 --
--- Answers with the time, whether a second look might find more, and the rows as they are now with their payloads, in no
--- order; with one row of nothing when nothing was taken. Columns that the caller has just given it does not hear back,
+-- Answers with the time, whether a second look might find more, how many entries of the index of lines it stepped over,
+-- and the rows as they are now with their payloads, in no order; with one row of nothing when nothing was taken. Columns that the caller has just given it does not hear back,
 -- and those that are rarely set are one list, if one of them is.
 with clock as materialized (select {clock} as now),
+before as materialized (select {entries} as entries),
 {locked},
 stamped as materialized (
     select s.*
@@ -32,7 +33,8 @@ batch as (
       from number n, clock c
      where exists (select 1 from taken)
 )
-select c.now, {more}(select count(*) from stamped) > (select count(*) from taken) as more, {told}
+select c.now, {more}(select count(*) from stamped) > (select count(*) from taken) as more,
+       (select {entries} - before.entries from before) as entries, {told}
   from clock c
   left join taken t on true
   {payloads};
@@ -43,7 +45,7 @@ select c.now, {more}(select count(*) from stamped) > (select count(*) from taken
 lone as materialized (
     select not exists (
            select 1
-             from unnest(:lines::int[]) as wanted (line)
+             from unnest(:lines::bigint[]) as wanted (line)
             cross join lateral (
                   select 1 from ff_exec_core e where e.line = wanted.line order by e.rank, e.execution_id limit 1) other
            ) as so
@@ -108,7 +110,7 @@ left join lateral (
 locked as materialized (
     select e.ctid as spot
       from ff_exec_core e
-     where e.line = (:lines::int[])[1]
+     where e.line = (select (:lines::bigint[])[1] from before)
        and (e.granted_until is null or e.granted_until <= (select now from clock))
      order by e.rank, e.execution_id
      limit :wanted::bigint
@@ -136,11 +138,12 @@ locked as materialized (
 -- The best rows of some lines: the first of each line, through the index of lines, merged.
 heads as materialized (
     select head.line, head.rank, head.execution_id
-      from unnest(:lines::int[]) as wanted (line)
+      from before
+     cross join {wanted}
      cross join lateral (
            select e.line, e.rank, e.execution_id
              from ff_exec_core e
-            where e.line = wanted.line
+            where e.line = wanted.line{within}
               and (e.granted_until is null or e.granted_until <= (select now from clock))
             order by e.rank, e.execution_id
             limit :reach) head
@@ -153,11 +156,12 @@ heads as materialized (
 -- wanted ones can lie at most, and only those are read.
 sample as materialized (
     select head.rank
-      from unnest(:lines::int[]) as wanted (line)
+      from before
+     cross join {wanted}
      cross join lateral (
            select e.rank
              from ff_exec_core e
-            where e.line = wanted.line
+            where e.line = wanted.line{within}
               and (e.granted_until is null or e.granted_until <= (select now from clock))
             order by e.rank, e.execution_id
             limit 1 + :reach / cardinality(:lines)) head
@@ -167,11 +171,11 @@ bound as materialized (
 ),
 heads as materialized (
     select head.line, head.rank, head.execution_id
-      from unnest(:lines::int[]) as wanted (line)
+      from {wanted}
      cross join lateral (
            select e.line, e.rank, e.execution_id
              from ff_exec_core e
-            where e.line = wanted.line
+            where e.line = wanted.line{within}
               and e.rank <= (select rank from bound)
               and (e.granted_until is null or e.granted_until <= (select now from clock))
             order by e.rank, e.execution_id

@@ -128,6 +128,7 @@ class Wake:
                     await self._serve(connection)
                 finally:
                     connection.terminate()
+                    self._links.broke()
             await asyncio.sleep(0.2)
 
     async def _serve(self, connection: Any) -> None:

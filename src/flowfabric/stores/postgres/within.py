@@ -20,7 +20,7 @@ from flowfabric.stores.postgres import read
 from flowfabric.stores.postgres.batch import Batch, lines_of
 from flowfabric.stores.postgres.commit import commit
 from flowfabric.stores.postgres.habits import Habits
-from flowfabric.stores.postgres.lines import Lines
+from flowfabric.stores.postgres.lines import Lines, UnknownLine
 from flowfabric.stores.postgres.wake import CHANNEL, payloads
 
 UNIQUE, UNDEFINED_TABLE = "23505", "42P01"
@@ -52,8 +52,7 @@ class Within:
 
     async def commit(self, change: Change) -> int | None:
         """Write a change as part of the transaction; None when a guard does not hold."""
-        await self._lines.add(lines_of([change]))
-        batch = Batch([change], self._habits)
+        batch = await self._batch(change)
         await self._link.execute("savepoint ff_submit")
         try:
             now, [accepted], _ = (await commit(self._link, batch, self._clock()))[0]
@@ -68,6 +67,17 @@ class Within:
             raise
         await self._link.execute("release savepoint ff_submit")
         return now if accepted else None
+
+    async def _batch(self, change: Change) -> Batch:
+        lines = lines_of([change]) | {*change.lines}
+        while True:
+            await self._lines.add(lines)
+            try:
+                batch = Batch([change], self._habits)
+            except UnknownLine:  # a connection broke since: every queue is to be checked again
+                continue
+            batch.queues = self._lines.written(lines)
+            return batch
 
     async def _refuse_old_snapshot(self, collision: Exception) -> None:
         """Raise when the row that was met will never be seen here, so that no other look would tell of it."""

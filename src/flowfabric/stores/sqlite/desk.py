@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import apsw
 
 from flowfabric.errors import ForkedProcess, SchemaTooNew, StoreUnavailable
+from flowfabric.stores.sqlite import sql
 from flowfabric.stores.sqlite.faults import translated, unavailable
 from flowfabric.stores.sqlite.files import Spot, Turn
 from flowfabric.stores.sqlite.lines import LinesOfWriter
@@ -27,6 +28,7 @@ TOGETHER_S = 0.005  # how old it may be when another one joins it
 WAITED_S = 0.02  # the same for one that waited when it began
 PATIENCE_S = 0.003  # how long the loop lets work wait before it steps aside, again and again
 ASIDE_S = 0.0002
+POSITIONS_PER_MS = 1024  # of the feed: it may have so many events a millisecond before they run ahead of the clock
 FAREWELL_S = 10.0  # how long a closing store waits for a writer that is stuck behind another process
 
 
@@ -158,6 +160,18 @@ class Desk:
                 db.close()
 
 
+def raise_positions(db: apsw.Connection, now: int) -> None:
+    """Let the positions of the feed go on from the time of day.
+
+    Each process that writes does this once. The file may be an older copy that was put back: positions that followers
+    have seen in the lost one are not given out again.
+    """
+    db.execute("BEGIN IMMEDIATE")
+    for statement in ("raise_positions", "begin_positions"):
+        db.execute(sql.plain(statement), (now * POSITIONS_PER_MS,))
+    db.execute("COMMIT")
+
+
 class WritingDesk(Desk):
     """What is handed over before a transaction ends is written in it, each piece whole or not at all."""
 
@@ -173,6 +187,7 @@ class WritingDesk(Desk):
         super().__init__(name, connect, spot, check)
         self._turn = turn
         self._lines = lines
+        self.raises_positions = False  # before its next transaction
         self._staged: dict[asyncio.AbstractEventLoop, list[Job]] = {}
 
     async def close(self) -> None:
@@ -194,6 +209,9 @@ class WritingDesk(Desk):
     def perform(self, db: apsw.Connection, jobs: list[Job]) -> None:
         with self._turn:
             try:
+                if self.raises_positions:
+                    raise_positions(db, time.time_ns() // 1_000_000)
+                    self.raises_positions = False
                 db.execute("BEGIN IMMEDIATE")
                 self._check(db)
                 began, waiting = time.monotonic(), 1 + self._queue.qsize()

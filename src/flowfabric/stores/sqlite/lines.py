@@ -5,7 +5,8 @@ from __future__ import annotations
 import apsw
 from msgspec.structs import astuple
 
-from flowfabric.model.execution import LineKey
+from flowfabric.model.execution import MISSING_QUEUE, LineKey
+from flowfabric.stores.base import Unstorable
 from flowfabric.stores.sqlite import sql
 
 UNKNOWN = 0  # stands for no line
@@ -28,10 +29,13 @@ class Lines:
         return number
 
     def line(self, db: apsw.Connection, number: int) -> LineKey:
-        """The line with this number."""
+        """The line with this number; `MISSING_QUEUE` if the file has lost its row."""
         line = self._lines.get(number)
         if line is None:
-            ((lane_id, required, key, weight, decided),) = db.execute(sql.plain("line_at"), (number,))
+            found = next(iter(db.execute(sql.plain("line_at"), (number,))), None)
+            if found is None:
+                return MISSING_QUEUE
+            lane_id, required, key, weight, decided = found
             line = LineKey(lane_id, required, key, weight, bool(decided))
             self.keep(line, number)
         return line
@@ -52,6 +56,8 @@ class LinesOfWriter(Lines):
 
     def number_to_write(self, db: apsw.Connection, line: LineKey) -> int:
         """The number of a line, given to it now if it has none."""
+        if line == MISSING_QUEUE:
+            raise Unstorable("an execution cannot be put into a missing ready queue")
         number = self.number(db, line)
         if number == UNKNOWN:
             db.execute(sql.plain("add_line"), astuple(line))

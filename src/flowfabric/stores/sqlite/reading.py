@@ -151,6 +151,11 @@ def standing(db: apsw.Connection, lane_id: str) -> list[LineKey]:
     return _lines(db.execute(sql.plain("standing"), (lane_id,)))
 
 
+def unlisted(db: apsw.Connection, limit: int) -> list[str]:
+    """The executions in ready queues that have no row."""
+    return [name for (name,) in db.execute(sql.plain("unlisted"), (limit,))]
+
+
 def _lines(found: Iterable[Any]) -> list[LineKey]:
     return [LineKey(lane, required, key, weight, bool(decided)) for lane, required, key, weight, decided in found]
 
@@ -172,9 +177,12 @@ def feed(db: apsw.Connection, topic: Topic, after: int, limit: int) -> FeedPage:
     events = _events(db.execute(sql.told("feed", TOPIC_FIELDS[topic]), (after, end, limit)))
     ((lost_to,),) = db.execute(sql.told("lost", TOPIC_FIELDS[topic]))
     lost = after < lost_to
+    if after > end:
+        return FeedPage([], end, lost, diverged=True)
+    ((known,),) = db.execute(sql.plain("is_position"), (after,))
     if len(events) < limit:
-        return FeedPage(events, max(after, end), lost)
-    return FeedPage(events, events[-1].position if events else after, lost)
+        return FeedPage(events, max(after, end), lost, not known)
+    return FeedPage(events, events[-1].position if events else after, lost, not known)
 
 
 def history(db: apsw.Connection, execution_id: str, topic: Topic, limit: int, without: str) -> list[FeedEvent]:

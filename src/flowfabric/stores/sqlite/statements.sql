@@ -171,6 +171,19 @@ SELECT l.lane_id, l.required, l.fairness_key, l.fairness_weight, l.decided
  WHERE l.lane_id = ?
  ORDER BY l.lane_id, l.required, l.fairness_key, l.fairness_weight, l.decided;
 
+-- name: unlisted
+-- Executions in ready queues that have no row: from queue to queue, each found by one step through the index.
+WITH RECURSIVE taken (line) AS (
+    SELECT min(line) FROM ff_exec_core WHERE line IS NOT NULL
+    UNION ALL
+    SELECT (SELECT min(e.line) FROM ff_exec_core AS e WHERE e.line > taken.line) FROM taken WHERE taken.line IS NOT NULL
+)
+SELECT e.execution_id
+  FROM taken
+ CROSS JOIN ff_exec_core AS e ON e.line = taken.line
+ WHERE NOT EXISTS (SELECT 1 FROM ff_line AS l WHERE l.line_id = taken.line)
+ LIMIT ?;
+
 -- name: lanes
 SELECT DISTINCT lane_id FROM ff_line WHERE ?1 IS NULL OR lane_id > ?1 ORDER BY lane_id LIMIT ?2;
 
@@ -205,7 +218,20 @@ SELECT {by}, count(*)
  GROUP BY {by};
 
 -- name: feed_end
-SELECT coalesce((SELECT seq FROM sqlite_sequence WHERE name = 'ff_event'), 0);
+SELECT coalesce((SELECT max(position) FROM ff_event), (SELECT seq FROM sqlite_sequence WHERE name = 'ff_event'), 0);
+
+-- name: raise_positions
+-- Positions go on from here, if they have not come as far.
+UPDATE sqlite_sequence SET seq = max(seq, ?1) WHERE name = 'ff_event';
+
+-- name: begin_positions
+INSERT INTO sqlite_sequence (name, seq)
+SELECT 'ff_event', ?1 WHERE NOT EXISTS (SELECT 1 FROM sqlite_sequence WHERE name = 'ff_event');
+
+-- name: is_position
+-- Whether a position was given out: it has its event, unless that was trimmed.
+SELECT EXISTS (SELECT 1 FROM ff_event WHERE position = ?1)
+    OR ?1 < coalesce((SELECT min(position) FROM ff_event), 9223372036854775807);
 
 -- name: feed
 SELECT position, at, {events} FROM ff_event

@@ -80,6 +80,7 @@ class SQLiteStore:
         self._glance.own()
         prepared = await self._writer.do(lambda db: schema.prepare(db, migrate=migrate, now=self._clock()))
         self._spot.keep()
+        self._writer.raises_positions = True
         return prepared
 
     async def close(self) -> None:
@@ -132,6 +133,9 @@ class SQLiteStore:
 
     async def standing(self, lane_id: str) -> list[LineKey]:
         return await self._lister.do(lambda db: reading.standing(db, lane_id))
+
+    async def unlisted(self, limit: int) -> list[str]:
+        return await self._lister.do(lambda db: reading.unlisted(db, limit))
 
     async def lanes(self, after: str | None, limit: int) -> list[str]:
         return await self._lister.do(lambda db: reading.lanes(db, after, limit))

@@ -1,0 +1,145 @@
+"""An asynchronous standby takes over and does not know the last commits: what is acknowledged afterwards is not lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+
+import flowfabric
+from flowfabric import errors
+from flowfabric.engine.engine import Engine
+from flowfabric.engine.subscriptions import Subscription
+from flowfabric.rules.feeds import Completion
+from flowfabric.testing.invariants import check_invariants
+from tests.servers import PostgresServer, leave, postgres
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+SERVER = "failover"
+WHO: dict[str, Any] = {"worker_id": "w", "worker_instance_id": "w-1", "lease_ttl_ms": 30_000}
+COUNT = 20
+
+
+@pytest.fixture
+def server() -> Iterator[PostgresServer]:
+    """A server of our own, to be killed and replaced."""
+    yield postgres(SERVER)
+    leave(SERVER)
+
+
+@pytest.fixture
+async def engine(server: PostgresServer, request: pytest.FixtureRequest) -> AsyncIterator[Engine]:
+    """An engine on a fresh database, that outlives the failover."""
+    name = f"work_{abs(hash(request.node.name))}"
+    async with await flowfabric.connect(server.create_database(name)) as engine:
+        yield engine
+
+
+async def submit(engine: Engine, lane: str, count: int = COUNT) -> set[str]:
+    """Create work on a lane, through an outage if need be; the acknowledged ids."""
+    found = set()
+    for _ in range(count):
+        execution_id = engine.new_execution_id()
+        while execution_id not in found:
+            try:
+                await engine.create_execution(execution_id=execution_id, lane_id=lane)
+                found.add(execution_id)
+            except errors.StoreUnavailable:
+                await asyncio.sleep(0.05)
+    return found
+
+
+async def work(engine: Engine, lane: str) -> set[str]:
+    """Claim and complete what there is on a lane; the ids."""
+    done = set()
+    while claimed := await engine.claim_many(lane, 10, **WHO):
+        for one in claimed:
+            await engine.complete(one.handle)
+            done.add(one.execution_id)
+    return done
+
+
+async def heard(feed: Subscription[Completion]) -> tuple[set[str], int]:
+    """The executions whose ends are reported, up to the end of the feed, and the number of reported gaps."""
+    found, gaps = set(), 0
+    while True:
+        try:
+            news = await feed.next(timeout_s=0)
+        except errors.StreamBackpressure:
+            gaps += 1
+            continue
+        if news is None:
+            return found, gaps
+        found.add(news.execution_id)
+
+
+async def test_work_acknowledged_after_a_failover_is_claimed_on_its_own_lane(
+    server: PostgresServer, engine: Engine
+) -> None:
+    await asyncio.to_thread(server.back_up)
+    await submit(engine, "late")  # the queue of this lane is lost with the primary
+    await asyncio.to_thread(server.fail_over)
+
+    async with await flowfabric.connect(engine.store._links.dsn) as other:  # type: ignore[attr-defined]
+        others = await submit(other, "foreign")  # the first queue that the new primary learns of
+        accepted = await submit(engine, "late")
+
+        assert await other.store.unlisted(10) == []
+        assert await work(other, "foreign") == others
+        assert await work(other, "late") == accepted
+        await check_invariants(other)
+
+
+@pytest.mark.parametrize("grown", [False, True], ids=["at once", "after the feed has grown"])
+async def test_a_follower_of_what_was_lost_is_told_of_a_gap_and_misses_nothing_that_follows(
+    server: PostgresServer, engine: Engine, grown: bool
+) -> None:
+    feed = await engine.subscribe_completion()
+    early = await submit(engine, "kept")
+    await work(engine, "kept")
+    assert await heard(feed) == (early, 0)
+    kept = feed.cursor
+    await asyncio.to_thread(server.back_up)
+    lost = await submit(engine, "kept")
+    await work(engine, "kept")
+    assert await heard(feed) == (lost, 0)
+    ahead = feed.cursor
+    await asyncio.to_thread(server.fail_over)
+
+    async with await flowfabric.connect(engine.store._links.dsn) as after:  # type: ignore[attr-defined]
+        if not grown:
+            again = await after.subscribe_completion(ahead)
+            assert await heard(again) == (set(), 1)
+            ahead = again.cursor
+        new = await submit(after, "kept", 2 * COUNT)
+        await work(after, "kept")
+
+        assert await heard(await after.subscribe_completion(ahead)) == (new, int(grown))
+        assert await heard(await after.subscribe_completion(kept)) == (new, 0)
+        assert (await heard(feed))[0] == new  # the one that lived through it
+
+
+async def test_a_crash_that_loses_commits_loses_no_position_that_was_seen(server: PostgresServer) -> None:
+    server.execute("ALTER SYSTEM SET synchronous_commit = off")
+    server.execute("ALTER SYSTEM SET wal_writer_delay = '10s'")
+    server.execute("ALTER SYSTEM SET wal_writer_flush_after = '1GB'")
+    server.execute("SELECT pg_reload_conf()")
+    dsn = server.create_database("careless")
+    async with await flowfabric.connect(dsn) as engine:
+        feed = await engine.subscribe_completion()
+        seen = await submit(engine, "lane")
+        await work(engine, "lane")
+        assert await heard(feed) == (seen, 0)
+        await submit(engine, "unseen")
+        await asyncio.to_thread(server.kill)
+        await asyncio.to_thread(server.start)
+
+        accepted = await submit(engine, "unseen")
+        async with await flowfabric.connect(dsn) as other:
+            assert await work(other, "unseen") >= accepted
+            found, gaps = await heard(await other.subscribe_completion(feed.cursor))
+    assert found >= accepted
+    assert gaps == 0
