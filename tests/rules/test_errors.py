@@ -170,8 +170,10 @@ def test_execution_not_active_is_retryable_by_class_and_carries_four_facts() -> 
         (errors.InvalidInput("lane_id: empty"), "invalid_input: lane_id: empty"),
         (
             errors.InvalidInput("fence_required"),
-            "invalid_input: fence_required — Only the holder of the lease may do this: pass its lease id, epoch and "
-            "attempt id.",
+            (
+                "invalid_input: fence_required — Only the holder of the lease may do this: pass its lease id, epoch "
+                "and attempt id."
+            ),
         ),
         (
             errors.LeaseExpired(execution_id="e", lease_epoch=3),
@@ -184,15 +186,19 @@ def test_execution_not_active_is_retryable_by_class_and_carries_four_facts() -> 
         ),
         (
             errors.StoreUnavailable("reset", backend="Postgres", source="transport", in_doubt=True),
-            "transport: reset — The store could not be reached or did not answer properly; what was asked may have "
-            "been done all the same.",
+            (
+                "transport: reset — The store could not be reached or did not answer properly; what was asked may have "
+                "been done all the same."
+            ),
         ),
         (errors.Unavailable("open", "there is no file"), "unavailable: there is no file"),
         (errors.Unavailable("claim"), "unavailable — `claim` cannot be served now."),
         (
             errors.SchemaTooNew(found=9, known=4),
-            "schema_too_new — The store has schema version 9 and this release knows 4: update this one before it "
-            "touches anything.",
+            (
+                "schema_too_new — The store has schema version 9 and this release knows 4: update this one before it "
+                "touches anything."
+            ),
         ),
         (
             errors.ResourceExhausted("stream_ops", 64, 250),

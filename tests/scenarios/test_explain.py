@@ -36,7 +36,8 @@ async def why(play: Play, e: str) -> Obstacle:
     assert explanation.public_state == (await play.sheet(e)).public_state
     assert explanation.sentence == explanation.obstacle.sentence()
     assert explanation.sentence.endswith(".")
-    assert re.search(r"(?<![-\d])\d{13}(?!\d)|\w_\w|\n", explanation.sentence.replace(e, "")) is None, "milliseconds, a code, a traceback"
+    said = explanation.sentence.replace(e, "")
+    assert re.search(r"(?<![-\d])\d{13}(?!\d)|\w_\w|\n", said) is None, "milliseconds, a code or a traceback"
     return explanation.obstacle
 
 

@@ -29,7 +29,17 @@ async def found(play: Play, prefix: str, **given: object) -> list[str]:
 async def test_an_id_is_found_by_its_beginning_with_or_without_its_partition(play: Play) -> None:
     one, two = await made(play, 86, ONE), await made(play, 7, TWO)
 
-    for short in (one, one[:-1], "{fp:86}:0197", "{fp:86}:", "fp:86:0197aaaa", "86:0197", ONE, "0197AAAA-0", "0197aaaa0"):
+    for short in (
+        one,
+        one[:-1],
+        "{fp:86}:0197",
+        "{fp:86}:",
+        "fp:86:0197aaaa",
+        "86:0197",
+        ONE,
+        "0197AAAA-0",
+        "0197aaaa0",
+    ):
         assert await found(play, short) == [one], short
     assert await found(play, "0197aaaa") == [two, one]  # in the order of ids, as lists are
     assert await found(play, "0197bbbb") == []
@@ -59,7 +69,9 @@ async def test_own_executions_are_found_behind_those_of_others(play: Play) -> No
     assert await found(play, "0197", namespaces=["a"], limit=1) == [own]
 
 
-@pytest.mark.parametrize("text", ["", "xyz", "86:xyz", "{fp:86", "{b:1}:01", "0" * 33, "86:86:01", "{fp:70000}:01", "%"])
+@pytest.mark.parametrize(
+    "text", ["", "xyz", "86:xyz", "{fp:86", "{b:1}:01", "0" * 33, "86:86:01", "{fp:70000}:01", "%"]
+)
 async def test_what_is_no_beginning_of_an_id_is_refused(play: Play, text: str) -> None:
     with pytest.raises(errors.InvalidInput):
         await play.engine.find_executions(text)

@@ -19,6 +19,7 @@ from flowfabric.model.budget import BudgetDimension
 from flowfabric.model.execution import Execution
 from flowfabric.model.quota import QuotaPolicy, QuotaRequest
 from flowfabric.model.states import BlockingReason
+from flowfabric.model.wording import counted
 from flowfabric.model.worker import Worker
 from flowfabric.rules import admission, budgets
 from flowfabric.rules.admission import QuotaSheet
@@ -235,7 +236,7 @@ def _full(policy: str, numbers: verdicts.QuotaLimits, verdict: object) -> Refusa
             detail = f"quota {policy}: rate, again in {wait} ms"
             return Refusal(BlockingReason.WAITING_FOR_QUOTA, policy, detail, hit=verdicts.Hit.RATE, wait_ms=wait)
         case verdicts.ConcurrencyExceeded():
-            detail = f"quota {policy}: all {numbers.active_concurrency_cap} slots are taken"
+            detail = f"quota {policy}: {counted(numbers.active_concurrency_cap, 'slot')}, all taken"
             return Refusal(BlockingReason.WAITING_FOR_QUOTA, policy, detail, hit=verdicts.Hit.CONCURRENCY)
         case _:
             return None

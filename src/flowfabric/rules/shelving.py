@@ -37,8 +37,8 @@ def shelved(
 ) -> Patch:
     """The row without its lease, waiting; the deadline of the whole execution keeps running.
 
-    `keys` are what it waits on: one that names a budget lets room in that budget find it. `waits_for` says in words what
-    a function waits for.
+    `keys` are what it waits on: one that names a budget lets room in that budget find it. `waits_for` says in words
+    what a function waits for.
     """
     words = f"waitpoint {waitpoint_id} awaiting {reason_code}" if waits_for is None else f"waiting for {waits_for}"
     need = next((need for key in keys if (need := budgets.read_need(key))), None)

@@ -16,6 +16,7 @@ from typing import Any
 from flowfabric.engine.engine import Engine
 from flowfabric.errors import FabricError, ValidationError
 from flowfabric.model.answers import Claimed
+from flowfabric.model.wording import counted
 from flowfabric.sdk.outcomes import Away, Done, Failed, Outcome, reason_of, tell
 
 logger = logging.getLogger("flowfabric.worker")
@@ -41,6 +42,7 @@ class Ends:
         self._is_starting = False  # a lane that will take whatever is there when its turn comes
         self._tasks: set[asyncio.Task[None]] = set()
         self.succeeded = 0
+        self.failed = 0  # attempts, whether or not others follow
 
     def __len__(self) -> int:
         """How many are not told yet."""
@@ -114,7 +116,7 @@ class Ends:
                 else:
                     _refused(one, answer)
         except Exception:
-            logger.exception("the ends of %d attempts could not be told", len(claimed))
+            logger.exception("%s could not be reported as completed", counted(len(claimed), "attempt"))
         finally:
             answered()
             self._forget(claimed)
@@ -122,6 +124,7 @@ class Ends:
     async def _tell(self, claimed: Claimed, outcome: Outcome) -> None:
         try:
             await tell(self._engine, claimed.handle, outcome)
+            self.failed += type(outcome) is Failed
         except FabricError as refused:
             _refused(claimed, refused)
         except Exception:

@@ -86,6 +86,11 @@ class Worker:
         """How many runs it has completed."""
         return 0 if self._ends is None else self._ends.succeeded
 
+    @property
+    def failed(self) -> int:
+        """How many attempts have failed, whether or not others follow."""
+        return 0 if self._ends is None else self._ends.failed
+
     # -- life -----------------------------------------------------------------------------------------------------
 
     async def run_until_told(self) -> None:

@@ -180,7 +180,8 @@ class Scan(msgspec.Struct, frozen=True):
     """A list: rows of one table that meet all conditions, ordered, strictly after a place.
 
     `each` names a column that an `in` condition gives values for, or a `starts` condition several prefixes (none
-    of them empty): the limit then holds for each of these, so that the first rows of many lines or ranges come in one trip.
+    of them empty): the limit then holds for each of these, so that the first rows of many lines or ranges come in one
+    trip.
     """
 
     row: type[msgspec.Struct]
