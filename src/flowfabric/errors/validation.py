@@ -123,7 +123,7 @@ class InvalidOffset(ValidationError):
 
 
 class Unauthorized(ValidationError):
-    """The caller is not allowed to do this."""
+    """The server refuses this: FLOWFABRIC_TOKEN (or `token=`) holds no token, or none that is good for it."""
 
     kind = "unauthorized"
 
