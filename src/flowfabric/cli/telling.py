@@ -178,9 +178,7 @@ def hint_for(error: FabricError) -> str | None:
         case errors.StoreUnavailable():
             return "is the address right and the server up? --store or FLOWFABRIC_URL names it"
         case errors.Unauthorized():
-            return (
-                "set FLOWFABRIC_TOKEN to a token of this server; `POST /v1/admin/tokens` makes one, for whoever runs it"
-            )
+            return "ask whoever runs the server for a token that is good for this, and set FLOWFABRIC_TOKEN to it"
         case errors.InvalidInput(detail=detail) if detail.startswith("public_state:"):
             return f"the states are {', '.join(STATES)}"
         case errors.NotFound(entity="budget") | ids.InvalidUuid(facts={"field": "budget_id"}):

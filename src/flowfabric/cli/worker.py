@@ -88,12 +88,14 @@ async def _work(app: Fabric, **options: Any) -> None:
     with status_line() as status:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
         made = Worker(app, **options)
+        running = asyncio.create_task(made.run_until_told())
+        await asyncio.sleep(0)  # it hears signals from here on: whoever reads the next line may send one
         _introduce(made, app, options["lanes"], options["slots"])
         beside = [asyncio.create_task(_stop_with_parent(made))]
         if status is not None:
             beside.append(asyncio.create_task(_show_status(made, status)))
         try:
-            await made.run_until_told()
+            await running
         finally:
             for task in beside:
                 task.cancel()
