@@ -180,6 +180,11 @@ def test_execution_not_active_is_retryable_by_class_and_carries_four_facts() -> 
             "lease_expired — The lease ran out before this arrived; the work will be taken over. (execution_id=e)",
         ),
         (errors.NotFound("quota_policy"), "quota_policy_not_found — There is no such quota policy."),
+        (errors.NotFound("execution", "no id begins with 'a'"), "execution_not_found: no id begins with 'a'"),
+        (
+            errors.InvalidToken("invalid_token"),
+            "invalid_token — The waitpoint token is missing, wrong or no longer valid.",
+        ),
         (
             errors.StoreUnavailable("refused", backend="Postgres", source="transport"),
             "transport: refused — The store could not be reached or did not answer properly.",

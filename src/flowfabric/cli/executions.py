@@ -8,6 +8,7 @@ import typer
 
 from flowfabric.cli.stores import StoreOrServerOption, on_execution, on_store
 from flowfabric.cli.telling import STATES, JsonOption, console, document, first_line, how_far, instant, table
+from flowfabric.model.wording import plain
 
 if TYPE_CHECKING:
     from flowfabric import Engine
@@ -79,7 +80,7 @@ def ls(
                 one.lane_id,
                 one.total_attempt_count,
                 instant(one.created_at),
-                first_line(one.blocking_detail or (one.blocking_reason and one.blocking_reason.value)),
+                first_line(one.blocking_detail) or plain(one.blocking_reason.value if one.blocking_reason else ""),
             )
             for one in page.executions
         ],

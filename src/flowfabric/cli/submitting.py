@@ -39,7 +39,7 @@ def submit(
     ] = None,
     key: Annotated[
         str | None,
-        typer.Option(help="Idempotency key: for 24 h the same key is the same execution.", show_default=False),
+        typer.Option(help="Idempotency key: the same one within 24 h is the same run.", show_default=False),
     ] = None,
     lane: Annotated[
         str | None,

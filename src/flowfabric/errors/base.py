@@ -49,7 +49,7 @@ class FabricError(Exception):
 
     def __str__(self) -> str:
         """What is wrong, with what, and what to do next. Facts that nobody could act on stay attributes."""
-        code = f"{self.kind}: {self.detail}" if self.detail else self.kind
+        code = self.kind if self.detail in ("", self.kind) else f"{self.kind}: {self.detail}"
         words = "" if self.detail and vars(type(self)).get("explained_by_detail") else self.sentence
         shown = ", ".join(f"{name}={self.facts[name]}" for name in _SHOWN if self.facts.get(name) is not None)
         return code + (f" — {words}" if words else "") + (f" ({shown})" if shown else "")
@@ -89,6 +89,7 @@ class NotFound(FabricError):
 
     family = "not_found"
     kind = "not_found"
+    explained_by_detail = True
 
     entity: str
 
