@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from flowfabric import errors
@@ -13,7 +15,7 @@ TWO = "0197aaaa-1111-7000-8000-000000000002"
 OTHER = "0197bbbb-0000-7000-8000-000000000003"
 
 
-async def made(play: Play, partition: int, uuid: str, **given: str) -> str:
+async def made(play: Play, partition: int, uuid: str, **given: Any) -> str:
     execution = f"{{fp:{partition}}}:{uuid}"
     await play.engine.create_execution(execution_id=execution, lane_id="default", **given)
     return execution
