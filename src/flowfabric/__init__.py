@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from flowfabric.sdk.run import Run as Run
     from flowfabric.sdk.spending import Reservation as Reservation
     from flowfabric.sdk.task import Task as Task
+    from flowfabric.sdk.worker import Worker as Worker
     from flowfabric.settings import Deadlines as Deadlines
     from flowfabric.settings import Settings as Settings
 
@@ -87,6 +88,7 @@ _PAGES = {
     "StoreUnavailable": "flowfabric.errors",
     "Task": "flowfabric.sdk.task",
     "Votes": "flowfabric.sdk.approvals",
+    "Worker": "flowfabric.sdk.worker",
     "connect": "flowfabric.connecting",
     "current": "flowfabric.sdk.context",
 }

@@ -39,6 +39,9 @@ _CANONICAL_UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[
 _CANONICAL_EXECUTION = re.compile(
     r"\{fp:(?:0|[1-9][0-9]{0,3})\}:[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"
 ).fullmatch  # the usual form with a usual number of partitions
+_SHORT_EXECUTION = re.compile(
+    r"(?:(?:\{?fp:)?(?P<partition>[0-9]+)\}?:)?(?P<uuid>[0-9a-fA-F-]*)"
+).fullmatch  # the braces may be left out: a shell would want them quoted
 _ANY_UUID = re.compile(r"[0-9a-fA-F]{32}|[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}").fullmatch
 _DRESSED_UUID = re.compile(r"urn:uuid:([0-9a-fA-F-]{36})|\{([0-9a-fA-F-]{36})\}").fullmatch
 _DECIMAL = re.compile(r"0|[1-9][0-9]{0,4}").fullmatch
@@ -87,6 +90,28 @@ def parse_execution_id(text: str) -> ExecutionId:
     if not _ANY_UUID(text, close + 2):
         raise InvalidUuid(f"execution_id UUID suffix is not a valid UUID: {text}", field="execution_id")
     return ExecutionId(text)
+
+
+class NotAShortId(InvalidInput):
+    """A shortened execution id is its beginning: {fp:86}:019a9f3c, 86:019a9f3c or 019a9f3c."""
+
+
+def id_prefixes(text: str, counts: PartitionCounts) -> list[str]:
+    """How execution ids begin that a shortened id may stand for; `NotAShortId` when it is none.
+
+    With a partition that is one prefix, without one it is one for each partition of flows.
+    """
+    short = _SHORT_EXECUTION(text.strip())
+    digits = "" if short is None else short["uuid"].replace("-", "").lower()
+    if short is None or len(digits) > 32 or not (digits or short["partition"]):
+        raise NotAShortId(f"execution_id: {text!r} is no id and no beginning of one")
+    if short["partition"] and _index(short["partition"]) is None:
+        raise InvalidPartitionIndex(f"execution_id partition index is not a valid u16: {text}")
+    parts = (digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:])
+    begins = "-".join(part for part in parts if part)
+    if short["partition"]:
+        return [f"{{fp:{short['partition']}}}:{begins}"]
+    return [f"{{fp:{partition}}}:{begins}" for partition in range(counts.flow)]
 
 
 def is_canonical(text: str) -> bool:

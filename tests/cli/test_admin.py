@@ -24,7 +24,7 @@ def test_lanes_that_share_a_partition_are_told_with_a_verdict() -> None:
 
     assert answer.exit_code == 0
     assert "a, b, c" in answer.stdout
-    assert "Remediate: 3 of 3 lanes share one of 1 partitions with another" in answer.stdout
+    assert "Remediate: 3 of 3 lanes share one of 1 partition with another" in answer.stdout
     assert json.loads(run("a,b,c", 1, "--json").stdout) == {
         "lanes": 3,
         "partitions": 1,

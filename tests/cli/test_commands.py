@@ -234,6 +234,7 @@ def test_help_lists_the_commands_and_loads_neither_engine_nor_tables() -> None:
         "cancel",
         "replay",
         "submit",
+        "result",
         *WATCHING,
         "worker",
         "serve",

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from flowfabric import Budget, Context, Engine, Fabric
+from flowfabric.errors import Unauthorized
 from flowfabric.model.api_token import Scope
 from flowfabric.server import ServerSettings
 from flowfabric.settings import Secret
@@ -123,6 +124,20 @@ def test_a_token_that_is_not_good_for_a_command_is_told_so(
     assert "token lacks scope: operate" in said
     assert "FLOWFABRIC_TOKEN" in said
     assert ff.document("doctor")["healthy"]
+
+
+@pytest.mark.parametrize("token", ["wrong", None])
+def test_an_app_with_a_wrong_token_or_none_is_told_where_it_comes_from(
+    server: Serving, monkeypatch: pytest.MonkeyPatch, token: str | None
+) -> None:
+    monkeypatch.delenv("FLOWFABRIC_TOKEN", raising=False)
+    app = Fabric(server.url, token=token)
+
+    @app.task
+    async def send(ctx: Context) -> None: ...
+
+    with pytest.raises(Unauthorized, match="FLOWFABRIC_TOKEN"):
+        asyncio.run(send.submit())
 
 
 @pytest.mark.parametrize(

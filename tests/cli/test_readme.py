@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 from tests.docs.pages import blocks
 from tests.postgres_install import ROOT
@@ -25,6 +31,36 @@ def test_all_of_its_python_runs_in_the_tests() -> None:
     assert f"<!-- durable:begin -->\n```python\n{block.code}```\n<!-- durable:end -->" in README.read_text()
 
 
+def test_its_commands_work_as_written_on_one_store(tmp_path: Path) -> None:
+    """The app and `ff` look into the same store without being told which."""
+    [block] = blocks(README)
+    (tmp_path / "shop.py").write_text(block.code)
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("FF_", "FLOWFABRIC_"))}
+    environ |= {"PYTHONPATH": str(ROOT / "src"), "PYTHONUNBUFFERED": "1"}
+
+    def ff(*words: str) -> str:
+        command = [sys.executable, "-m", "flowfabric.cli", *words]
+        return subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=True).stdout
+
+    commands = re.findall(r"^ff (.*?)(?:  +#.*)?$", README.read_text(), re.MULTILINE)
+    assert [words.split()[0] for words in commands] == ["worker", "submit", "approvals", "signal", "explain", "result"]
+    work, submit, approvals, signal, explain, result = (shlex.split(words) for words in commands)
+    run = ff(*submit).strip()
+    worker = subprocess.Popen([sys.executable, "-m", "flowfabric.cli", *work], cwd=tmp_path, env=environ)
+    try:
+        until = time.monotonic() + 60
+        while not (links := re.findall(r"http\S+", ff(*approvals))):
+            assert time.monotonic() < until
+        assert "for an answer to approve" in ff(*(run if word == "ID" else word for word in explain))
+        for link in links:
+            assert ff(*(link if word == "LINK" else word for word in signal)).startswith("✓ voted")
+        assert ff(*(run if word == "ID" else word for word in result)) == '"paid for 3 apples"'
+    finally:
+        worker.terminate()
+        worker.wait(60)
+    assert sorted(path.name for path in tmp_path.glob("*.db")) == ["flowfabric.db"]
+
+
 def test_its_commands_exist() -> None:
     from typer.main import get_command
 
@@ -32,5 +68,5 @@ def test_its_commands_exist() -> None:
 
     named = set(re.findall(r"\bff (\w+)", README.read_text()))
 
-    assert named >= {"worker", "approvals", "explain", "signal"}
+    assert named >= {"worker", "approvals", "explain", "signal", "result"}
     assert named <= set(get_command(app).commands)  # type: ignore[attr-defined]

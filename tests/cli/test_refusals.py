@@ -22,9 +22,11 @@ UNKNOWN = "{fp:1}:1a255fe9-f16a-4af0-8cb6-6085de2ea47d"
         (("replay", UNKNOWN), f"execution_id={UNKNOWN}", "`ff ls` shows which executions there are"),
         (("explain", UNKNOWN), f"execution_id={UNKNOWN}", "`ff ls` shows which executions there are"),
         (("signal", UNKNOWN, "go"), f"execution_id={UNKNOWN}", "`ff ls` shows which executions there are"),
-        (("show", "nonsense"), "missing the `{fp:N}:` hash-tag prefix: nonsense", "an execution id looks like"),
-        (("show", "{fp:x}:1a255fe9"), "partition index is not a valid u16", "an execution id looks like"),
-        (("show", "{fp:1}:zzz"), "is not a valid UUID", "an execution id looks like"),
+        (("show", "nonsense"), "'nonsense' is no id and no beginning of one", "an execution id looks like"),
+        (("show", "{fp:x}:1a255fe9"), "'{fp:x}:1a255fe9' is no id and no beginning", "an execution id looks like"),
+        (("show", "{fp:1}:zzz"), "'{fp:1}:zzz' is no id and no beginning", "an execution id looks like"),
+        (("show", "1a255fe9"), "no id begins with '1a255fe9'", "`ff ls` shows which executions there are"),
+        (("result", UNKNOWN), f"execution_id={UNKNOWN}", "`ff ls` shows which executions there are"),
         (("budgets", "nonsense"), "budget_id: not a UUID: 'nonsense'", "`ff budgets` shows which budgets there are"),
         (("ls", "--state", "sleepy"), "public_state: 'sleepy' is no state", "the states are waiting, delayed, "),
         (("ls", "--lane", "x" * 65), "lane_id: too long: 65 bytes", ""),
@@ -94,7 +96,7 @@ def test_what_has_not_ended_cannot_be_replayed(ff: Terminal) -> None:
 def test_a_store_that_is_not_there_is_not_made(tmp_path: Path, command: tuple[str, ...]) -> None:
     said = Terminal(f"sqlite:///{tmp_path}/missing.db").refuses(*command)
 
-    assert f"there is no file {tmp_path}/missing.db" in said
+    assert f"there is no store at {tmp_path}/missing.db" in said
     assert "Hint: `ff migrate` makes or updates the store" in said
     assert list(tmp_path.iterdir()) == []
 

@@ -123,3 +123,21 @@ def test_a_store_that_counts_other_partitions_is_refused(tmp_path: Path) -> None
     assert process.returncode == 1
     assert "partition_mismatch: num_flow_partitions: stored=256, config=64" in said
     assert "FF_FLOW_PARTITIONS" in said.partition("Hint: ")[2]
+
+
+def test_a_person_may_ask_for_plain_logs_in_a_file(tmp_path: Path) -> None:
+    with serving(tmp_path, FF_LOG_FORMAT="plain") as (process, port):
+        got(port, "/healthz")
+        process.terminate()
+        _, said = process.communicate(timeout=30)
+
+    assert f"url=http://127.0.0.1:{port}" in said
+    assert "{" not in said
+
+
+def test_an_unknown_log_format_stops_the_start(tmp_path: Path) -> None:
+    with serving(tmp_path, FF_LOG_FORMAT="xml") as (process, _):
+        _, said = process.communicate(timeout=30)
+
+    assert process.returncode == 1
+    assert "invalid value for FF_LOG_FORMAT: 'xml' is none of auto, json, plain" in said

@@ -113,14 +113,15 @@ def test_approvals_are_listed_and_answered_with_their_links(ff: Terminal, shop: 
     [listed] = ff.document("approvals", "--links", "--public-url", "https://ff.example/")["approvals"]
     first, second = listed["links"]
     assert first.startswith(f"https://ff.example/v1/waitpoints/{quote(run, safe=':')}/")
-    assert ff.says("signal", first, "--value", '{"ok": true}', "--by", "ana").startswith("✓ voted")
+    assert ff.says("signal", first, "--value", '{"ok": true}', "--by", "ana") == "✓ voted: more answers are needed\n"
     again = ff.refuses("signal", first, "--value", '{"ok": false}', "--by", "ana")
     assert "not counted: this link has voted before, and the first vote counts" in again
     told = ff.says("approvals", "--links")
     assert re.search(rf"{re.escape(run)} +approve +1 of 2 ", told)
     assert second.rpartition("?")[2] in told
 
-    assert ff.document("signal", second, "--value", '{"ok": true}', "--by", "bo")["effect"]
+    voted = ff.says("signal", second, "--value", '{"ok": true}', "--by", "bo")
+    assert voted == "✓ voted: it has all the answers that it needs and goes on\n"
     shop.work_until(run, "completed")
     assert ff.document("show", run)["result"]["text"] == '"deployed"'
     assert ff.document("approvals")["approvals"] == []
@@ -129,8 +130,8 @@ def test_approvals_are_listed_and_answered_with_their_links(ff: Terminal, shop: 
 def test_signal_reaches_a_function_that_receives(ff: Terminal, shop: Shop) -> None:
     run = shop.submit(lambda: shop.steered.submit())
 
-    assert ff.says("signal", run, "steer", "--value", '"left"', "--key", "k1").startswith("✓ sent")
-    assert ff.says("signal", run, "steer", "--value", '"left"', "--key", "k1") == "✓ heard before\n"
+    assert ff.says("signal", run, "steer", "--value", '"left"', "--key", "k1") == "✓ sent: kept until it asks for it\n"
+    assert ff.says("signal", run, "steer", "--value", '"left"', "--key", "k1") == "✓ sent before, and delivered once\n"
     assert ff.document("signal", run, "steer", "--value", '"right"')["signal_id"]
     shop.work_until(run, "completed")
 
@@ -172,6 +173,44 @@ def test_explain_names_the_obstacle(ff: Terminal, shop: Shop) -> None:
     assert f"{later} is delayed." in told
     assert re.search(r"delayed until \d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}Z", told)
     assert str(delayed["facts"]["until"]) not in told
+
+
+def test_show_says_in_words_what_it_waits_for(ff: Terminal, shop: Shop) -> None:
+    run = shop.submit(lambda: shop.deploy.submit("v7"))
+    shop.work_until(run, "suspended")
+
+    shown, listed = ff.says("show", run), ff.says("ls")
+
+    assert re.search(r"why +It waits until \d{4}-\d\d-\d\d .*Z for an answer to approve\.", shown)
+    assert "suspended: waiting for an answer to approve" in listed
+    for internal in ("ff.ask", "ff.show", "$ref", "waiting_for_", "tags"):
+        assert internal not in shown + listed
+    assert "ff.show" in ff.document("show", run)["execution"]["tags"]  # machines get all of it
+
+
+def test_tail_says_why_nothing_comes(ff: Terminal, shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flowfabric.cli.watching.BLOCK_MS", 50)
+    run = shop.submit(lambda: shop.ask.submit(False))
+    heard: list[Any] = []
+
+    listener = threading.Thread(target=lambda: heard.append(ff.run("tail", run)))
+    asked = threading.Event()
+    explain = Engine.explain
+
+    async def seen(engine: Engine, execution_id: str) -> Any:
+        answer = await explain(engine, execution_id)
+        asked.set()
+        return answer
+
+    monkeypatch.setattr(Engine, "explain", seen)
+    listener.start()
+    assert asked.wait(30)
+    shop.work_until(run, "completed")
+    listener.join(30)
+
+    [answer] = heard
+    assert "· No live worker serves lane default of namespace default: start one with `ff worker`.\n" in answer.stderr
+    assert answer.stdout == "fortythinking\n-two\n"
 
 
 def test_tail_prints_what_was_written_and_how_it_ended(ff: Terminal, shop: Shop) -> None:

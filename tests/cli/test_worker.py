@@ -102,7 +102,7 @@ def test_a_worker_works_and_sigterm_drains_it(yard: Yard) -> None:
     assert yard.process.wait(30) == 0, yard.said()
     states = {one: yard.ff.document("show", one)["execution"]["public_state"] for one in (running, waiting)}
     assert sorted(states.values()) == ["completed", "waiting"]
-    assert "1 tasks, lanes default, 1 slots" in yard.said()
+    assert "1 task, lane default, 1 slot\n" in yard.said()
     assert "stopped after" in yard.said()
 
 

@@ -10,6 +10,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 import flowfabric
@@ -21,7 +22,7 @@ PAGE = ROOT / "docs" / "reference.md"
 WIDTH = 100
 
 SECTIONS: dict[str, list[str]] = {
-    "Applications": ["Fabric", "Task", "Run", "Reset", "connect", "Settings", "Deadlines"],
+    "Applications": ["Fabric", "Task", "Run", "Worker", "Reset", "connect", "Settings", "Deadlines"],
     "Inside a task": ["Context", "current", "RetryAfter", "Fatal", "Approval", "Votes", "Output", "Reservation"],
     "Ways of a task": ["Retry", "Budget", "Limit"],
     "Flows and joins": ["Flow", "FlowRun", "AllOf", "AnyOf", "Quorum"],
@@ -37,6 +38,7 @@ INTERNAL = {
     "Context": {"recall", "keep", "at", "remembered", "give_up", "flush", "durable", "handle", "is_parked"}
     | {"may_park", "end", "keep_last_words"},
     "Run": {"not_ended"},
+    "Worker": {"abandon", "forsake"},
     "World": {"offered"},
     "Retry": {"policy"},
     "Budget": {"amounts", "kept_as", "shown", "declare"},
@@ -70,8 +72,7 @@ def page() -> str:
 
 def outline(text: str) -> list[str]:
     """The names and signatures of a page, without its words: those may be improved before the page is written anew."""
-    text = re.sub(r"\| (`\w+`) \|.*", r"\1", text)
-    kept = re.findall(r"^##[^\n]*|^\* `[^\n]*|^`\w+`$|^```$.*?^```$", text, flags=re.DOTALL | re.MULTILINE)
+    kept = re.findall(r"^##[^\n]*|^\* `[^\n]*|^```$.*?^```$", text, flags=re.DOTALL | re.MULTILINE)
     return [part.strip() for part in kept]
 
 
@@ -94,7 +95,7 @@ def _entry(thing: Any) -> Iterator[str]:
         yield from _verbs(thing)
         return
     for method_name, method in _methods(thing):
-        shown = method_name if isinstance(method, property) else _signature(method, method_name)
+        shown = method_name if isinstance(method, property | cached_property) else _signature(method, method_name)
         yield f"* `{shown}`  \n  {' '.join(_doc(method).split())}"
     if any(True for _ in _methods(thing)):
         yield ""
@@ -110,17 +111,15 @@ def _methods(owner: type) -> Iterator[tuple[str, Any]]:
                 continue
             seen.add(name)
             found = found.__func__ if isinstance(found, staticmethod | classmethod) else found
-            if (inspect.isfunction(found) or isinstance(found, property)) and inspect.getdoc(found):
+            if (inspect.isfunction(found) or isinstance(found, property | cached_property)) and inspect.getdoc(found):
                 yield name, found
 
 
 def _verbs(engine: type) -> Iterator[str]:
-    """The engine's verbs, a line each."""
-    yield "| verb | |\n|---|---|"
-    for name, method in sorted(_methods(engine)):
-        if inspect.isfunction(method) and "." not in name:
-            first = _doc(method).split("\n\n")[0].replace("\n", " ").replace("|", "\\|")
-            yield f"| `{name}` | {first} |"
+    """The engine's verbs, each with its signature and its first paragraph."""
+    for name, method in sorted(_methods(engine), key=lambda named: named[0]):
+        if inspect.isfunction(method):
+            yield f"* `{_signature(method, name)}`  \n  {' '.join(_doc(method).split(chr(10) * 2)[0].split())}"
     yield ""
 
 

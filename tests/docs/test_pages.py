@@ -51,6 +51,23 @@ def test_the_reference_has_every_name_and_signature() -> None:
     assert kept == made, "./dev py -m tests.docs.reference writes it anew"
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "* `async claim(lane_id: str, *, worker_id: str, worker_instance_id: str",
+        "* `async complete(handle: Handle | None = None, *, ",
+        "* `async find_executions(prefix: str",
+        "* `random`  \n  A `random.Random` seeded with the run's id",
+        "A key holds for 24 hours after the submit that first used it",
+        "A key holds as long as the flow is kept",
+        "### `Worker`",
+        "* `async work() -> None`",
+    ],
+)
+def test_the_reference_answers_what_people_ask(line: str) -> None:
+    assert line in reference.PAGE.read_text()
+
+
 @pytest.mark.parametrize("name", [name for name in flowfabric.__all__ if name != "__version__"])
 def test_every_public_name_is_explained(name: str) -> None:
     entry = re.search(

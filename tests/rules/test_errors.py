@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 
 import pytest
 
 from flowfabric import errors
 from flowfabric.errors import Classification, FabricError, StoreFault
+from tests.postgres_install import ROOT
 
 
 def words(text: str) -> list[str]:
@@ -164,17 +166,92 @@ def test_execution_not_active_is_retryable_by_class_and_carries_four_facts() -> 
     )
 
 
-def test_an_error_reads_as_code_detail_sentence_and_facts() -> None:
-    assert str(errors.InvalidInput("fence_required")) == (
-        "invalid_input: fence_required — An argument is missing, malformed or out of range."
-    )
-    assert str(errors.LeaseExpired(execution_id="e", lease_epoch=3)) == (
-        "lease_expired — The lease ran out before this arrived; the work will be taken over. "
-        "(execution_id=e, lease_epoch=3)"
-    )
-    assert str(errors.NotFound("quota_policy")) == (
-        "quota_policy_not_found — There is no such quota policy. (entity=quota_policy)"
-    )
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (errors.InvalidInput("lane_id: empty"), "invalid_input: lane_id: empty"),
+        (
+            errors.InvalidInput("fence_required"),
+            (
+                "invalid_input: fence_required — Only the holder of the lease may do this: pass its lease id, epoch "
+                "and attempt id."
+            ),
+        ),
+        (
+            errors.LeaseExpired(execution_id="e", lease_epoch=3),
+            "lease_expired — The lease ran out before this arrived; the work will be taken over. (execution_id=e)",
+        ),
+        (errors.NotFound("quota_policy"), "quota_policy_not_found — There is no such quota policy."),
+        (errors.NotFound("execution", "no id begins with 'a'"), "execution_not_found: no id begins with 'a'"),
+        (
+            errors.InvalidToken("invalid_token"),
+            "invalid_token — The waitpoint token is missing, wrong or no longer valid.",
+        ),
+        (
+            errors.StoreUnavailable("refused", backend="Postgres", source="transport"),
+            "transport: refused — The store could not be reached or did not answer properly.",
+        ),
+        (
+            errors.StoreUnavailable("reset", backend="Postgres", source="transport", in_doubt=True),
+            (
+                "transport: reset — The store could not be reached or did not answer properly; what was asked may have "
+                "been done all the same."
+            ),
+        ),
+        (errors.Unavailable("open", "there is no file"), "unavailable: there is no file"),
+        (errors.Unavailable("claim"), "unavailable — `claim` cannot be served now."),
+        (
+            errors.SchemaTooNew(found=9, known=4),
+            (
+                "schema_too_new — The store has schema version 9 and this release knows 4: update this one before it "
+                "touches anything."
+            ),
+        ),
+        (
+            errors.ResourceExhausted("stream_ops", 64, 250),
+            "resource_exhausted — Too many stream_ops calls are under way (at most 64); try again in 250 ms.",
+        ),
+        (errors.OperationTimeout("cancel_flow", 5000), "timeout — `cancel_flow` did not finish within 5000 ms."),
+        (
+            errors.ExecutionNotActive(
+                terminal_outcome="success", lease_epoch=4, lifecycle_phase="terminal", attempt_id="a", execution_id="e"
+            ),
+            "execution_not_active — The execution is not running: it has ended (success). (execution_id=e)",
+        ),
+        (
+            errors.ExecutionNotActive(
+                terminal_outcome="none", lease_epoch=4, lifecycle_phase="suspended", attempt_id="a"
+            ),
+            "execution_not_active — The execution is not running: it is suspended.",
+        ),
+        (
+            errors.DependencyAlreadyExists(existing={"edge_id": "e"}),
+            "dependency_already_exists — These two executions are already connected.",
+        ),
+    ],
+)
+def test_a_message_says_what_is_wrong_with_what_and_what_to_do(error: FabricError, message: str) -> None:
+    assert str(error) == message
+
+
+@pytest.mark.parametrize("error", ONE_OF_EACH_SHAPE, ids=lambda error: type(error).__name__)
+def test_no_message_carries_an_internal_field(error: FabricError) -> None:
+    for name in ("backend", "source", "in_doubt", "entity", "op", "lease_epoch", "attempt_id", "lifecycle_phase"):
+        assert f"{name}=" not in str(error)
+        if name in error.facts:
+            assert getattr(error, name) == error.facts[name]
+
+
+def test_every_coded_detail_of_invalid_input_is_explained() -> None:
+    """A detail that is one word is a code of the specification; a person needs a sentence beside it."""
+    codes = {
+        code
+        for page in (ROOT / "src").rglob("*.py")
+        for code in re.findall(r'InvalidInput\("([a-z_]+)"\)', page.read_text())
+    }
+
+    assert len(codes) > 5
+    assert {code for code in codes if str(errors.InvalidInput(code)) == f"invalid_input: {code}"} == set()
 
 
 def test_facts_become_attributes() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from flowfabric.model import obstacles
 from flowfabric.model.gate import GateKind
 from flowfabric.model.obstacles import Obstacle
 from flowfabric.model.states import TerminalOutcome
+from flowfabric.model.wording import instant
 from tests.scenarios.flowing import Flowing
 from tests.scenarios.functions import Function
 from tests.scenarios.play import GRANT_MS, LEASE_MS, Play
@@ -34,6 +36,8 @@ async def why(play: Play, e: str) -> Obstacle:
     assert explanation.public_state == (await play.sheet(e)).public_state
     assert explanation.sentence == explanation.obstacle.sentence()
     assert explanation.sentence.endswith(".")
+    said = explanation.sentence.replace(e, "")
+    assert re.search(r"(?<![-\d])\d{13}(?!\d)|\w_\w|\n", said) is None, "milliseconds, a code or a traceback"
     return explanation.obstacle
 
 
@@ -46,7 +50,23 @@ async def test_it_ended(play: Play) -> None:
     held = await play.claimed()
     await play.engine.fail(held.handle, reason="no luck", category="permanent")
 
-    assert await why(play, held.execution_id) == obstacles.Ended(TerminalOutcome.FAILED, play.now, "no luck")
+    told = await why(play, held.execution_id)
+    assert told == obstacles.Ended(TerminalOutcome.FAILED, play.now, "no luck")
+    assert told.sentence() == f"It failed at {instant(play.now)}: no luck."
+
+
+async def test_of_a_failure_a_sentence_has_the_first_line(play: Play) -> None:
+    traceback = "ValueError: no luck\n  File app.py, line 3, in send"
+    ended, waits = await play.claimed(), await play.claimed(policy=RETRY)
+    await play.engine.fail(ended.handle, reason=traceback, category="permanent")
+    await play.engine.fail(waits.handle, reason=traceback)
+
+    told = [await why(play, held.execution_id) for held in (ended, waits)]
+    assert [one.sentence() for one in told] == [
+        f"It failed at {instant(play.now)}: ValueError: no luck.",
+        f"It failed and is tried again at {instant(play.now + 500)}: ValueError: no luck.",
+    ]
+    assert obstacles.Delayed(play.now + 500, "waiting_for_retry_backoff", traceback) in told  # the facts have all of it
 
 
 async def test_it_is_running(play: Play) -> None:
@@ -81,7 +101,7 @@ async def test_it_was_put_away_with_a_reason(play: Play) -> None:
 
     told = await why(play, held.execution_id)
     assert told == obstacles.Delayed(play.now + 70, "waiting_for_delay", None, "the oven is hot")
-    assert told.sentence() == f"It is delayed until {play.now + 70} (waiting_for_delay: the oven is hot)."
+    assert told.sentence() == f"It is delayed until {instant(play.now + 70)}: the oven is hot."
     play.clock.pass_ms(70)
     await play.engine.promote_delayed(held.execution_id)
     assert "oven" not in (await why(play, held.execution_id)).sentence()
@@ -211,7 +231,7 @@ async def test_it_is_parked_on_gates(play: Play) -> None:
     what = ("time to pass", "a message to steer")
     waits = obstacles.Suspended("waiting_for_signal", ("nap", "word"), play.now + 700, what)
     assert await why(play, held.execution_id) == waits
-    assert waits.sentence() == f"It waits until {play.now + 700} for time to pass or a message to steer."
+    assert waits.sentence() == f"It waits until {instant(play.now + 700)} for time to pass or a message to steer."
 
 
 async def test_it_sleeps(function: Function, play: Play) -> None:
@@ -220,7 +240,7 @@ async def test_it_sleeps(function: Function, play: Play) -> None:
 
     waits = obstacles.Suspended("waiting_for_signal", ("nap",), play.now + 700, (obstacles.PASSING,))
     assert await why(play, function.e) == waits
-    assert waits.sentence() == f"It sleeps until {play.now + 700}."
+    assert waits.sentence() == f"It sleeps until {instant(play.now + 700)}."
 
 
 async def test_it_waits_for_children_or_an_answer(function: Function, play: Play) -> None:
@@ -232,7 +252,7 @@ async def test_it_waits_for_children_or_an_answer(function: Function, play: Play
     await function.engine.complete(children[0].handle)
     await function.engine.folds_done()
 
-    what = (f"the end of {', '.join(ids[1:6])} and 1 more", "an answer to approval:ship")
+    what = (f"the end of {', '.join(ids[1:6])} and 1 more", "an answer to ship")
     waits = obstacles.Suspended("waiting_for_signal", ("all", "approval:ship#0"), None, what)
     assert await why(play, function.e) == waits
     assert waits.sentence() == f"It waits for {what[0]} or {what[1]}."

@@ -166,7 +166,7 @@ async def test_parking_takes_the_place_of_the_suspension_before_and_leaves_what_
     assert (record.attempt_index, record.created_at, record.timeout_at) == (1, t + 7, None)
     assert (record.gates, record.reason_code, record.last_signal_at) == (["approve"], "waiting_for_approval", None)
     assert (record.satisfied_at, record.closed_at, record.closer_signal_id) == (None, None, None)
-    assert (await play.core(e))["blocking_detail"] == "suspended: 1 wait awaiting waiting_for_approval"
+    assert (await play.core(e))["blocking_detail"] == "suspended: waiting for an answer to approve"
     assert [one.execution_id for one in (await play.engine.list_suspended(DEFAULT_PARTITION)).entries] == [e]
     assert (await play.told(e))[-1] == "released suspend"
     before = await waits.record(e, first.waitpoint_id)

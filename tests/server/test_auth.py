@@ -6,6 +6,7 @@ import asyncio
 import logging
 import uuid
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -381,3 +382,15 @@ async def test_a_slow_request_is_given_up_when_a_limit_is_set(engine: Engine, mo
         504,
         {"error": "timeout: request", "kind": "timeout", "retryable": False},
     )
+
+
+async def test_a_shortened_id_is_looked_for_within_the_namespaces_of_the_token(ask: Asking) -> None:
+    own, other = await ask.created(namespace="a"), await ask.created(namespace="b")
+    headers = await token(ask, "read", namespaces=["a"])
+
+    for short, execution, expected in ((own[:-1], own, [own]), (other[:-1], other, [])):
+        where = f"/v1/executions/ids?prefix={quote(short)}"
+        assert (await ask.get(where, headers=headers)).json() == {"execution_ids": expected, "more": False}
+        assert (await ask.get(where)).json() == {"execution_ids": [execution], "more": False}
+    assert (await ask.get("/v1/executions/ids?prefix=nonsense")).status_code == 400
+    assert (await ask.get("/v1/executions/ids")).status_code == 400

@@ -44,3 +44,14 @@ async def test_a_value_named_twice_or_unknown_adds_nothing(filled: Store) -> Non
 
 async def test_other_conditions_hold_too(filled: Store) -> None:
     assert await names(filled, A, B, limit=1, where=(Where("rank", ">", 1),)) == ["a2", "b2"]
+
+
+async def test_the_limit_holds_for_each_prefix(filled: Store) -> None:
+    async def begin(*prefixes: str, limit: int) -> list[str]:
+        where = (Where("execution_id", "starts", prefixes),)
+        rows = await filled.scan(Scan(Execution, where, ("execution_id",), limit=limit, each="execution_id"))
+        return [row.execution_id for row in rows]
+
+    assert await begin("b", "a", limit=2) == ["a0", "a1", "b0", "b1"]
+    assert await begin("c0", "a9", "a", "nobody", limit=1) == ["a0", "a9", "c0"]
+    assert await begin("c00", limit=9) == []

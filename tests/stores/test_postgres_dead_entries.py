@@ -124,7 +124,9 @@ async def test_a_lease_that_ends_beside_dead_entries_is_found(
         assert (await pg.due(Execution, "lease_expires_at", limit=10)).rows == []
     assert counted.entries[0] > BLOATED
     assert counted.entries[-1] < BLOATED
-    await write(pg, Insert(execution("late", lease_expires_at=clock.now + 5)), Insert(execution("old", lease_expires_at=1)))
+    await write(
+        pg, Insert(execution("late", lease_expires_at=clock.now + 5)), Insert(execution("old", lease_expires_at=1))
+    )
     clock.pass_ms(10)
 
     found = set[str]()

@@ -30,7 +30,7 @@ from flowfabric.rules.change import (
     Put,
     absent,
 )
-from flowfabric.stores.base import Held, Tally, Want, Where
+from flowfabric.stores.base import Held, Scan, Tally, Want, Where
 from flowfabric.stores.postgres import feed, read
 from flowfabric.stores.postgres import take as taking
 from flowfabric.stores.postgres.batch import Batch
@@ -317,3 +317,16 @@ async def test_what_points_to_trimmed_batches_is_found_by_key(planner: Planner) 
 
     assert ("Tid Scan", "ff_told_in", None) in planner.scans()
     assert {index for kind, _, index in planner.scans() if "Index" in kind} >= {"ff_told_in_pkey", "ff_batch_position"}
+
+
+async def test_rows_whose_key_begins_like_a_text_are_a_range_of_the_index(planner: Planner) -> None:
+    one = Scan(Execution, (Where("execution_id", "starts", "1a"),), ("execution_id",), limit=3)
+    each = Scan(Execution, (Where("execution_id", "starts", ("1a", "2")),), limit=3, each="execution_id")
+
+    for scan in (one, each):
+        words, values = read.scan_words(scan, lambda line: 1)
+        await planner.fetch(words, *values)
+
+    assert planner.scans() == [("Index Scan", "ff_exec_core", "ff_exec_core_pkey")] * 2
+    conditions = [json.dumps(plan) for plan in planner.plans]
+    assert all(" < " in text.partition('"Index Cond"')[2] for text in conditions), "both ends of the range"

@@ -177,3 +177,15 @@ async def test_the_leases_of_a_lost_take_are_found_without_reading_what_is_finis
     (plan,) = await plans_of(filled, lambda store: store.scan(Scan(Execution, lost, ("lease_expires_at",))))
 
     assert "ff_exec_core_lease_expires_at" in plan[0]
+
+
+async def test_rows_whose_key_begins_like_a_text_are_a_range_of_the_index(filled: Path) -> None:
+    begin = (Where("execution_id", "starts", ("n1", "n25")),)
+    each = Scan(Execution, begin, ("execution_id",), limit=3, each="execution_id")
+
+    plans = await plans_of(filled, lambda store: store.scan(each))
+
+    assert only_searches(plans)
+    steps = [step for plan in plans for step in plan if "ff_exec_core" in step]
+    assert steps
+    assert all(step.endswith("(execution_id>? AND execution_id<?)") for step in steps)

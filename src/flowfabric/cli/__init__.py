@@ -11,7 +11,20 @@ from typing import Annotated
 
 import typer
 
-from flowfabric.cli import admin, bench, demo, executions, resources, serve, submitting, upkeep, waits, watching, worker
+from flowfabric.cli import (
+    admin,
+    bench,
+    demo,
+    executions,
+    resources,
+    results,
+    serve,
+    submitting,
+    upkeep,
+    waits,
+    watching,
+    worker,
+)
 
 app = typer.Typer(
     name="ff",
@@ -31,7 +44,7 @@ def options(
     """FlowFabric, from the command line."""
 
 
-for page in (upkeep, executions, submitting, watching, waits, resources, worker, serve, admin, demo, bench):
+for page in (upkeep, executions, submitting, results, watching, waits, resources, worker, serve, admin, demo, bench):
     page.add_to(app)
 
 

@@ -9,6 +9,7 @@ import typer
 
 from flowfabric.cli.stores import StoreOption, chosen_store, must_be_a_store, on_store
 from flowfabric.cli.telling import JsonOption, document, table, telling_errors
+from flowfabric.model.wording import counted
 
 if TYPE_CHECKING:
     from flowfabric import Engine
@@ -77,7 +78,8 @@ def partition_collisions(json: JsonOption = False) -> None:
         return
     if found:
         table("", ("partition", "lanes"), [(number, ", ".join(names)) for number, names in found.items()])
-    typer.echo(f"{verdict}: {colliding} of {len(lanes)} lanes share one of {count} partitions with another")
+    share = f"{colliding} of {counted(len(lanes), 'lane')} {'shares' if colliding == 1 else 'share'}"
+    typer.echo(f"{verdict}: {share} one of {counted(count, 'partition')} with another")
 
 
 def _configured() -> tuple[list[str], int]:

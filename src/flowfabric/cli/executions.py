@@ -6,15 +6,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flowfabric.cli.stores import StoreOrServerOption, on_store
+from flowfabric.cli.stores import StoreOrServerOption, on_execution, on_store
 from flowfabric.cli.telling import STATES, JsonOption, console, document, first_line, how_far, instant, table
+from flowfabric.model.wording import plain
 
 if TYPE_CHECKING:
     from flowfabric import Engine
 
 IdArgument = Annotated[
-    str, typer.Argument(metavar="ID", help="The execution, as `ff ls` shows it.", show_default=False)
+    str,
+    typer.Argument(
+        metavar="ID", help="The execution, as `ff ls` shows it, or a unique beginning: 86:019a9f3c.", show_default=False
+    ),
 ]
+
+
+RESERVED = "ff."  # how tags begin that the engine keeps for itself
 
 
 def add_to(app: typer.Typer) -> None:
@@ -73,7 +80,7 @@ def ls(
                 one.lane_id,
                 one.total_attempt_count,
                 instant(one.created_at),
-                first_line(one.blocking_detail or (one.blocking_reason and one.blocking_reason.value)),
+                first_line(one.blocking_detail) or plain(one.blocking_reason.value if one.blocking_reason else ""),
             )
             for one in page.executions
         ],
@@ -85,25 +92,26 @@ def ls(
 def show(execution_id: IdArgument, store: StoreOrServerOption = None, json: JsonOption = False) -> None:
     """Show one execution. Where it stands, its attempts, and what happened to its leases."""
 
-    async def looked_up(engine: Engine) -> dict[str, Any]:
+    async def looked_up(engine: Engine, full_id: str) -> dict[str, Any]:
         from flowfabric.errors import NotFound
 
-        snapshot = await engine.describe_execution(execution_id)
+        snapshot = await engine.describe_execution(full_id)
         if snapshot is None:
-            raise NotFound("execution", execution_id=execution_id)
+            raise NotFound("execution", execution_id=full_id)
         from flowfabric.sdk.output import progress_of
 
         return {
             "execution": snapshot,
-            "execution_kind": (await engine.read_kinds([execution_id])).get(execution_id),
-            "progress": progress_of(*await engine.read_progress(execution_id)),
-            "state_vector": await engine.read_state_vector(execution_id),
-            "attempts": await engine.attempt_history(execution_id),
-            "lease_history": await engine.lease_history(execution_id),
-            "result": _readable(await engine.get_execution_result(execution_id)),
+            "execution_kind": (await engine.read_kinds([full_id])).get(full_id),
+            "progress": progress_of(*await engine.read_progress(full_id)),
+            "state_vector": await engine.read_state_vector(full_id),
+            "attempts": await engine.attempt_history(full_id),
+            "lease_history": await engine.lease_history(full_id),
+            "result": readable(await engine.get_execution_result(full_id)),
+            "why": await _why(engine, full_id),
         }
 
-    found = on_store(store, looked_up)
+    found = on_execution(store, execution_id, looked_up)
     if json:
         document(found)
         return
@@ -143,6 +151,14 @@ def show(execution_id: IdArgument, store: StoreOrServerOption = None, json: Json
     )
 
 
+async def _why(engine: Engine, execution_id: str) -> str | None:
+    """Why it is not running; None when it is, or has ended."""
+    from flowfabric.model.obstacles import Ended, Running
+
+    answer = await engine.explain(execution_id)
+    return None if isinstance(answer.obstacle, Ended | Running) else answer.sentence
+
+
 def _show_snapshot(found: dict[str, Any]) -> None:
     snapshot, result = found["execution"], found["result"]
     facts = {
@@ -152,13 +168,11 @@ def _show_snapshot(found: dict[str, Any]) -> None:
         "namespace": snapshot.namespace,
         "created": instant(snapshot.created_at),
         "changed": instant(snapshot.last_mutation_at),
-        "waits for": first_line(
-            snapshot.blocking_detail or (snapshot.blocking_reason and snapshot.blocking_reason.value)
-        ),
+        "why": found["why"],
         "held by": snapshot.current_lease
         and f"{snapshot.current_lease.worker_instance_id} until {instant(snapshot.current_lease.expires_at)}",
         "progress": how_far(found["progress"]),
-        "tags": ", ".join(f"{key}={value}" for key, value in snapshot.tags.items()),
+        "tags": ", ".join(f"{key}={value}" for key, value in snapshot.tags.items() if not key.startswith(RESERVED)),
         "failure": found["attempts"][-1].failure_reason if found["attempts"] else None,
         "result": result and (result.get("text") or f"{result['bytes']} bytes"),
     }
@@ -177,17 +191,23 @@ def cancel(
     json: JsonOption = False,
 ) -> None:
     """Cancel an execution, whatever it is doing; again is fine."""
-    answer = on_store(store, lambda engine: engine.cancel_execution(execution_id, reason=reason), about=execution_id)
-    _told(answer.public_state.value, execution_id, json=json)
+
+    async def cancelled(engine: Engine, full_id: str) -> tuple[str, str]:
+        return full_id, (await engine.cancel_execution(full_id, reason=reason)).public_state.value
+
+    _told(*on_execution(store, execution_id, cancelled), json=json)
 
 
 def replay(execution_id: IdArgument, store: StoreOrServerOption = None, json: JsonOption = False) -> None:
     """Give an execution that has ended another life."""
-    answer = on_store(store, lambda engine: engine.replay_execution(execution_id), about=execution_id)
-    _told(answer.public_state.value, execution_id, json=json)
+
+    async def replayed(engine: Engine, full_id: str) -> tuple[str, str]:
+        return full_id, (await engine.replay_execution(full_id)).public_state.value
+
+    _told(*on_execution(store, execution_id, replayed), json=json)
 
 
-def _told(state: str, execution_id: str, *, json: bool) -> None:
+def _told(execution_id: str, state: str, *, json: bool) -> None:
     if json:
         document({"execution_id": execution_id, "public_state": state})
     else:
@@ -202,7 +222,7 @@ def pair(text: str, option: str) -> tuple[str, str]:
     return key, value
 
 
-def _readable(result: bytes | None) -> dict[str, Any] | None:
+def readable(result: bytes | None) -> dict[str, Any] | None:
     """A result for a document: as text where it is text, else in base64."""
     if result is None:
         return None

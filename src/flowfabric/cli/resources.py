@@ -58,7 +58,9 @@ def workers(
 
 
 def budgets(
-    budget_id: Annotated[str | None, typer.Argument(metavar="ID", help="Only this one.", show_default=False)] = None,
+    budget_id: Annotated[
+        str | None, typer.Argument(metavar="ID", help="Only this one; a unique beginning will do.", show_default=False)
+    ] = None,
     limit: Annotated[int, typer.Option(min=1, max=1000, help="How many at a time.")] = 50,
     cursor: Annotated[str | None, typer.Option(help="Go on after this id.", show_default=False)] = None,
     namespace: Annotated[str, typer.Option(help="Of this namespace.")] = "default",
@@ -68,7 +70,12 @@ def budgets(
     """List budgets. What was used and promised of each dimension, its limits, and when it begins anew."""
 
     async def found(engine: Engine) -> list[BudgetStatus]:
-        names = [budget_id] if budget_id else await engine.list_budgets(cursor=cursor, limit=limit, namespace=namespace)
+        from flowfabric.cli.short_ids import full_budget_id
+
+        if budget_id:
+            name = await full_budget_id(engine, budget_id, namespace)
+            return [await engine.get_budget_status(name, namespace=namespace)]
+        names = await engine.list_budgets(cursor=cursor, limit=limit, namespace=namespace)
         return [await engine.get_budget_status(name, namespace=namespace) for name in names]
 
     known = on_store(store, found)

@@ -51,7 +51,7 @@ def serve(
             run_sweeps=settings.run_sweeps and sweeps,
         )
         settings.check()
-        logs.log_to_stderr(settings.log)
+        logs.log_to_stderr(settings.log, settings.log_format)
         from flowfabric import loops
 
         loops.run(serving.serve(url, settings))

@@ -58,32 +58,39 @@ def _by_backend(environ: Mapping[str, str]) -> str | None:
             )
 
 
-def on_store(
-    named: str | None, work: Callable[[Engine], Awaitable[T]], *, about: str | None = None, migrate: bool = False
-) -> T:
-    """Do some work with an engine on the chosen store; a refusal is told and ends the command.
-
-    `about` is the execution that is meant, to be named when there is none.
-    """
+def on_store(named: str | None, work: Callable[[Engine], Awaitable[T]], *, migrate: bool = False) -> T:
+    """Do some work with an engine on the chosen store; a refusal is told and ends the command."""
     import asyncio
 
     async def connected() -> T:
         from flowfabric import connect
-        from flowfabric.errors import NotFound
 
         url = chosen_store(named)
         if not migrate:
             must_exist(url)
         async with await connect(url, migrate=migrate) as engine:
-            try:
-                return await work(engine)
-            except NotFound as missing:
-                if about is None or missing.execution_id is not None:
-                    raise
-                raise NotFound(missing.entity, execution_id=about) from None
+            return await work(engine)
 
     with telling_errors():
         return asyncio.run(connected())
+
+
+def on_execution(named: str | None, execution_id: str, work: Callable[[Engine, str], Awaitable[T]]) -> T:
+    """The same for one execution, given by its id or a unique beginning of it; the work gets the whole id."""
+
+    async def resolved(engine: Engine) -> T:
+        from flowfabric.cli.short_ids import full_execution_id
+        from flowfabric.errors import NotFound
+
+        full_id = await full_execution_id(engine, execution_id)
+        try:
+            return await work(engine, full_id)
+        except NotFound as missing:
+            if missing.execution_id is not None:
+                raise
+            raise NotFound(missing.entity, execution_id=full_id) from None
+
+    return on_store(named, resolved)
 
 
 def must_exist(url: str) -> None:
@@ -91,7 +98,7 @@ def must_exist(url: str) -> None:
     from flowfabric.errors import Unavailable
 
     if url.startswith("sqlite:") and not (path := Path(urlsplit(url).path[1:])).exists():
-        raise Unavailable("open", f"there is no file {path}: migrate first")
+        raise Unavailable("open", f"there is no store at {path}")
 
 
 def must_be_a_store(url: str, why: str) -> None:

@@ -38,7 +38,8 @@ def submit(
         Path | None, typer.Option(help="The input, byte for byte from a file; - is stdin.", show_default=False)
     ] = None,
     key: Annotated[
-        str | None, typer.Option(help="Idempotency key: the same key is the same execution.", show_default=False)
+        str | None,
+        typer.Option(help="Idempotency key: the same one within 24 h is the same run.", show_default=False),
     ] = None,
     lane: Annotated[
         str | None,

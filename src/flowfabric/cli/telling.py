@@ -6,10 +6,12 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from flowfabric.model.wording import first_line as first_line_of
+from flowfabric.model.wording import instant as instant
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -109,9 +111,7 @@ def _print_entry(out: Console, columns: Sequence[str], row: Sequence[Text]) -> N
 
 def first_line(text: str | None) -> str:
     """What a failure says, without where it happened; instants as people read them."""
-    line, *more = (text or "").strip().splitlines() or [""]
-    line = re.sub(r"\buntil (\d{13})\b", lambda found: f"until {instant(int(found[1]))}", line)
-    return line + ")" if more and line.count("(") > line.count(")") else line
+    return re.sub(r"\buntil (\d{13})\b", lambda found: f"until {instant(int(found[1]))}", first_line_of(text))
 
 
 _STYLES = {
@@ -128,13 +128,6 @@ _STYLES = {
 
 def _style(value: object) -> str:
     return _STYLES.get(str(value), "")
-
-
-def instant(ms: int | None) -> str:
-    """An instant as people read it, in UTC."""
-    if ms is None:
-        return ""
-    return datetime.fromtimestamp(ms / 1000, UTC).isoformat(" ", "milliseconds").removesuffix("+00:00") + "Z"
 
 
 def how_far(progress: Mapping[str, Any]) -> str:
@@ -184,8 +177,10 @@ def hint_for(error: FabricError) -> str | None:
             return "are the user and the password in the address right, and may they connect from here?"
         case errors.StoreUnavailable():
             return "is the address right and the server up? --store or FLOWFABRIC_URL names it"
+        case errors.InvalidToken():
+            return "`ff approvals --links` shows the links that are open"
         case errors.Unauthorized():
-            return "FLOWFABRIC_TOKEN holds the token for the server; ask whoever runs it for one that is good for this"
+            return "ask whoever runs the server for a token that is good for this, and set FLOWFABRIC_TOKEN to it"
         case errors.InvalidInput(detail=detail) if detail.startswith("public_state:"):
             return f"the states are {', '.join(STATES)}"
         case errors.NotFound(entity="budget") | ids.InvalidUuid(facts={"field": "budget_id"}):
@@ -196,7 +191,10 @@ def hint_for(error: FabricError) -> str | None:
             return "it has ended already: `ff show` tells how, `ff replay` gives it another life"
         case errors.ExecutionNotTerminal():
             return "only what has ended can be replayed: `ff show` tells where it stands"
-        case ids.MissingTag() | ids.InvalidPartitionIndex() | ids.InvalidUuid():
-            return "an execution id looks like '{fp:86}:1a255fe9-f16a-4af0-8cb6-6085de2ea47d'; quote it for the shell"
+        case ids.MissingTag() | ids.InvalidPartitionIndex() | ids.InvalidUuid() | ids.NotAShortId():
+            return (
+                "an execution id looks like '{fp:86}:1a255fe9-f16a-4af0-8cb6-6085de2ea47d'; quote it for the shell, or "
+                "give its beginning without braces: 86:1a255fe9 or 1a255fe9"
+            )
         case _:
             return None

@@ -8,6 +8,7 @@ import typer
 
 from flowfabric.cli.stores import StoreOption, StoreOrServerOption, chosen_store, must_be_a_store, on_store, shown
 from flowfabric.cli.telling import JsonOption, console, document, hint_for, telling_errors
+from flowfabric.model.wording import counted
 
 if TYPE_CHECKING:
     from flowfabric import Engine
@@ -207,7 +208,8 @@ async def _keystore(engine: Engine) -> dict[str, Any]:
             "a Fabric makes one when it first starts",
             tell=True,
         )
-    return _finding("keystore", True, f"{kids.current_kid} signs, {len(kids.verifying)} more verify")
+    others = f"; {counted(len(kids.verifying), 'other key')} still verify tokens" if kids.verifying else ""
+    return _finding("keystore", True, f"{kids.current_kid} signs{others}")
 
 
 def _finding(check: str, ok: bool, says: str, hint: str | None = None, *, tell: bool = False) -> dict[str, Any]:

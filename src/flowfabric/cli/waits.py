@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flowfabric.cli.stores import StoreOrServerOption, chosen_store, on_store
+from flowfabric.cli.stores import StoreOrServerOption, chosen_store, on_execution, on_store
 from flowfabric.cli.telling import JsonOption, console, document, instant, table
 
 if TYPE_CHECKING:
@@ -44,22 +44,29 @@ def signal(
     is_link = LINK in target
     if is_link == bool(name):
         raise typer.BadParameter("a link says what it answers: leave NAME out" if is_link else "say which NAME")
-    asked = _vote(target, payload, by, key) if is_link else _message(target, name, payload, by, key)
-    answer = on_store(store, asked, about=None if is_link else target)
+    if is_link:
+        answer = on_store(store, _vote(target, payload, by, key))
+    else:
+        answer = on_execution(store, target, _message(name, payload, by, key))
     effect = answer.effect if hasattr(answer, "effect") else "duplicate"
     if json:
         document({"signal_id": getattr(answer, "signal_id", None), "effect": effect})
     elif effect == "duplicate":
-        typer.echo("✓ heard before")
+        typer.echo("✓ sent before, and delivered once")
     elif not answer.counts:
         typer.echo("ff: not counted: this link has voted before, and the first vote counts", err=True)
         raise typer.Exit(1)
     else:
-        typer.echo(f"✓ {'voted' if is_link else 'sent'} ({effect})")
+        typer.echo(_VOTED[effect == SATISFIED] if is_link else _SENT[effect == SATISFIED])
 
 
-def _message(execution_id: str, name: str, payload: bytes, by: str, key: str | None) -> Any:
-    async def sent(engine: Engine) -> Any:
+SATISFIED = "resume_condition_satisfied"
+_VOTED = {True: "✓ voted: it has all the answers that it needs and goes on", False: "✓ voted: more answers are needed"}
+_SENT = {True: "✓ sent: it waited for this and goes on", False: "✓ sent: kept until it asks for it"}
+
+
+def _message(name: str, payload: bytes, by: str, key: str | None) -> Any:
+    async def sent(engine: Engine, execution_id: str) -> Any:
         from flowfabric.engine.asks import MailArgs
 
         return await engine.send_message(

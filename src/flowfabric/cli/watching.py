@@ -9,16 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flowfabric.cli.executions import IdArgument
-from flowfabric.cli.stores import StoreOrServerOption, on_store
-from flowfabric.cli.telling import JsonOption, console, document, first_line, how_far, instant, line
+from flowfabric.cli.stores import StoreOrServerOption, on_execution
+from flowfabric.cli.telling import JsonOption, console, document, how_far, line
 
 if TYPE_CHECKING:
     from flowfabric import Engine
     from flowfabric.engine.pulling import Ended
     from flowfabric.model.obstacles import Explanation
 
-INSTANTS = ("until", "at", "since", "lease_expires_at", "resets_at", "retry_at")
-FAILURES = ("last_failure", "reason")
 BLOCK_MS = 1000  # how long one look waits for a frame before it looks at progress and end
 
 
@@ -30,7 +28,7 @@ def add_to(app: typer.Typer) -> None:
 
 def explain(execution_id: IdArgument, store: StoreOrServerOption = None, json: JsonOption = False) -> None:
     """Say why an execution is not running. One thing is in the way: which, with its facts."""
-    answer = on_store(store, lambda engine: engine.explain(execution_id), about=execution_id)
+    answer = on_execution(store, execution_id, lambda engine, full_id: engine.explain(full_id))
     facts = _facts(answer)
     if json:
         document(
@@ -45,24 +43,13 @@ def explain(execution_id: IdArgument, store: StoreOrServerOption = None, json: J
         return
     out = console()
     out.print(f"{answer.execution_id} is {answer.public_state.value}.", style="bold", markup=False)
-    out.print(_for_people(answer.sentence, facts), markup=False)
+    out.print(answer.sentence, markup=False)
 
 
 def _facts(answer: Explanation) -> dict[str, Any]:
     import msgspec
 
     return {name: msgspec.to_builtins(value) for name, value in msgspec.structs.asdict(answer.obstacle).items()}
-
-
-def _for_people(sentence: str, facts: Mapping[str, Any]) -> str:
-    """The sentence with instants as people read them, and of a failure what it says."""
-    for name in FAILURES:
-        if isinstance(facts.get(name), str):
-            sentence = sentence.replace(facts[name], first_line(facts[name]))
-    for name in INSTANTS:
-        if isinstance(facts.get(name), int):
-            sentence = sentence.replace(str(facts[name]), instant(facts[name]))
-    return sentence
 
 
 def tail(
@@ -85,9 +72,13 @@ def tail(
     """
     told: list[dict[str, Any]] = []
     tell = told.append if json else line if json_lines else None
-    ended = on_store(store, lambda engine: _Tail(engine, execution_id, name, tell).run(follow=follow))
+
+    async def followed(engine: Engine, full_id: str) -> tuple[str, Ended | None]:
+        return full_id, await _Tail(engine, full_id, name, tell).run(follow=follow)
+
+    full_id, ended = on_execution(store, execution_id, followed)
     if json:
-        _print_document(execution_id, told, ended)
+        _print_document(full_id, told, ended)
     if ended is None:
         return
     succeeded = ended.outcome.value == "success"
@@ -117,6 +108,23 @@ def _print_document(execution_id: str, told: list[dict[str, Any]], ended: Ended 
     )
 
 
+class Obstacles:
+    """Why an execution that somebody waits for is not running, told again when something else is in its way."""
+
+    def __init__(self, engine: Engine, execution_id: str) -> None:
+        self._engine = engine
+        self._id = execution_id
+        self._last: type | None = None
+
+    async def news(self) -> str | None:
+        """The obstacle in a sentence; None when it is the one before, or there is none."""
+        from flowfabric.model.obstacles import Ended, Running
+
+        answer = await self._engine.explain(self._id)
+        before, self._last = self._last, type(answer.obstacle)
+        return None if self._last in (before, Ended, Running) else answer.sentence
+
+
 class _Tail:
     """Follows one execution from attempt to attempt."""
 
@@ -132,6 +140,7 @@ class _Tail:
         self._after = "0-0"
         self._progress: dict[str, Any] = {}
         self._mid_line = False
+        self._obstacles = Obstacles(engine, execution_id)
 
     async def run(self, *, follow: bool) -> Ended | None:
         """Print until there is no more; how it ended, when it has."""
@@ -156,6 +165,12 @@ class _Tail:
                 ended = await self._engine.await_end(self._id, max_wait_ms=BLOCK_MS)
             else:
                 ended = await self._engine.await_end(self._id)
+            if follow and ended is None:
+                await self._tell_obstacle()
+
+    async def _tell_obstacle(self) -> None:
+        if self._tell is None and (news := await self._obstacles.news()):
+            self._aside(news)
 
     def _print(self, fields: Mapping[str, str]) -> None:
         kind = fields.get("frame_type", "")

@@ -9,12 +9,15 @@ import typer
 from flowfabric.cli.finding import found_app
 from flowfabric.cli.stores import StoreOrServerOption, shown
 from flowfabric.cli.telling import telling_errors
+from flowfabric.model.wording import counted
 
 if TYPE_CHECKING:
     from flowfabric import Fabric
+    from flowfabric.cli.status import StatusLine
     from flowfabric.sdk.worker import Worker
 
 ORPHAN_LOOK_S = 0.5
+STATUS_S = 1.0
 
 
 def add_to(app: typer.Typer) -> None:
@@ -79,26 +82,57 @@ async def _work(app: Fabric, **options: Any) -> None:
     import asyncio
     import logging
 
+    from flowfabric.cli.status import status_line
     from flowfabric.sdk.worker import Worker
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
-    made = Worker(app, **options)
+    with status_line() as status:
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
+        made = Worker(app, **options)
+        running = asyncio.create_task(made.run_until_told())
+        await asyncio.sleep(0)  # it hears signals from here on: whoever reads the next line may send one
+        _introduce(made, app, options["lanes"], options["slots"])
+        beside = [asyncio.create_task(_stop_with_parent(made))]
+        if status is not None:
+            beside.append(asyncio.create_task(_show_status(made, status)))
+        try:
+            await running
+        finally:
+            for task in beside:
+                task.cancel()
+    failed = f", {counted(made.failed, 'attempt')} failed" if made.failed else ""
+    typer.echo(f"{made.instance_id} stopped after {made.done:,} completed{failed}", err=True)
+
+
+def _introduce(made: Worker, app: Fabric, chosen: list[str] | None, slots: int) -> None:
+    """Say who works on what, and what nobody will submit to."""
     of_tasks = {task.own.lane for task in app.tasks.values()}
-    lanes = ", ".join(options["lanes"] or sorted(of_tasks))
-    typer.echo(
-        f"{made.instance_id} on {shown(app.url)}: {len(app.tasks)} tasks, lanes {lanes}, {options['slots']} slots",
-        err=True,
-    )
-    if alone := [lane for lane in options["lanes"] or () if lane not in of_tasks]:
+    lanes = chosen or sorted(of_tasks)
+    named = f"{'lane' if len(lanes) == 1 else 'lanes'} {', '.join(lanes)}"
+    works = f"{counted(len(app.tasks), 'task')}, {named}, {counted(slots, 'slot')}"
+    typer.echo(f"{made.instance_id} on {shown(app.url)}: {works}", err=True)
+    if alone := [lane for lane in chosen or () if lane not in of_tasks]:
         typer.echo(
             f"no task of the app is in lane {', '.join(alone)}: only what is submitted there comes there", err=True
         )
-    guard = asyncio.create_task(_stop_with_parent(made))
-    try:
-        await made.run_until_told()
-    finally:
-        guard.cancel()
-    typer.echo(f"{made.instance_id} stopped after {made.done} completed", err=True)
+
+
+async def _show_status(made: Worker, status: StatusLine) -> None:
+    """Show once a second what runs, what has ended, and how much ends a second."""
+    import asyncio
+    from time import monotonic
+
+    ended, at = 0, monotonic()
+    while True:
+        now, so_far = monotonic(), made.done + made.failed
+        rate = (so_far - ended) / (now - at) if now > at else 0.0
+        ended, at = so_far, now
+        status.show(status_text(made.running, made.done, made.failed, rate))
+        await asyncio.sleep(STATUS_S)
+
+
+def status_text(running: int, done: int, failed: int, rate: float) -> str:
+    """What a worker does, in a line."""
+    return f"{running:,} running · {done:,} done · {failed:,} failed · {rate:,.0f}/s"
 
 
 async def _stop_with_parent(made: Worker) -> None:

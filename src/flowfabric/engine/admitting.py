@@ -20,6 +20,7 @@ from flowfabric.model.execution import Execution
 from flowfabric.model.owned import OwnedId
 from flowfabric.model.quota import QuotaPolicy, QuotaRequest
 from flowfabric.model.states import BlockingReason
+from flowfabric.model.wording import counted
 from flowfabric.model.worker import Worker
 from flowfabric.rules import admission, budgets, owners
 from flowfabric.rules.admission import QuotaSheet
@@ -253,7 +254,7 @@ def _full(policy: OwnedId, numbers: verdicts.QuotaLimits, verdict: object) -> Re
             detail = f"quota {policy.id}: rate, again in {wait} ms"
             return Refusal(BlockingReason.WAITING_FOR_QUOTA, policy, detail, hit=verdicts.Hit.RATE, wait_ms=wait)
         case verdicts.ConcurrencyExceeded():
-            detail = f"quota {policy.id}: all {numbers.active_concurrency_cap} slots are taken"
+            detail = f"quota {policy.id}: {counted(numbers.active_concurrency_cap, 'slot')}, all taken"
             return Refusal(BlockingReason.WAITING_FOR_QUOTA, policy, detail, hit=verdicts.Hit.CONCURRENCY)
         case _:
             return None

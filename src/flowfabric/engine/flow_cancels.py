@@ -17,6 +17,7 @@ from flowfabric.engine.noting import Rows, first
 from flowfabric.model import flow_answers
 from flowfabric.model.execution import Execution
 from flowfabric.model.flow import CancellationPolicy, Dependency, EdgeGroup, Flow, FlowMember, PendingCancelGroup
+from flowfabric.model.wording import counted
 from flowfabric.rules import flow_cancel, limits
 from flowfabric.stores.base import Want
 
@@ -161,7 +162,7 @@ class FlowCancels(FlowVerbs):
                 logger.warning("cancelling members was left to the reconciler: %s", fault)
             else:
                 if failed:
-                    logger.warning("the cancel of %d members was left to the reconciler", len(failed))
+                    logger.warning("the cancel of %s was left to the reconciler", counted(len(failed), "member"))
 
         task = asyncio.create_task(run())
         self._background.add(task)

@@ -23,6 +23,7 @@ MAX_EXPIRED_PAGE = 10_000
 HISTORY_KEPT = 1000
 RENEWED = "renewed"  # told so often that nothing else would be left of a long life
 MAX_PARTITION = 65_535
+MAX_MATCHES = 100
 
 
 class ExecutionPage(msgspec.Struct, frozen=True):
@@ -37,6 +38,13 @@ class SnapshotPage(msgspec.Struct, frozen=True):
 
     executions: list[views.ExecutionSnapshot]
     next_cursor: str | None = None
+
+
+class IdMatches(msgspec.Struct, frozen=True):
+    """Execution ids that begin like a shortened one, in order; `more` says that there are others."""
+
+    execution_ids: list[str]
+    more: bool = False
 
 
 class LanePage(msgspec.Struct, frozen=True):
@@ -238,6 +246,24 @@ class Reads(Core):
             after = (rows[-1].execution_id,)
         page = [views.snapshot(row) for row in found[:wanted]]
         return SnapshotPage(page, page[-1].execution_id if len(found) > wanted and page else None)
+
+    async def find_executions(
+        self, prefix: str, *, namespaces: Sequence[str] | None = None, limit: int = 10
+    ) -> IdMatches:
+        """Executions whose id begins like this, of some namespaces or of all.
+
+        The partition may be left out: 86:019a9f3c and 019a9f3c stand for {fp:86}:019a9f3c. Each partition is one range
+        of the index of ids.
+        """
+        wanted = limits.integer("limit", limit, least=1, most=MAX_MATCHES)
+        begins = tuple(ids.id_prefixes(limits.text("prefix", prefix), self.partitions))
+        where: tuple[Where, ...] = (Where("execution_id", "starts", begins),)
+        if namespaces is not None:
+            own = tuple(limits.text("namespaces", one) for one in intake.each("namespaces", namespaces))
+            where += (Where("namespace", "in", own),)
+        rows = await self.scan(Scan(Execution, where, ("execution_id",), limit=wanted + 1, each="execution_id"))
+        found = [row.execution_id for row in rows]
+        return IdMatches(found[:wanted], len(found) > wanted)
 
     async def list_lanes(self, *, cursor: str | None = None, limit: int = 50) -> LanePage:
         """Lanes that ever had an execution, ascending."""

@@ -16,6 +16,7 @@ import msgspec
 from flowfabric import errors
 from flowfabric.engine.core import Core
 from flowfabric.model.outbox import Message
+from flowfabric.model.wording import counted
 from flowfabric.rules import outbox
 from flowfabric.rules.change import Change, Put
 
@@ -72,7 +73,7 @@ class Relay(Core):
         try:
             await asyncio.gather(*(self.deliver(message) for message in messages))
         except errors.StoreUnavailable as away:
-            logger.warning("%d messages are left to the sweep: %s", len(messages), away)
+            logger.warning("%s left to the sweep: %s", counted(len(messages), "message"), away)
 
     async def _settled(self, change: Change) -> None:
         # A guard that fails means that another process delivered the message as well: nothing is left to do.

@@ -28,6 +28,7 @@ from flowfabric.handles import Handle, HandleFields, HandleKind
 from flowfabric.model import answers
 from flowfabric.model.execution import Execution, LineKey, Payload
 from flowfabric.model.states import AttemptType
+from flowfabric.model.wording import counted
 from flowfabric.rules import fairness, lease, limits, reclaim
 from flowfabric.rules.change import Decision
 from flowfabric.rules.claim import Acquired
@@ -211,7 +212,9 @@ class Taking(Lines):
     ) -> answers.Claimed:
         self.note_lease(acquired.lane_id, acquired.lease_expires_at)
         if (count := acquired.reclaim_count) and count % reclaim.WARNED_EVERY == 0:
-            logger.warning("%s has been reclaimed %d times: its workers keep losing it", acquired.execution_id, count)
+            logger.warning(
+                "%s has been reclaimed %s: its workers keep losing it", acquired.execution_id, counted(count, "time")
+            )
         fields = HandleFields(
             acquired.execution_id,  # type: ignore[arg-type]
             acquired.attempt_index,

@@ -22,8 +22,11 @@ Below each family stands one class per `kind`, the code that travels on the wire
 docstring is the sentence a person reads. Every error is made from an optional positional `detail` and keyword
 facts, which become attributes:
 
-    InvalidInput("fence_required")
+    InvalidInput("lane_id: empty")
     StaleLease(execution_id=execution_id, lease_epoch=3)
+
+The message is the code, the detail, the sentence, and those facts that a person can look up. A class whose sentence
+adds nothing to a detail sets `explained_by_detail`.
 
 Two errors are equal when type, kind, detail and facts are, and every error survives pickling. Context from a call
 site is added as a note (`add_note`), so that it never changes what an error is or how it is classified.

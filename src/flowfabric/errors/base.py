@@ -21,6 +21,7 @@ class FabricError(Exception):
     family: str = "fabric"
     kind: str = "fabric_error"
     classification: Classification = Classification.TERMINAL
+    explained_by_detail: bool = False  # set in a class whose own sentence adds nothing to a detail
 
     execution_id: str | None = None
 
@@ -47,9 +48,11 @@ class FabricError(Exception):
         return (type(self).__doc__ or "").partition("\n")[0]
 
     def __str__(self) -> str:
-        code = f"{self.kind}: {self.detail}" if self.detail else self.kind
-        facts = ", ".join(f"{name}={value}" for name, value in self.facts.items() if value is not None)
-        return f"{code} — {self.sentence} ({facts})" if facts else f"{code} — {self.sentence}"
+        """What is wrong, with what, and what to do next. Facts that nobody could act on stay attributes."""
+        code = self.kind if self.detail in ("", self.kind) else f"{self.kind}: {self.detail}"
+        words = "" if self.detail and vars(type(self)).get("explained_by_detail") else self.sentence
+        shown = ", ".join(f"{name}={self.facts[name]}" for name in _SHOWN if self.facts.get(name) is not None)
+        return code + (f" — {words}" if words else "") + (f" ({shown})" if shown else "")
 
     def __repr__(self) -> str:
         given = [repr(self.detail)] if self.detail else []
@@ -70,7 +73,11 @@ class FabricError(Exception):
 
 FabricError.__module__ = "flowfabric.errors"
 
-_OWN_NAMES = frozenset({"args", "classification", "detail", "facts", "family", "kind", "retryable", "sentence"})
+_OWN_NAMES = frozenset(
+    {"args", "classification", "detail", "explained_by_detail", "facts", "family", "kind", "retryable", "sentence"}
+)
+# What a message names: things that a person can look up.
+_SHOWN = ("execution_id", "flow_id", "budget_id", "quota_policy_id", "waitpoint_id", "kid")
 
 
 def _again(cls: type[FabricError], detail: str, facts: dict[str, object]) -> FabricError:
@@ -82,6 +89,7 @@ class NotFound(FabricError):
 
     family = "not_found"
     kind = "not_found"
+    explained_by_detail = True
 
     entity: str
 

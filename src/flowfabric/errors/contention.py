@@ -105,6 +105,13 @@ class ExecutionNotActive(ContentionError):
             **facts,
         )
 
+    @property
+    def sentence(self) -> str:
+        """Why it is not running."""
+        ended = self.lifecycle_phase == "terminal"
+        where = f"has ended ({self.terminal_outcome})" if ended else f"is {self.lifecycle_phase}"
+        return f"The execution is not running: it {where}."
+
 
 class ExecutionNotEligible(ContentionError):
     """The execution is not waiting for a worker now."""
@@ -136,6 +143,12 @@ class RateLimitExceeded(ContentionError):
     kind = "rate_limit_exceeded"
 
     retry_after_ms: int | None = None
+
+    @property
+    def sentence(self) -> str:
+        """When there is room again, when that is known."""
+        again = "" if self.retry_after_ms is None else f"; try again in {self.retry_after_ms} ms"
+        return f"The quota's rate is used up for now{again}."
 
 
 class ConcurrencyLimitExceeded(ContentionError):

@@ -66,17 +66,30 @@ class StoreUnavailable(FabricError):
         super().__init__(detail, backend=backend, source=fault, in_doubt=in_doubt, **facts)
         self.classification = Classification.RETRYABLE if fault.passes else Classification.TERMINAL
 
+    @property
+    def sentence(self) -> str:
+        """What happened, and whether it may have been done."""
+        doubt = "; what was asked may have been done all the same" if self.in_doubt else ""
+        return f"The store could not be reached or did not answer properly{doubt}."
+
 
 class Unavailable(FabricError):
     """This operation cannot be served now."""
 
     family = "unavailable"
     kind = "unavailable"
+    explained_by_detail = True
 
     op: str
 
     def __init__(self, op: str = "", detail: str = "", **facts: object) -> None:
         super().__init__(detail, op=op, **facts)
+
+    @property
+    def sentence(self) -> str:
+        """What cannot be served."""
+        named = type(self) is Unavailable and self.op
+        return f"`{self.op}` cannot be served now." if named else super().sentence
 
 
 class SchemaTooNew(Unavailable):
@@ -89,6 +102,12 @@ class SchemaTooNew(Unavailable):
 
     def __init__(self, op: str = "open", detail: str = "", *, found: int, known: int, **facts: object) -> None:
         super().__init__(op, detail, found=found, known=known, **facts)
+
+    @property
+    def sentence(self) -> str:
+        """Which version is stored, and which is known."""
+        versions = f"The store has schema version {self.found} and this release knows {self.known}"
+        return f"{versions}: update this one before it touches anything."
 
 
 class PartitionMismatch(Unavailable):
@@ -127,6 +146,15 @@ class ResourceExhausted(FabricError):
     ) -> None:
         super().__init__(detail, pool=pool, max=max, retry_after_ms=retry_after_ms, **facts)
 
+    @property
+    def sentence(self) -> str:
+        """What is full, and when to try again."""
+        if type(self) is not ResourceExhausted:
+            return super().sentence
+        most = f" (at most {self.max})" if self.max else ""
+        again = "a moment" if self.retry_after_ms is None else f"{self.retry_after_ms} ms"
+        return f"Too many {self.pool} calls are under way{most}; try again in {again}."
+
 
 class WorkerAtCapacity(ResourceExhausted):
     """The worker runs as many tasks as it may; the grant stays usable."""
@@ -145,6 +173,11 @@ class OperationTimeout(FabricError):
 
     def __init__(self, op: str, elapsed_ms: int = 0, detail: str = "", **facts: object) -> None:
         super().__init__(detail, op=op, elapsed_ms=elapsed_ms, **facts)
+
+    @property
+    def sentence(self) -> str:
+        """What took too long."""
+        return f"`{self.op}` did not finish within {self.elapsed_ms} ms."
 
 
 class StreamDisconnected(FabricError):

@@ -10,16 +10,36 @@ class ValidationError(FabricError):
 
     family = "validation"
     kind = "validation_error"
+    explained_by_detail = True
 
 
 class InvalidInput(ValidationError):
-    """An argument is missing, malformed or out of range."""
+    """An argument is missing, malformed or out of range; the detail says which and why."""
 
     kind = "invalid_input"
+    explained_by_detail = True
+
+    def __str__(self) -> str:
+        words = _CODES.get(self.detail)
+        return super().__str__() if words is None else f"{self.kind}: {self.detail} — {words}"
+
+
+# Details that are codes of the specification, in words.
+_CODES = {
+    "count_limit_exceeds_hard_cap": "A page holds at most 10,000 entries: ask for fewer, and go on from the last one.",
+    "fence_required": "Only the holder of the lease may do this: pass its lease id, epoch and attempt id.",
+    "hmac_secret_not_initialized": "There is no signing key yet: `ff admin rotate-secret k1` makes one.",
+    "partial_fence_triple": "Pass all of lease id, epoch and attempt id, as the claim gave them.",
+    "patch_depth_exceeded": "The patch is nested too deeply: write it flatter.",
+    "timeout_at_in_past": "The timeout has passed already: choose a later one.",
+    "timeout_only_without_deadline": "A wait that only time can end needs a timeout: set timeout_at.",
+    "waitpoint_key_mismatch": "The condition names another waitpoint key than the waitpoint: use the same key in both.",
+    "waitpoints_empty": "A suspension needs at least one waitpoint.",
+}
 
 
 class CapabilityMismatch(ValidationError):
-    """The worker lacks capabilities that this execution requires; the detail lists them."""
+    """The worker lacks capabilities that this execution requires."""
 
     kind = "capability_mismatch"
 
@@ -31,7 +51,7 @@ class InvalidCapabilities(ValidationError):
 
 
 class InvalidPolicyJson(ValidationError):
-    """The execution policy cannot be used; the detail names the part that is wrong."""
+    """The execution policy cannot be used."""
 
     kind = "invalid_policy_json"
 
@@ -103,7 +123,7 @@ class InvalidOffset(ValidationError):
 
 
 class Unauthorized(ValidationError):
-    """The caller is not allowed to do this."""
+    """The server refuses this: FLOWFABRIC_TOKEN (or `token=`) holds no token, or none that is good for it."""
 
     kind = "unauthorized"
 
@@ -157,7 +177,7 @@ class InvalidFrameType(ValidationError):
 
 
 class Corruption(ValidationError):
-    """Bytes that FlowFabric wrote earlier can no longer be read; the detail says where."""
+    """Bytes that FlowFabric wrote earlier can no longer be read."""
 
     kind = "corruption"
 

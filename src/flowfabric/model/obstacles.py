@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from flowfabric.model.states import PublicState, TerminalOutcome
+from flowfabric.model.states import BlockingReason, PublicState, TerminalOutcome
+from flowfabric.model.wording import counted, first_line, instant, plain, sentence, some
 
 
 class Obstacle(msgspec.Struct, frozen=True):
@@ -21,7 +22,20 @@ class Ended(Obstacle, frozen=True):
     reason: str | None = None
 
     def sentence(self) -> str:
-        return f"It ended: {self.outcome.value}" + (f" ({self.reason})." if self.reason else ".")
+        said = first_line(self.reason)
+        if self.outcome is TerminalOutcome.SUCCESS:
+            said = ""  # an earlier attempt's
+        return sentence(f"{_ENDS[self.outcome]} at {instant(self.at)}" + (f": {said}" if said else ""))
+
+
+_ENDS = {
+    TerminalOutcome.NONE: "It ended",
+    TerminalOutcome.SUCCESS: "It succeeded",
+    TerminalOutcome.FAILED: "It failed",
+    TerminalOutcome.CANCELLED: "It was cancelled",
+    TerminalOutcome.EXPIRED: "It expired",
+    TerminalOutcome.SKIPPED: "It was skipped",
+}
 
 
 class Running(Obstacle, frozen=True):
@@ -53,9 +67,11 @@ class Delayed(Obstacle, frozen=True):
     detail: str | None = None  # what the worker said that put it away
 
     def sentence(self) -> str:
-        failed = f", after a failure: {self.last_failure}" if self.last_failure else ""
-        said = f": {self.detail}" if self.detail else ""
-        return f"It is delayed until {self.until} ({self.why}{failed}{said})."
+        until = instant(self.until)
+        if self.why == BlockingReason.WAITING_FOR_RETRY_BACKOFF:
+            failed = f": {first_line(self.last_failure)}" if self.last_failure else ""
+            return sentence(f"It failed and is tried again at {until}{failed}")
+        return sentence(f"It is delayed until {until}" + (f": {first_line(self.detail)}" if self.detail else ""))
 
 
 class Dependencies(Obstacle, frozen=True):
@@ -64,7 +80,7 @@ class Dependencies(Obstacle, frozen=True):
     execution_ids: tuple[str, ...]
 
     def sentence(self) -> str:
-        return f"It waits for other executions: {', '.join(self.execution_ids)}."
+        return f"It waits for other executions: {some(self.execution_ids)}."
 
 
 PASSING = "time to pass"
@@ -77,13 +93,13 @@ class Suspended(Obstacle, frozen=True):
     waits_for: tuple[str, ...] = ()  # what each of its gates is about, in words
 
     def sentence(self) -> str:
-        until = f" until {self.until}" if self.until else ""
+        until = f" until {instant(self.until)}" if self.until else ""
         if self.waits_for == (PASSING,):
             return f"It sleeps{until}."
         if self.waits_for:
             return f"It waits{until} for {' or '.join(self.waits_for)}."
-        named = f" on {', '.join(self.waits_on)}" if self.waits_on else ""
-        return f"It is suspended{named}{until}: {self.reason}."
+        named = f" on {some(self.waits_on)}" if self.waits_on else ""
+        return f"It is suspended{named}{until}: {plain(self.reason)}."
 
 
 class BudgetExhausted(Obstacle, frozen=True):
@@ -96,12 +112,11 @@ class BudgetExhausted(Obstacle, frozen=True):
     needed: int = 0  # by an execution that sleeps until there is room for so much
 
     def sentence(self) -> str:
-        needs = f"; {self.needed} more are needed" if self.needed else ""
-        resets = f"; it is reset at {self.resets_at}" if self.resets_at else ""
-        return (
-            f"Budget {self.budget_id} is exhausted: {self.dimension} {self.usage + self.reserved}/{self.hard_limit}"
-            f" ({self.reserved} of it reserved){needs}{resets}."
-        )
+        used = f"{self.usage + self.reserved:,} of {self.hard_limit:,} {self.dimension} are used"
+        reserved = f", {self.reserved:,} of them reserved" if self.reserved else ""
+        needs = f"; {self.needed:,} more {_are(self.needed)} needed" if self.needed else ""
+        resets = f"; it is reset at {instant(self.resets_at)}" if self.resets_at else ""
+        return f"Budget {self.budget_id} is exhausted: {used}{reserved}{needs}{resets}."
 
 
 class QuotaFull(Obstacle, frozen=True):
@@ -113,10 +128,14 @@ class QuotaFull(Obstacle, frozen=True):
 
     def sentence(self) -> str:
         if self.what == "rate":
-            return (
-                f"Quota {self.quota_policy_id} admits {self.limit} per window; there is room again at {self.retry_at}."
-            )
-        return f"Quota {self.quota_policy_id}: all {self.limit} slots are taken ({self.used})."
+            again = f"; there is room again at {instant(self.retry_at)}" if self.retry_at else ""
+            return f"Quota {self.quota_policy_id} admits {self.limit:,} per window, and as many have begun{again}."
+        most = f"at most {counted(self.limit, 'execution')} at once"
+        return f"Quota {self.quota_policy_id} lets {most} run, and {self.used:,} {_are(self.used)} running."
+
+
+def _are(number: int) -> str:
+    return "is" if number == 1 else "are"
 
 
 class Lacking(msgspec.Struct, frozen=True):
@@ -132,7 +151,7 @@ class NoCapableWorker(Obstacle, frozen=True):
     workers: tuple[Lacking, ...]
 
     def sentence(self) -> str:
-        lacks = "; ".join(f"{one.worker_instance_id} lacks {one.capabilities}" for one in self.workers)
+        lacks = some([f"{one.worker_instance_id} lacks {one.capabilities}" for one in self.workers])
         return f"No live worker of lane {self.lane_id} has {self.required}: {lacks}."
 
 
@@ -141,7 +160,7 @@ class NoWorker(Obstacle, frozen=True):
     namespace: str
 
     def sentence(self) -> str:
-        return f"No live worker of namespace {self.namespace} is registered for lane {self.lane_id}."
+        return f"No live worker serves lane {self.lane_id} of namespace {self.namespace}: start one with `ff worker`."
 
 
 class Offered(Obstacle, frozen=True):
@@ -151,7 +170,7 @@ class Offered(Obstacle, frozen=True):
     until: int
 
     def sentence(self) -> str:
-        return f"It is offered to {self.worker_id} until {self.until}."
+        return f"It is offered to {self.worker_id} until {instant(self.until)}."
 
 
 class Paused(Obstacle, frozen=True):
@@ -160,7 +179,7 @@ class Paused(Obstacle, frozen=True):
     since: int | None
 
     def sentence(self) -> str:
-        return f"It is held up: {self.reason}" + (f" ({self.detail})." if self.detail else ".")
+        return f"It is {plain(self.reason)}" + (f" ({first_line(self.detail)})." if self.detail else ".")
 
 
 class QueueMissing(Obstacle, frozen=True):
@@ -183,8 +202,9 @@ class Queued(Obstacle, frozen=True):
     running: int  # how much they run at the moment
 
     def sentence(self) -> str:
-        workers = ", ".join(self.workers)
-        return f"It waits for a free slot: {self.ahead} stand before it; {workers} could run it and run {self.running}."
+        behind = f" behind {counted(self.ahead, 'other')}" if self.ahead else ""
+        busy = f"{'runs' if len(self.workers) == 1 else 'run'} {self.running:,} now"
+        return f"It waits for a free slot{behind}; {some(self.workers)} could run it and {busy}."
 
 
 class Explanation(msgspec.Struct, frozen=True):

@@ -10,8 +10,9 @@ import msgspec
 
 from flowfabric import errors
 from flowfabric.engine.asks import FrameView, StateVector, StreamPage
-from flowfabric.engine.reads import ExecutionSnapshot, HistoryEntry, SnapshotPage
+from flowfabric.engine.reads import ExecutionSnapshot, HistoryEntry, IdMatches, SnapshotPage
 from flowfabric.engine.streams import Visibility
+from flowfabric.ids import id_prefixes
 from flowfabric.model import obstacles
 from flowfabric.model.answers import AttemptView
 from flowfabric.model.obstacles import Explanation
@@ -110,6 +111,16 @@ class Reading(Asking):
             "limit": limit,
         }
         return read((await self.wire.ask("GET", "/v1/executions/search", query=query)).body, SnapshotPage)
+
+    async def find_executions(
+        self, prefix: str, *, namespaces: Sequence[str] | None = None, limit: int = 10
+    ) -> IdMatches:
+        """Executions whose id begins like this, within the namespaces of the token."""
+        if namespaces is not None:
+            raise errors.InvalidInput("namespaces: a server looks in those of the token")
+        id_prefixes(prefix, self.partitions)  # refused here as it would be on a store
+        query = {"prefix": prefix, "limit": limit}
+        return read((await self.wire.ask("GET", "/v1/executions/ids", query=query)).body, IdMatches)
 
     # -- results --------------------------------------------------------------------------------------------------
 

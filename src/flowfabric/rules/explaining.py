@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from flowfabric.model import obstacles, verdicts
 from flowfabric.model.execution import MISSING_QUEUE, Execution
-from flowfabric.model.gate import Gate, GateKind
 from flowfabric.model.states import BlockingReason, EligibilityState, LifecyclePhase, OwnershipState
 from flowfabric.model.suspension import Suspension
 from flowfabric.model.worker import Worker
@@ -14,8 +13,6 @@ from flowfabric.rules import admission, budgets, claim, gates, waits, workers
 from flowfabric.rules.admission import QuotaSheet
 from flowfabric.rules.budgets import BudgetSheet
 from flowfabric.rules.policy import decode_terms
-
-FEW = 5  # names that a sentence can bear
 
 
 def of_itself(row: Execution, now: int) -> obstacles.Obstacle | None:
@@ -62,28 +59,8 @@ def of_suspension(row: Execution, root: Suspension | None) -> obstacles.Suspende
     if keys:
         return obstacles.Suspended(reason, keys, root.timeout_at)
     names, found = tuple(gates.waits_on(root)), waits.open_gates(root)
-    told = tuple(_waits_for(name, found[name]) for name in names if name in found)
+    told = tuple(gates.awaited(name, found[name]) for name in names if name in found)
     return obstacles.Suspended(reason, names, root.timeout_at, told)
-
-
-def _waits_for(name: str, gate: Gate) -> str:
-    """What opens this gate, in words."""
-    match gate.kind:
-        case GateKind.TIMER:
-            return obstacles.PASSING
-        case GateKind.MAILBOX:
-            return f"a message to {gate.mailbox}"
-        case GateKind.SIGNALS:
-            return f"an answer to {name.partition('#')[0]}"
-        case GateKind.CHILDREN:
-            ended = {vote.member for vote in gate.votes}
-            return f"the end of {_some([child for child in gate.children if child not in ended])}"
-
-
-def _some(names: Sequence[str]) -> str:
-    """The names, or of many the first ones and how many there are besides."""
-    more = f" and {len(names) - FEW} more" if len(names) > FEW else ""
-    return ", ".join(names[:FEW]) + more
 
 
 def may_show(row: Execution, need: budgets.Need) -> bool:

@@ -14,8 +14,10 @@ import msgspec
 
 from flowfabric.model.execution import Execution
 from flowfabric.model.gate import Gate, GateEnd, GateKind, GateMemo, Mail, Vote
+from flowfabric.model.obstacles import PASSING
 from flowfabric.model.states import TerminalOutcome
 from flowfabric.model.suspension import Suspension, Waitpoint
+from flowfabric.model.wording import some
 from flowfabric.rules import conditions, waits
 from flowfabric.rules.change import NOW, Insert, Write, at
 from flowfabric.rules.conditions import Arrival, Effect
@@ -80,6 +82,20 @@ def waits_on(root: Suspension | None) -> list[str]:
     """The gates that the function is parked on."""
     text = None if root is None else root.waits_on
     return [] if text is None else msgspec.json.decode(text, type=list[str])
+
+
+def awaited(name: str, gate: Gate) -> str:
+    """What closes this gate, in words."""
+    match gate.kind:
+        case GateKind.TIMER:
+            return PASSING
+        case GateKind.MAILBOX:
+            return f"a message to {gate.mailbox}"
+        case GateKind.SIGNALS:
+            return f"an answer to {name.removeprefix('approval:').partition('#')[0]}"
+        case GateKind.CHILDREN:
+            ended = {vote.member for vote in gate.votes}
+            return f"the end of {some([child for child in gate.children if child not in ended])}"
 
 
 def past(root: Suspension | None, names: Iterable[str], now: int) -> dict[str, tuple[Gate, GateEnd, Mail | None]]:

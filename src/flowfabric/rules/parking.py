@@ -209,7 +209,7 @@ def park(
         waitpoint_id=waitpoint_id,
         reason_code=reason_code,
         now=now,
-        what=f"{len(names)} wait{'s' if len(names) > 1 else ''}",
+        waits_for=" or ".join(gates.awaited(name, found[name]) for name in names),
         keys=[found[name].mailbox for name in names],
     )
     change = Change(

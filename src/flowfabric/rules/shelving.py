@@ -32,20 +32,22 @@ def shelved(
     waitpoint_id: str | None,
     reason_code: str,
     now: int,
-    what: str | None = None,
+    waits_for: str | None = None,
     keys: Iterable[str | None] = (),
 ) -> Patch:
     """The row without its lease, waiting; the deadline of the whole execution keeps running.
 
-    `keys` are what it waits on: one that names a budget lets room in that budget find it.
+    `keys` are what it waits on: one that names a budget lets room in that budget find it. `waits_for` says in words
+    what a function waits for.
     """
+    words = f"waitpoint {waitpoint_id} awaiting {reason_code}" if waits_for is None else f"waiting for {waits_for}"
     need = next((need for key in keys if (need := budgets.read_need(key, row.namespace))), None)
     fields = {
         **lease.release(row),
         "lifecycle_phase": LifecyclePhase.SUSPENDED,
         "eligibility_state": EligibilityState.NOT_APPLICABLE,
         "blocking_reason": BLOCKING.get(reason_code, BlockingReason.WAITING_FOR_SIGNAL),
-        "blocking_text": f"suspended: {what or f'waitpoint {waitpoint_id}'} awaiting {reason_code}",
+        "blocking_text": f"suspended: {words if need is None else f'waiting for room in budget {need.budget_id}'}",
         "attempt_state": AttemptState.ATTEMPT_INTERRUPTED,
         "attempt_suspended_at": NOW,
         "attempt_suspension": suspension_id,

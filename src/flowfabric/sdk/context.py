@@ -72,7 +72,7 @@ class Context(Waiting, Saying, Spending):
 
     @cached_property
     def random(self) -> random.Random:
-        """The same numbers in the same order on every attempt."""
+        """A `random.Random` seeded with the run's id: the same numbers in the same order on every attempt."""
         return random.Random(self.run_id)
 
     @property

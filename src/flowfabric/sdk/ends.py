@@ -19,6 +19,7 @@ from typing import Any
 from flowfabric.engine.engine import Engine
 from flowfabric.errors import FabricError, SchemaTooNew
 from flowfabric.model.answers import Claimed
+from flowfabric.model.wording import counted
 from flowfabric.sdk.outcomes import LEASE_IS_OVER, Away, Done, Failed, Outcome, is_unfit, is_verdict, reason_of, tell
 
 logger = logging.getLogger("flowfabric.worker")
@@ -47,6 +48,7 @@ class Ends:
         self._is_starting = False  # a lane that will take whatever is there when its turn comes
         self._tasks: set[asyncio.Task[None]] = set()
         self.succeeded = 0
+        self.failed = 0  # attempts, whether or not others follow
 
     def __len__(self) -> int:
         """How many are not told yet."""
@@ -123,7 +125,7 @@ class Ends:
                 else:
                     unheard.append((one, done, answer))
         except Exception:
-            logger.exception("the ends of %d attempts could not be told", len(claimed))
+            logger.exception("%s could not be reported as completed", counted(len(claimed), "attempt"))
         finally:
             answered()
             again = {one.lease_id for one, _, _ in unheard}
@@ -148,6 +150,7 @@ class Ends:
                 try:
                     await tell(self._engine, claimed.handle, outcome)
                     self.succeeded += type(outcome) is Done
+                    self.failed += type(outcome) is Failed
                     return
                 except FabricError as refused:
                     if is_verdict(refused):

@@ -71,7 +71,7 @@ class BudgetExceeded(Exception):
         self.used = used
         self.limit = limit
         self.asked = asked
-        super().__init__(f"budget {budget}: {dimension} is at {used} of {limit}, and {asked} more were asked for")
+        super().__init__(f"budget {budget}: {dimension} is at {used} of {limit}, and {asked} more would go beyond it")
 
 
 class RunEnded(Exception):

@@ -161,7 +161,10 @@ class Flow:
         )
 
     async def submit(self, *, key: str | None = None) -> FlowRun:
-        """Hand the whole flow over; it is kept when this returns. `key` makes that idempotent."""
+        """Hand the whole flow over; it is kept when this returns. `key` makes that idempotent.
+
+        A key holds as long as the flow is kept: the same name and key are the same flow.
+        """
         if not self.nodes:
             raise InvalidInput(f"flow {self.name}: it has no nodes")
         engine = await self.app.engine()

@@ -209,7 +209,9 @@ class Task(Generic[P, R]):
     ) -> Submitter[P, R]:
         """The task with other ways for the next submits; `key` makes a submit idempotent.
 
-        A key is the task's own: another task may use the same one for its work, and another lane changes nothing.
+        A key holds for 24 hours after the submit that first used it: until then the same key is the same run, ended or
+        not; later it makes a new one. It is the task's own: another task may use the same key, and another lane changes
+        nothing.
         `using` is a connection to the store's own Postgres database: the run then exists when its transaction commits.
         """
         changed: dict[str, Any] = {"delay_ms": None if delay is None else to_ms(delay, "delay")}

@@ -45,7 +45,17 @@ ROUNDS = 2  # how many ends a slot may be ahead of what is told
 
 
 class Worker:
-    """One process's share of the work."""
+    """Claims and runs the work of an app's tasks, in a process of its own or beside other code on an event loop.
+
+    `ff worker` and `app.run()` take a process. To work inside one that does other things, as a web service, run `work`
+    as a task, and at the end `stop` it and await that task:
+
+        worker = Worker(app, slots=10)
+        working = asyncio.create_task(worker.work())
+        ...
+        worker.stop()
+        await working
+    """
 
     def __init__(
         self,
@@ -97,6 +107,11 @@ class Worker:
     def done(self) -> int:
         """How many runs it has completed."""
         return 0 if self._ends is None else self._ends.succeeded
+
+    @property
+    def failed(self) -> int:
+        """How many attempts have failed, whether or not others follow."""
+        return 0 if self._ends is None else self._ends.failed
 
     # -- life -----------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Logs: one JSON object a line, ids as fields, no token and no secret in any of them."""
+"""Logs: one JSON object a line for machines, one plain line for people; no token and no secret in any of them."""
 
 from __future__ import annotations
 
@@ -31,10 +31,24 @@ class JsonLines(logging.Formatter):
         return _encode(told).decode()
 
 
-def log_to_stderr(level: str) -> None:
-    """Let every log of this process go to stderr, a line each."""
+class PlainLines(logging.Formatter):
+    """A record for a person: the time, the level, what happened, and its fields."""
+
+    default_time_format = "%H:%M:%S"
+    default_msec_format = None
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = " ".join(f"{name}={value}" for name, value in getattr(record, "fields", {}).items())
+        line = f"{self.formatTime(record)} {record.levelname.lower():<7} {record.getMessage()}"
+        told = f"{line}  {fields}" if fields else line
+        return f"{told}\n{self.formatException(record.exc_info)}" if record.exc_info else told
+
+
+def log_to_stderr(level: str, form: str = "auto") -> None:
+    """Let every log of this process go to stderr, a line each: as `json`, `plain`, or as suits whoever reads it."""
+    plain = sys.stderr.isatty() if form == "auto" else form == "plain"
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines())
+    handler.setFormatter(PlainLines() if plain else JsonLines())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())

@@ -62,7 +62,9 @@ class Server(uvicorn.Server):
             config = self.config
             raise ConfigError(f"cannot listen on {config.host}:{config.port}: {gone.__context__}") from None
         if self.started:
-            logs.logger.info("listening", extra={"fields": {"host": self.config.host, "port": self.port}})
+            host = self.config.host
+            url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+            logs.logger.info("listening", extra={"fields": {"host": host, "port": self.port, "url": url}})
         self.listening.set()
 
     @contextmanager

@@ -50,6 +50,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_feeds: int = 100  # live streams at a time for each token
     shutdown_grace_ms: int = 15_000
     log: str = "info"
+    log_format: str = "auto"  # json, plain, or auto: plain on a terminal
     engine: Settings = Settings()
 
     @property
@@ -96,6 +97,7 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> ServerSettings:
         max_connections=read.number("FF_MAX_CONNECTIONS", 1000),
         max_feeds=read.number("FF_MAX_FEEDS", 100),
         log=_log_level(environ),
+        log_format=read.choice("FF_LOG_FORMAT", "auto", "json", "plain"),
         engine=Settings(
             partitions=PartitionCounts(
                 read.number("FF_FLOW_PARTITIONS", 256, least=1, most=65_535),
@@ -140,6 +142,14 @@ class _Environment:
             if not least <= int(text) <= most:
                 raise ValueError(f"{text} is not within {least}..{most}")
             return int(text)
+
+        return self.value(name, default, parse)
+
+    def choice(self, name: str, default: str, *others: str) -> str:
+        def parse(text: str) -> str:
+            if text not in (default, *others):
+                raise ValueError(f"{text!r} is none of {', '.join((default, *others))}")
+            return text
 
         return self.value(name, default, parse)
 

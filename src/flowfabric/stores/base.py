@@ -168,11 +168,21 @@ class Where(msgspec.Struct, frozen=True, gc=False):
     value: Any = None
 
 
+def after_prefix(prefix: str) -> str | None:
+    """The first text after all that begin like this; None when there is none."""
+    kept = prefix.rstrip("\U0010ffff")
+    if not kept:
+        return None
+    last = ord(kept[-1]) + 1
+    return kept[:-1] + chr(0xE000 if last == 0xD800 else last)  # the half characters between are no text
+
+
 class Scan(msgspec.Struct, frozen=True):
     """A list: rows of one table that meet all conditions, ordered, strictly after a place.
 
-    `each` names a column that an `in` condition gives values for: the limit then holds for each of these values, so
-    that the first rows of many lines come in one trip.
+    `each` names a column that an `in` condition gives values for, or a `starts` condition several prefixes (none
+    of them empty): the limit then holds for each of these, so that the first rows of many lines or ranges come in one
+    trip.
     """
 
     row: type[msgspec.Struct]
@@ -184,12 +194,18 @@ class Scan(msgspec.Struct, frozen=True):
 
     def of_each(self) -> list[Scan]:
         """The same as one list for each value, for stores that read them one after the other."""
-        named = next(one for one in self.where if one.column == self.each and one.op == "in")
+        named = self.named
         others = tuple(one for one in self.where if one is not named)
+        op: Op = "=" if named.op == "in" else "starts"
         return [
-            msgspec.structs.replace(self, where=(Where(named.column, "=", value), *others), each=None)
+            msgspec.structs.replace(self, where=(Where(named.column, op, value), *others), each=None)
             for value in dict.fromkeys(named.value)
         ]
+
+    @property
+    def named(self) -> Where:
+        """The condition that `each` is about."""
+        return next(one for one in self.where if one.column == self.each and one.op in ("in", "starts"))
 
 
 class Tally(msgspec.Struct, frozen=True):

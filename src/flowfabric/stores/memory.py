@@ -100,16 +100,22 @@ class Shelf:
 
     def _among(self, scan: Scan) -> Iterator[Any]:
         """Those whose key begins with what the conditions say, after the place of the list."""
+        first = self.codec.table.key[0]
+        start = next((one.value for one in scan.where if one.op == "starts" and one.column == first), None)
+        if start:
+            keys = islice(self.keys, bisect_left(self.keys, (start,)), None)
+            yield from (self.rows[key] for key in takewhile(lambda key: key[0].startswith(start), keys))
+            return
         given = {one.column: one.value for one in scan.where if one.op == "="}
         names = self.codec.table.key
         prefix = tuple(given[name] for name in takewhile(given.__contains__, names))
         if not prefix:
             yield from self.rows.values()
             return
-        start = prefix
+        begin = prefix
         if scan.after is not None and scan.order[: len(scan.after)] == names[: len(scan.after)]:
-            start = max(prefix, scan.after)
-        for key in islice(self.keys, bisect_left(self.keys, start), None):
+            begin = max(prefix, scan.after)
+        for key in islice(self.keys, bisect_left(self.keys, begin), None):
             if key[: len(prefix)] != prefix:
                 return
             yield self.rows[key]

@@ -10,7 +10,7 @@ from msgspec import UNSET, Meta, UnsetType
 from flowfabric import ids
 from flowfabric.engine import pulling
 from flowfabric.engine.engine import Capabilities
-from flowfabric.engine.reads import ExecutionSnapshot, HistoryEntry, LanePage, SnapshotPage
+from flowfabric.engine.reads import MAX_MATCHES, ExecutionSnapshot, HistoryEntry, IdMatches, LanePage, SnapshotPage
 from flowfabric.engine.suspensions import SuspendedPage
 from flowfabric.model.answers import AttemptView
 from flowfabric.model.api_token import Scope
@@ -67,6 +67,25 @@ async def search_executions(ask: Ask[None]) -> Reply:
         limit=ask.number("limit", 50),
     )
     return json(page)
+
+
+@routes.get(
+    "/v1/executions/ids",
+    {200: IdMatches},
+    subject=Subject.OWN,
+    query=(
+        Param("prefix", {"type": "string", "description": "the beginning of an id; its partition may be left out"}),
+        Param("limit", {"type": "integer", "minimum": 1, "maximum": MAX_MATCHES}),
+    ),
+)
+async def find_executions(ask: Ask[None]) -> Reply:
+    """Executions whose id begins like this, within the namespaces of the token."""
+    own = ask.principal.namespaces
+    return json(
+        await ask.engine.find_executions(
+            ask.query("prefix") or "", namespaces=None if own is None else sorted(own), limit=ask.number("limit", 10)
+        )
+    )
 
 
 @routes.get(f"{ONE}/snapshot", {200: ExecutionSnapshot}, subject=Subject.EXECUTION)

@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from flowfabric.model.execution import Execution, LineKey
-from flowfabric.stores.base import Due, Loaded, Scan, Tally, Want, Where
+from flowfabric.stores.base import Due, Loaded, Scan, Tally, Want, Where, after_prefix
 from flowfabric.stores.codec import CODEC, LineAt, LineOf, encode
 from flowfabric.stores.postgres.dead_entries import Range
 from flowfabric.stores.postgres.habits import travelling, words_of_list
@@ -147,13 +147,17 @@ class Conditions:
         """A parameter that is compared with a column."""
         return self.given(encode(value, self._line_of), column_type(self._columns[column]))
 
-    def each(self, scan: Scan) -> str:
-        """The values that a list is made for, as an array; empty when it is one list."""
-        if scan.each is None:
-            return ""
-        [named] = [one for one in scan.where if one.column == scan.each and one.op == "in"]
-        values = {encode(value, self._line_of) for value in named.value} - {None}
-        return self.given(sorted(values), column_type(self._columns[scan.each]) + "[]")
+    def each(self, scan: Scan) -> tuple[str, str]:
+        """The values that a list is made for as `v`, and how a row meets one of them."""
+        named = scan.named
+        kind = column_type(self._columns[named.column]) + "[]"
+        column = f't."{named.column}"'
+        if named.op == "in":
+            values = {encode(value, self._line_of) for value in named.value} - {None}
+            return f"unnest({self.given(sorted(values), kind)}) as v(each)", f"{column} = v.each"
+        ranges = {start: after_prefix(start) for start in named.value}  # both ends, so that an index finds each range
+        lists = f"{self.given([*ranges], kind)}, {self.given([*ranges.values()], kind)}"
+        return f"unnest({lists}) as v(each, until)", f"{column} >= v.each and {column} < v.until"
 
     def meets(self, one: Where) -> str:
         """The condition in words."""
@@ -167,8 +171,9 @@ class Conditions:
                 values = [encode(value, self._line_of) for value in one.value]
                 return f"{column} = any({self.given(values, column_type(self._columns[one.column]) + '[]')})"
             case "starts":
-                start = self.of(one.column, one.value)
-                return f"({column} >= {start} and starts_with({column}, {start}))"
+                until = after_prefix(one.value)  # or an index would be read to its end
+                start = f"{column} >= {self.of(one.column, one.value)}"
+                return start if until is None else f"({start} and {column} < {self.of(one.column, until)})"
             case _:
                 return f"{column} {one.op} {self.of(one.column, one.value)}"
 
@@ -235,8 +240,8 @@ def scan_words(scan: Scan, line_of: LineOf) -> tuple[str, list[Any]]:
     """The rows of a list, in its order and then by key."""
     conditions = Conditions(scan.row, line_of)
     table = conditions.table
-    each = conditions.each(scan)
-    met = [conditions.meets(one) for one in scan.where if scan.each is None or one.column != scan.each]
+    each, is_one = ("", "") if scan.each is None else conditions.each(scan)
+    met = [conditions.meets(one) for one in scan.where if scan.each is None or one is not scan.named]
     order = scan.order + tuple(name for name in table.key if name not in scan.order)
     if scan.after is not None:
         names = order[: len(scan.after)]
@@ -249,8 +254,8 @@ def scan_words(scan: Scan, line_of: LineOf) -> tuple[str, list[Any]]:
         return f"select {columns_of(table, 't.')} {meeting} {ordered} {limited}", conditions.values
     # By value, or the first rows of all of them together would be looked for in one heap.
     words = (
-        f"select {columns_of(table, 't.')} from unnest({each}) as v(each), lateral (select t.* {meeting}"
-        f' and t."{scan.each}" = v.each {ordered} {limited}) t {ordered}'
+        f"select {columns_of(table, 't.')} from {each}, lateral (select t.* {meeting}"
+        f" and {is_one} {ordered} {limited}) t {ordered}"
     )
     return words, conditions.values
 

@@ -13,7 +13,7 @@ import msgspec
 
 from flowfabric.model.execution import Execution
 from flowfabric.rules.change import Form, FromNow, Like, Own
-from flowfabric.stores.base import Where
+from flowfabric.stores.base import Where, after_prefix
 from flowfabric.stores.codec import EVENT_COLUMNS, encode, no_line
 from flowfabric.stores.rows import TABLE, Table, index_of
 from flowfabric.stores.sqlite.claimed import INPUT
@@ -245,18 +245,9 @@ def condition(where: Where, encode: Callable[[Any], Any]) -> tuple[str, list[Any
             choices = [encode(choice) for choice in where.value]
             return f"{column} IN ({','.join('?' * len(choices))})", choices
         case "starts":
-            end = _after_prefix(where.value)
+            end = after_prefix(where.value)
             if end is None:
                 return f"{column} >= ?", [where.value]
             return f"{column} >= ? AND {column} < ?", [where.value, end]
         case _:
             return f"{column} {where.op} ?", [encode(where.value)]
-
-
-def _after_prefix(prefix: str) -> str | None:
-    """The first text after all that begin like this; None when there is none."""
-    kept = prefix.rstrip("\U0010ffff")
-    if not kept:
-        return None
-    last = ord(kept[-1]) + 1
-    return kept[:-1] + chr(0xE000 if last == 0xD800 else last)  # the half characters between are no text

@@ -1,0 +1,96 @@
+"""`ff result`: what came of an execution."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flowfabric.cli.executions import IdArgument, readable
+from flowfabric.cli.stores import StoreOrServerOption, on_execution
+from flowfabric.cli.telling import JsonOption, document
+from flowfabric.cli.watching import Obstacles
+
+if TYPE_CHECKING:
+    from flowfabric import Engine
+    from flowfabric.engine.pulling import Ended
+
+EXIT_CODES = {"success": 0, "failed": 1, "cancelled": 3, "expired": 4, "skipped": 4}
+NOT_ENDED = 5
+LOOK_MS = 1000
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command()(result)
+
+
+def result(
+    execution_id: IdArgument,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait until it has ended.")] = False,
+    timeout: Annotated[
+        str | None, typer.Option(metavar="LENGTH", help='Wait no longer than this: "30s", "5m".', show_default=False)
+    ] = None,
+    store: StoreOrServerOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Print the result of an execution.
+
+    The exit code is 0 when it succeeded, 1 when it failed, 3 when it was cancelled, 4 when it expired or was skipped,
+    5 when it has not ended.
+    """
+
+    async def ended(engine: Engine, full_id: str) -> tuple[str, Ended | None, str]:
+        from flowfabric.sdk.durations import to_ms
+
+        limit_ms = 0 if timeout is None and not wait else None if timeout is None else to_ms(timeout, "timeout")
+        end = await _wait_for_end(engine, full_id, limit_ms, tell=not json)
+        why = "" if end is not None else (await engine.explain(full_id)).sentence
+        return full_id, end, why
+
+    full_id, end, why = on_execution(store, execution_id, ended)
+    outcome = None if end is None else end.outcome.value
+    if json:
+        document({"execution_id": full_id, "outcome": outcome, **_told(end)})
+    elif end is None:
+        typer.echo(f"ff: {full_id} has not ended. {why}", err=True)
+        if not wait:
+            typer.echo("Hint: --wait waits for its end", err=True)
+    elif outcome == "success":
+        _print_bytes(end.result or b"")
+    else:
+        typer.echo(f"ff: {full_id} {_HOW[end.outcome.value]}" + (f": {end.reason}" if end.reason else ""), err=True)
+    raise typer.Exit(NOT_ENDED if outcome is None else EXIT_CODES[outcome])
+
+
+_HOW = {"failed": "failed", "cancelled": "was cancelled", "expired": "expired", "skipped": "was skipped"}
+
+
+async def _wait_for_end(engine: Engine, execution_id: str, limit_ms: int | None, *, tell: bool) -> Ended | None:
+    """The end, waited for, for ever without a limit; meanwhile people are told why it is not running."""
+    from time import monotonic
+
+    if limit_ms == 0:
+        return await engine.await_end(execution_id)
+    obstacles = Obstacles(engine, execution_id)
+    until = None if limit_ms is None else monotonic() + limit_ms / 1000
+    while True:
+        left_ms = LOOK_MS if until is None else min(LOOK_MS, max(0, round((until - monotonic()) * 1000)))
+        end = await engine.await_end(execution_id, max_wait_ms=left_ms)
+        if end is not None or (until is not None and monotonic() >= until):
+            return end
+        if tell and (news := await obstacles.news()):
+            typer.echo(f"· {news}", err=True)
+
+
+def _told(end: Ended | None) -> dict[str, Any]:
+    if end is None:
+        return {"result": None, "reason": None}
+    succeeded = end.outcome.value == "success"
+    return {"result": readable(end.result), "reason": None if succeeded else end.reason}
+
+
+def _print_bytes(result: bytes) -> None:
+    """The exact bytes; a terminal gets a line end after them."""
+    typer.echo(result, nl=sys.stdout.isatty() and not result.endswith(b"\n"))

@@ -1,0 +1,59 @@
+"""Ids as people type them: whole, or as much of the beginning as is unique."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from flowfabric import Engine
+
+MOST_SHOWN = 10
+UUID_DIGITS = 32
+
+
+async def full_execution_id(engine: Engine, text: str) -> str:
+    """The execution that an id, or its unique beginning, stands for. Of several the message lists the first."""
+    from flowfabric.errors import InvalidInput, NotFound
+    from flowfabric.ids import parse_execution_id
+
+    try:
+        return parse_execution_id(text)
+    except InvalidInput:
+        matches = await engine.find_executions(text, limit=MOST_SHOWN)
+    if not matches.execution_ids:
+        raise NotFound("execution", f"no id begins with {text!r}")
+    if len(matches.execution_ids) == 1 and not matches.more:
+        return matches.execution_ids[0]
+    kinds = await engine.read_kinds(matches.execution_ids)
+    raise _ambiguous("execution_id", text, [f"{one}  {kinds.get(one, '')}" for one in matches.execution_ids])
+
+
+async def full_budget_id(engine: Engine, text: str, namespace: str) -> str:
+    """The budget of a namespace that an id, or its unique beginning, stands for."""
+    from uuid import UUID
+
+    from flowfabric.errors import NotFound
+    from flowfabric.ids import InvalidUuid, parse_uuid
+
+    try:
+        return parse_uuid(text, "budget_id")
+    except InvalidUuid:
+        digits = text.replace("-", "").lower()
+        if not digits or len(digits) >= UUID_DIGITS or not set(digits) <= set("0123456789abcdef"):
+            raise
+    first = int(digits.ljust(UUID_DIGITS, "0"), 16)  # lists begin after their cursor
+    cursor = str(UUID(int=first - 1)) if first else None
+    listed = await engine.list_budgets(cursor=cursor, limit=MOST_SHOWN, namespace=namespace)
+    found = [one for one in listed if one.replace("-", "").startswith(digits)]
+    if not found:
+        raise NotFound("budget", f"no id begins with {text!r}")
+    if len(found) > 1:
+        raise _ambiguous("budget_id", text, found)
+    return found[0]
+
+
+def _ambiguous(field: str, text: str, candidates: list[str]) -> Exception:
+    from flowfabric.errors import InvalidInput
+
+    listed = "\n".join(f"  {one.rstrip()}" for one in candidates)
+    return InvalidInput(f"{field}: more than one begins with {text!r}; give more of it:\n{listed}")

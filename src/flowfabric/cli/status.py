@@ -1,0 +1,107 @@
+"""A status line: the last line of a terminal, written again while output goes on above it."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+CLEAR = "\r\x1b[K"
+
+
+class StatusLine:
+    """Draws one line on a terminal. Safe in threads, since handlers print from theirs."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._text = ""
+        self._drawn = False
+        self._is_mid_line = False  # somebody's output goes on; a status there would be part of it
+        self._lock = threading.RLock()
+
+    def show(self, text: str) -> None:
+        """Draw this instead of what is there."""
+        with self._lock:
+            if text != self._text or not self._drawn:
+                self._text = text
+                self._erase()
+                self._draw()
+
+    def write_above(self, stream: TextIO, text: str) -> int:
+        """Write to a stream of the same terminal, above the status."""
+        with self._lock:
+            self._erase()
+            stream.write(text)
+            stream.flush()
+            if text:
+                self._is_mid_line = not text.endswith("\n")
+            self._draw()
+        return len(text)
+
+    def close(self) -> None:
+        """Leave the terminal as if there had been no status."""
+        with self._lock:
+            self._erase()
+            self._text = ""
+
+    def _erase(self) -> None:
+        if self._drawn:
+            self._stream.write(CLEAR)
+            self._stream.flush()
+            self._drawn = False
+
+    def _draw(self) -> None:
+        if self._text and not self._is_mid_line:
+            self._stream.write(self._text[: shutil.get_terminal_size().columns - 1])
+            self._stream.flush()
+            self._drawn = True
+
+
+class _Above(io.TextIOBase):
+    """Stands in for a stream of the process while a status is shown."""
+
+    def __init__(self, stream: TextIO, status: StatusLine) -> None:
+        self._stream = stream
+        self._status = status
+
+    def write(self, text: str) -> int:
+        return self._status.write_above(self._stream, text)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def isatty(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def writable(self) -> bool:
+        return True
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._stream.encoding
+
+
+@contextmanager
+def status_line() -> Iterator[StatusLine | None]:
+    """A status on stderr for as long as this lasts; None where nobody would see it."""
+    if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
+        yield None
+        return
+    out, err = sys.stdout, sys.stderr
+    status = StatusLine(err)
+    sys.stderr = _Above(err, status)
+    if out.isatty():
+        sys.stdout = _Above(out, status)
+    try:
+        yield status
+    finally:
+        status.close()
+        sys.stdout, sys.stderr = out, err

@@ -1,0 +1,106 @@
+"""`ff result`: the result's exact bytes, and an exit code for each kind of end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from flowfabric import Engine
+from tests.cli.terminal import Terminal
+from tests.remote.serving import serving
+
+
+@pytest.fixture(params=["store", "server"])
+def ff(ff: Terminal, request: pytest.FixtureRequest) -> Iterator[Terminal]:
+    """A terminal on a store, or on a server in front of it."""
+    if request.param == "store":
+        yield ff
+    else:
+        with serving(ff.store) as server:
+            yield Terminal(server.url, ff.store)
+
+
+def end(ff: Terminal, **given: Any) -> None:
+    """Claim the only waiting execution and end it."""
+
+    async def ended(engine: Engine) -> None:
+        claimed = await engine.claim("default", worker_id="w", worker_instance_id="w-1")
+        assert claimed is not None
+        if "result" in given:
+            await engine.complete(claimed.handle, **given)
+        else:
+            await engine.fail(claimed.handle, category="permanent", **given)
+
+    ff.engine(ended)
+
+
+@pytest.mark.parametrize("result", [b'{"ok":true}', b"\xff\x00", b""])
+def test_the_result_is_printed_byte_for_byte(ff: Terminal, result: bytes) -> None:
+    execution = ff.submit()
+    end(ff, result=result)
+
+    answer = ff.run("result", execution)
+
+    assert (answer.exit_code, answer.stdout_bytes, answer.stderr) == (0, result, "")
+
+
+def test_a_document_has_the_outcome_too(ff: Terminal) -> None:
+    execution = ff.submit()
+    end(ff, result=b"42")
+
+    assert ff.document("result", execution) == {
+        "execution_id": execution,
+        "outcome": "success",
+        "result": {"bytes": 2, "text": "42"},
+        "reason": None,
+    }
+
+
+def test_a_failure_and_a_cancel_have_exit_codes_of_their_own(ff: Terminal) -> None:
+    failed = ff.submit()
+    end(ff, reason="no luck")
+    cancelled = ff.submit()
+    ff.says("cancel", cancelled, "--reason", "not needed")
+
+    for execution, code, words in ((failed, 1, "failed: no luck"), (cancelled, 3, "was cancelled: not needed")):
+        answer = ff.run("result", execution)
+        assert (answer.exit_code, answer.stdout) == (code, "")
+        assert answer.stderr == f"ff: {execution} {words}\n"
+        assert ff.run("result", execution, "--json").exit_code == code
+
+
+def test_what_has_not_ended_is_told_with_the_reason(ff: Terminal) -> None:
+    execution = ff.submit()
+
+    for options in ((), ("--timeout", "10ms")):
+        answer = ff.run("result", execution, *options)
+        assert (answer.exit_code, answer.stdout) == (5, "")
+        assert f"ff: {execution} has not ended. No live worker serves lane default" in answer.stderr
+    assert "Hint: --wait waits for its end" in ff.run("result", execution).stderr
+
+
+def test_wait_waits_for_the_end(ff: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flowfabric.cli.results.LOOK_MS", 50)
+    execution = ff.submit()
+    heard: list[Any] = []
+    told = threading.Event()
+    explain = Engine.explain
+
+    async def seen(engine: Engine, execution_id: str) -> Any:
+        answer = await explain(engine, execution_id)
+        told.set()
+        return answer
+
+    monkeypatch.setattr(Engine, "explain", seen)
+    listener = threading.Thread(target=lambda: heard.append(ff.run("result", execution, "--wait")))
+    listener.start()
+    assert told.wait(30)
+    end(ff, result=b"42")
+    listener.join(30)
+
+    [answer] = heard
+    assert (answer.exit_code, answer.stdout) == (0, "42")
+    assert answer.stderr.startswith("· No live worker serves lane default")
