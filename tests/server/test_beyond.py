@@ -127,7 +127,7 @@ async def test_a_result_is_waited_for(ask: Asking) -> None:
     assert (await ask.get(path(fresh(), "result") + "?wait_ms=10")).status_code == 404
 
 
-async def test_results_of_many_are_read_in_one_trip(ask: Asking) -> None:
+async def test_results_of_many_are_read_together(ask: Asking) -> None:
     done, waiting = await ask.completed(b"x"), await ask.created()
     answer = await ask.post("/v1/executions/results", {"execution_ids": [done, waiting]})
 

@@ -227,7 +227,7 @@ async def test_a_head_without_end_is_cut_off(ask: Asking, address: str) -> None:
     writer.close()
 
 
-@pytest.mark.parametrize("begun", [b"", b"GET /healthz HTTP/1.1\r\nhost: x\r\n"])
+@pytest.mark.parametrize("begun", [b"", b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n"])
 async def test_a_request_has_to_come_in_time(
     ask: Asking, address: str, monkeypatch: pytest.MonkeyPatch, begun: bytes
 ) -> None:
@@ -242,7 +242,9 @@ async def test_a_request_has_to_come_in_time(
 async def test_a_body_has_to_come_in_time(ask: Asking, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flowfabric.server.bodies.BODY_S", 0.05)
     reader, writer = await asyncio.open_connection("127.0.0.1", int(address.rpartition(":")[2]))
-    head = b"POST /v1/flows HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{"
+    head = (
+        b"POST /v1/flows HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{"
+    )
     writer.write(head)
     async with asyncio.timeout(10):
         answer = await reader.read()
@@ -255,13 +257,15 @@ async def test_raw_braces_and_chunked_bodies_are_understood_on_the_wire(ask: Ask
     execution_id = await ask.created()
     port = int(address.rpartition(":")[2])
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(f"GET /v1/executions/{execution_id}/state HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
+    writer.write(
+        f"GET /v1/executions/{execution_id}/state HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n".encode()
+    )
     assert (await reader.read()).endswith(b'"waiting"')
     writer.close()
 
     body = json.dumps(ask.cancel(execution_id)).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = f"POST {path(execution_id, 'cancel')} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+    head = f"POST {path(execution_id, 'cancel')} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
     writer.write(f"{head}content-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n".encode())
     for part in (body[:10], body[10:]):
         writer.write(f"{len(part):x}\r\n".encode() + part + b"\r\n")

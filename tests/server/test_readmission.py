@@ -19,6 +19,7 @@ from flowfabric.server.routes import PAGES
 from flowfabric.settings import Secret
 from tests.server.asking import Asking, path, serving, until
 
+WORKER: dict[str, Any] = {"worker_id": "w", "worker_instance_id": "w:1"}
 EVENTS = ["/v1/events/completions", "/v1/events/leases", "/v1/events/signals", "/v1/events/operators"]
 
 
@@ -166,7 +167,10 @@ async def test_work_that_is_claimed_for_a_revoked_token_is_handed_back(ask: Aski
     answer = await poll
 
     assert answer.status_code == 401
-    assert await engine.read_execution_state(execution_id) is not None
+    snapshot = await engine.describe_execution(execution_id)
+    assert snapshot is not None
+    assert snapshot.current_lease is None, "nobody holds it"
+    assert [work.execution_id for work in await engine.claim_from_lanes(["L"], 1, **WORKER)] == [execution_id]
 
 
 async def test_a_store_that_cannot_be_asked_ends_a_feed(

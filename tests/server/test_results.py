@@ -34,7 +34,7 @@ async def test_an_answer_holds_so_many_bytes_and_names_the_rest(ask: Asking) -> 
     while wanted:
         answer = (await ask.post("/v1/executions/results", {"execution_ids": wanted})).json()
         pages.append(answer["results"])
-        wanted = answer["rest"]
+        wanted = answer.get("rest", [])
 
     assert [len(page) for page in pages] == [4, 3, 3, 1]
     assert [one for page in pages for one in page] == [waiting, *executions]
@@ -49,7 +49,7 @@ async def test_a_result_beyond_the_limit_comes_alone(ask: Asking) -> None:
     while wanted:
         answer = (await ask.post("/v1/executions/results", {"execution_ids": wanted})).json()
         sizes.append(len(answer["results"]))
-        wanted = answer["rest"]
+        wanted = answer.get("rest", [])
 
     assert sizes == [1, 1, 1]
 

@@ -89,13 +89,13 @@ class App:
         ask.principal = await self.guard.admit(ask.headers.get(b"authorization"), ask.peer)
         ask.admitted_at = asyncio.get_running_loop().time()
 
-    async def readmit(self, ask: Ask[Any]) -> None:
-        """Refuse a caller that was let in a while ago and would not be now; the store is asked every `readmit_s`."""
+    async def readmit(self, ask: Ask[Any], after_s: float | None = None) -> None:
+        """Refuse a caller that was let in `after_s` ago, or `readmit_s`, and would not be now."""
         before, scope = ask.principal, ask.scope
         # Tokens of the settings hold as long as this process does.
         if scope is None or before is ANYBODY or before is ROOT:
             return
-        if asyncio.get_running_loop().time() - ask.admitted_at < self.readmit_s:
+        if asyncio.get_running_loop().time() - ask.admitted_at < (self.readmit_s if after_s is None else after_s):
             return
         await self.admit(ask)
         ask.principal.needs(scope)

@@ -167,6 +167,13 @@ class Ask(Generic[B]):
         if self.app.spans.is_on:
             self.app.spans.ended(self.holder.fields, outcome)
 
+    async def check_admission(self, after_s: float | None = None) -> None:
+        """Bar a caller whose token is not good any more, or cannot be looked up: it hears no answer but that."""
+        try:
+            await self.app.readmit(self, after_s)
+        except (Refused, errors.FabricError) as refused:
+            self.barred, self.is_gone = refused, True
+
     @asynccontextmanager
     async def listening(self, on_end: Callable[[], None]) -> AsyncIterator[Callable[[], bool]]:
         """While a request waits: whether its caller is still there and the server goes on; `on_end` when not."""
@@ -178,13 +185,10 @@ class Ask(Generic[B]):
             on_end()
 
         async def stay_admitted() -> None:
-            try:
-                while True:
-                    await asyncio.sleep(self.app.readmit_s)
-                    await self.app.readmit(self)
-            except (Refused, errors.FabricError) as refused:
-                self.barred, self.is_gone = refused, True
-                on_end()
+            while self.barred is None:
+                await asyncio.sleep(self.app.readmit_s)
+                await self.check_admission(after_s=0)
+            on_end()
 
         watchers = [asyncio.create_task(hang_up())]
         if self.scope is not None and self.principal is not ANYBODY:

@@ -25,7 +25,7 @@ PASSING = frozenset({401, 403, 408, 429})
 
 _FIELDS = FIELDS.encode()
 
-Key = tuple[str, bytes, bytes]
+Key = tuple[str, bytes, bytes, bytes]
 
 
 class Once:
@@ -87,7 +87,7 @@ def key_of(who: str, method: str, path: bytes, headers: dict[bytes, bytes]) -> K
     if not given or method in ("GET", "HEAD") or len(given) > LONGEST_KEY:
         return None
     # Who asks is part of it: nobody hears an answer that was meant for somebody else.
-    return who, method.encode() + b" " + path, given
+    return who, headers.get(b"authorization", b""), method.encode() + b" " + path, given
 
 
 def content_of(query: bytes, headers: dict[bytes, bytes], body: bytes) -> bytes:

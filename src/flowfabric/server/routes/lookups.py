@@ -190,7 +190,7 @@ class ResultsBody(Body, frozen=True):
         checked(ids.parse_execution_id, *self.execution_ids)
 
 
-class ResultsOf(msgspec.Struct, frozen=True):
+class ResultsOf(msgspec.Struct, frozen=True, omit_defaults=True):
     """Results in base64 by execution, null for one that has none; `rest` are those to ask for next."""
 
     results: dict[str, bytes | None]

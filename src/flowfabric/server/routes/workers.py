@@ -103,6 +103,7 @@ async def claim(ask: Ask[ClaimsBody]) -> Reply:
                 namespaces=ask.principal.namespaces if body.namespaces is None else body.namespaces,
                 **body.told("lanes", "wait_ms", "namespaces"),
             )
+        await ask.check_admission()
         if claimed and ask.is_gone:
             await _hand_back(ask.engine, claimed)
             claimed = []
