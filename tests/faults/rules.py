@@ -257,7 +257,7 @@ RULES = (
     Fault(
         "a late word of room wakes from another wait",
         "rules/sleeping.py",
-        "is not LifecyclePhase.SUSPENDED or need not in shelving.needs(root):",
+        "is not LifecyclePhase.SUSPENDED or need not in shelving.needs(row, root):",
         "is not LifecyclePhase.SUSPENDED:",
         "tests/scenarios/test_sleeping_late.py",
     ),

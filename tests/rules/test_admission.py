@@ -86,7 +86,7 @@ def reread(before: QuotaSheet, after: QuotaSheet) -> QuotaSheet:
     for write in change.writes if change else ():
         match write:
             case Delete(row=kind, key=key):
-                del rows["slot" if kind is QuotaSlot else "request", *key[1:]]
+                del rows["slot" if kind is QuotaSlot else "request", *key[2:]]
             case Put(row=QuotaSlot() as slot):
                 rows["slot", slot.execution_id] = slot
             case Put(row=QuotaRequest() as request):

@@ -194,15 +194,15 @@ def reread(stored: dict[Any, Any]) -> BudgetSheet:
 def _key(row: Any) -> tuple[Any, ...]:
     match row:
         case Budget():
-            return (row.budget_id,)
+            return row.namespace, row.budget_id
         case BudgetDimension():
-            return row.budget_id, row.dimension
+            return row.namespace, row.budget_id, row.dimension
         case BudgetSpend():
-            return row.budget_id, row.execution_id, row.dimension
+            return row.namespace, row.budget_id, row.execution_id, row.dimension
         case Reservation():
-            return row.budget_id, row.reservation_id, row.dimension
+            return row.namespace, row.budget_id, row.reservation_id, row.dimension
         case UsageKey():
-            return row.budget_id, row.digest, row.expires_at
+            return row.namespace, row.budget_id, row.digest, row.expires_at
         case _:
             raise AssertionError(row)
 
