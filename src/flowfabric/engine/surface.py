@@ -42,7 +42,7 @@ INTERNAL: Final = frozenset(
         *("dispatched", "delivered", "folds_done", "frames_written", "finish_background", "stop_timers"),
         # between the engine and the library above it
         *("nudge", "read_votes", "read_token_of", "remembered_steps", "reserved_for", "read_levels", "holder_of"),
-        *("ensure_partitions", "shutdown_prepare"),
+        *("ensure_partitions", "shutdown_prepare", "executions_without_queue", "snapshot_holders"),
     }
 )
 
