@@ -1,4 +1,4 @@
-"""An asynchronous standby takes over and does not know the last commits: what is acknowledged afterwards is not lost."""
+"""An asynchronous standby takes over without the last commits: what is acknowledged afterwards is not lost."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def engine(server: PostgresServer, request: pytest.FixtureRequest) -> Asyn
 
 async def submit(engine: Engine, lane: str, count: int = COUNT) -> set[str]:
     """Create work on a lane, through an outage if need be; the acknowledged ids."""
-    found = set()
+    found = set[str]()
     for _ in range(count):
         execution_id = engine.new_execution_id()
         while execution_id not in found:
@@ -54,7 +54,7 @@ async def submit(engine: Engine, lane: str, count: int = COUNT) -> set[str]:
 
 async def work(engine: Engine, lane: str) -> set[str]:
     """Claim and complete what there is on a lane; the ids."""
-    done = set()
+    done = set[str]()
     while claimed := await engine.claim_many(lane, 10, **WHO):
         for one in claimed:
             await engine.complete(one.handle)
@@ -64,7 +64,7 @@ async def work(engine: Engine, lane: str) -> set[str]:
 
 async def heard(feed: Subscription[Completion]) -> tuple[set[str], int]:
     """The executions whose ends are reported, up to the end of the feed, and the number of reported gaps."""
-    found, gaps = set(), 0
+    found, gaps = set[str](), 0
     while True:
         try:
             news = await feed.next(timeout_s=0)

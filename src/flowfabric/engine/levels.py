@@ -10,13 +10,14 @@ import asyncio
 from functools import cached_property
 
 from flowfabric.engine.core import Core
+from flowfabric.model.deployment import SnapshotHolder
 from flowfabric.model.execution import Execution, LineKey
 from flowfabric.model.flow import CancelBacklog, EdgeGroup
 from flowfabric.model.suspension import Suspension
 from flowfabric.model.worker import Worker
 from flowfabric.rules import levels
 from flowfabric.rules.levels import BY, Place
-from flowfabric.stores.base import Scan, Tally, Where
+from flowfabric.stores.base import NamesSnapshotHolders, Scan, Tally, Where
 
 FRESH_S = 5.0
 MOST_COUNTED = 50_000  # executions of a place
@@ -52,6 +53,17 @@ class Levels(Core):
                 self.meters.rises(name, level, **labels)
             self.meters.stands_at(BACKLOG, len(backlog))
             self._levels_read_at = clock()
+
+    async def executions_without_queue(self, limit: int) -> list[str]:
+        """The executions that no claim finds, since their ready queue is missing from the store."""
+        return await self.patiently(lambda: self.store.unlisted(limit))
+
+    async def snapshot_holders(self, limit: int) -> list[SnapshotHolder] | None:
+        """Who keeps the store from removing dead rows, the oldest first; None where nobody can."""
+        store = self.store
+        if not isinstance(store, NamesSnapshotHolders):
+            return None
+        return await self.patiently(lambda: store.snapshot_holders(limit))
 
     async def _tallies(self) -> dict[Place, Tally]:
         lines: list[LineKey] = await self.store.lines()

@@ -29,8 +29,8 @@ class Subscription(AsyncIterator[N]):
     """The events of one feed after a place. Reading ahead is bounded by one page; a slow reader slows itself only.
 
     What has to be said besides events is raised where it belongs among them. After `StreamBackpressure` (a gap: events
-    were no longer kept, or the cursor points to what the store has lost) and `Corruption` (one could not be read) the next one can be asked for; `StreamDisconnected` is the
-    end, and subscribing with its cursor loses nothing.
+    were no longer kept, or the cursor points to what the store has lost) and `Corruption` (one could not be read) the
+    next one can be asked for; `StreamDisconnected` is the end, and subscribing with its cursor loses nothing.
     """
 
     def __init__(

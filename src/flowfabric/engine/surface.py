@@ -44,6 +44,7 @@ INTERNAL: Final = frozenset(
         # between the engine and the library above it
         *("nudge", "read_votes", "read_token_of", "is_token_of", "remembered_steps", "reserved_for", "read_levels"),
         *("holder_of", "ensure_partitions", "shutdown_prepare", "cancel_as_holder", "require_lease"),
+        *("executions_without_queue", "snapshot_holders"),
     }
 )
 

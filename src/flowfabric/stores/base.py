@@ -22,6 +22,7 @@ import msgspec
 
 from flowfabric.clock import Clock
 from flowfabric.handles import BackendTag
+from flowfabric.model.deployment import SnapshotHolder
 from flowfabric.model.event import FeedEvent, Topic
 from flowfabric.model.execution import Execution, LineKey, Payload
 from flowfabric.rules.change import Change
@@ -251,18 +252,6 @@ class Inside(Protocol):
     async def notify(self, topics: frozenset[str]) -> None:
         """Tell all processes to look at these topics when the transaction commits."""
         ...
-
-
-class SnapshotHolder(msgspec.Struct, frozen=True, gc=False):
-    """Somebody whose old snapshot keeps the store from removing dead rows: claims read over more of them each time."""
-
-    kind: str  # transaction, prepared transaction, replication slot
-    name: str
-    application: str | None
-    database: str | None
-    state: str | None
-    age_s: int | None
-    transactions: int  # that began since
 
 
 @runtime_checkable

@@ -126,7 +126,8 @@ def compose(
 ) -> str:
     """The statement of these shapes, for one change `alone` or for any number of them.
 
-    `queued` batches put work into ready queues, and add the rows of those that are missing. Without guards, the verdicts and the time are given as its first parameters.
+    `queued` batches put work into ready queues, and add the rows of those that are missing. Without guards, the
+    verdicts and the time are given as its first parameters.
     """
     parameters = Parameters()
     if guards is None:

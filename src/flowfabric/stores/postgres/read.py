@@ -23,7 +23,7 @@ from flowfabric.stores.rows import TABLE, index_of
 
 MANY = 50  # wants of one kind
 COUNTED = ("lease_expires_at",)  # columns of executions that every claim looks for due rows by
-# Entries of an index that this transaction has stepped over, dead ones as well; nothing where the server does not count.
+# Entries of an index that this transaction has stepped over, dead ones as well; 0 where the server does not count.
 COUNTER = "coalesce(pg_stat_get_xact_tuples_returned('{index}'::regclass), 0)"
 
 

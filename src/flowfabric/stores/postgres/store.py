@@ -2,7 +2,8 @@
 
 links.py     connections, and what their errors mean (faults.py)
 batch.py     changes as shapes and arrays; pieces.py has the words for a shape, commit.py the statement
-take.py      claiming and renewing (take.sql); claimed.py has what is said of claimed rows, dead_entries.py where they begin to read
+take.py      claiming and renewing (take.sql); claimed.py has what is said of claimed rows
+dead_entries.py where a claim begins to read a ready queue
 hand.py      a commit that claims what it would put into lines
 read.py      load, due and scan, composed from the catalogue
 feed.py      how events get their places (feed.sql)
@@ -22,6 +23,7 @@ import msgspec
 
 from flowfabric.errors import StoreUnavailable
 from flowfabric.handles import BackendTag
+from flowfabric.model.deployment import SnapshotHolder
 from flowfabric.model.event import FeedEvent, Topic
 from flowfabric.model.execution import Execution, LineKey, Payload
 from flowfabric.rules.change import Change
@@ -34,7 +36,6 @@ from flowfabric.stores.base import (
     Loaded,
     Scan,
     Schema,
-    SnapshotHolder,
     Stamp,
     Take,
     Taken,
