@@ -110,7 +110,7 @@ def header(
         "member_count": len(everyone),
     }
     event = Event(
-        execution_id="",  # a fact about the flow as such
+        execution_id=flow.flow_id,  # no execution is concerned: the slot names the flow
         namespace=flow.namespace,
         tags=flow.tags,
         flow_id=flow.flow_id,
