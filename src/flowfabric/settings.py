@@ -6,6 +6,8 @@ import msgspec
 
 from flowfabric.ids import PartitionCounts
 
+FEED_RETENTION_MS = 7 * 24 * 60 * 60 * 1000
+
 
 class Sweeps(msgspec.Struct, frozen=True):
     """How often the background sweeps look, in milliseconds; 0 switches one off."""
@@ -15,6 +17,7 @@ class Sweeps(msgspec.Struct, frozen=True):
     attempt_timeout_ms: int = 2000
     execution_deadline_ms: int = 5000
     retention_trimmer_ms: int = 60_000
+    flow_retention_ms: int = 60_000
     suspension_timeout_ms: int = 2000
     pending_wp_expiry_ms: int = 5000
     child_ends_ms: int = 2000
@@ -67,7 +70,7 @@ class Settings(msgspec.Struct, frozen=True):
     ageing_ms: dict[str, int] = {}  # by lane: the ageing of executions whose policies name none
     sweeps: Sweeps = Sweeps()
     max_concurrent_stream_ops: int = 64
-    feed_retention_ms: int = 7 * 24 * 60 * 60 * 1000  # how long subscribable events are kept
+    feed_retention_ms: int = FEED_RETENTION_MS  # how long subscribable events are kept; of all that sweep, the shortest
     secret_key: Secret | None = None  # encrypts signing keys at rest; without one they are kept as they are
     postgres_pool_size: int | None = None  # connections to Postgres; unset is 8
     hears: bool = True  # whether this process listens for hints of others; without them its waits end by polling

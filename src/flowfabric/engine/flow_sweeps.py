@@ -99,6 +99,7 @@ class FlowSweeps:
             Sweep("completion_dispatch", whole=self.dispatch_completions),
             Sweep("dependency_reconciler", whole=filtered(self.reconcile_dependencies)),
             Sweep("flow_projector", whole=self.project_flows, goes_round=True),
+            Sweep("flow_retention", "purge_check_at", lambda row: self._engine.purge_flow(row.flow_id), row=Flow),
             Sweep("cancel_reconciler", whole=filtered(self.reconcile_cancels)),
             Sweep("edge_cancel_dispatcher", whole=self.dispatch_sibling_cancels),
             Sweep("edge_cancel_reconciler", whole=self.reconcile_sibling_cancels),

@@ -87,7 +87,8 @@ class Sweep(msgspec.Struct, frozen=True):
     The verb gets the id of an execution, or the row itself of another kind. `whole` is for work that is not found by
     an instant: it makes a pass of its own over about so many items. `owner` names the column with the execution that a
     row of another kind belongs to, and that a filter asks about. After a pass that found plenty the next one follows at
-    once, unless the sweep `goes_round`: what it has dealt with comes up again.
+    once, unless the sweep `goes_round`: what it has dealt with comes up again. Processes that do a sweep in another
+    `variant` hold another lease: none of them keeps the others from theirs.
     """
 
     name: str
@@ -98,6 +99,7 @@ class Sweep(msgspec.Struct, frozen=True):
     row: type[msgspec.Struct] = Execution
     owner: str | None = None
     goes_round: bool = False
+    variant: str = ""
 
 
 class Sweeper:
@@ -329,17 +331,20 @@ class Sweeper:
 
     async def _hold(self, sweep: Sweep, ttl_ms: int) -> int:
         """For how many milliseconds another process holds the sweep; 0 if this one does."""
-        name = self._choice.names(sweep.name)
+        name = self._lease_name(sweep)
         return await self._engine.settle(
             (Want(SweepLease, (name,)),),
             lambda rows, now: sweeps.hold(rows[0][0] if rows[0] else None, name, self._holder, ttl_ms, now),
         )
 
+    def _lease_name(self, sweep: Sweep) -> str:
+        return self._choice.names(f"{sweep.name}:{sweep.variant}" if sweep.variant else sweep.name)
+
     async def _leave(self, sweep: Sweep) -> None:
         """Let others do the sweep; if that cannot be told, they may when the lease is over."""
         with contextlib.suppress(errors.FabricError):
             await self._engine.settle(
-                (Want(SweepLease, (self._choice.names(sweep.name),)),),
+                (Want(SweepLease, (self._lease_name(sweep),)),),
                 lambda rows, _: sweeps.let_go(rows[0][0] if rows[0] else None, self._holder),
             )
 

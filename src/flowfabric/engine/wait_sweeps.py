@@ -8,6 +8,7 @@ from flowfabric.engine.sweeper import Pass, Sweep
 from flowfabric.model.gate import ChildEnd
 from flowfabric.model.suspension import Suspension, Waitpoint
 from flowfabric.rules.resuming import Expiry
+from flowfabric.settings import FEED_RETENTION_MS, Settings
 from flowfabric.stores.base import Store
 
 UNTOUCHED = (Expiry.NOT_DUE, Expiry.NOT_SUSPENDED)
@@ -17,6 +18,7 @@ class Waiting(Protocol):
     """What these sweeps need of an engine."""
 
     store: Store
+    settings: Settings
 
     async def expire_suspension(self, execution_id: str) -> Expiry: ...
     async def expire_pending_waitpoint(self, waitpoint: Waitpoint) -> bool: ...
@@ -36,6 +38,10 @@ def sweeps(engine: Waiting) -> tuple[Sweep, ...]:
     async def trim(_: int) -> Pass:
         return Pass(await engine.trim_feed(), 0)
 
+    # Processes may be told to keep events for different times. The shortest holds, whoever else sweeps.
+    kept_ms = engine.settings.feed_retention_ms
+    keeps = "" if kept_ms == FEED_RETENTION_MS else str(kept_ms)
+
     return (
         Sweep("suspension_timeout", "due_at", time_out, row=Suspension, owner="execution_id"),
         Sweep(
@@ -46,5 +52,5 @@ def sweeps(engine: Waiting) -> tuple[Sweep, ...]:
             owner="execution_id",
         ),
         Sweep("child_ends", "due_at", take_in, row=ChildEnd),
-        Sweep("feed_trimmer", whole=trim),
+        Sweep("feed_trimmer", whole=trim, variant=keeps),
     )
