@@ -21,10 +21,12 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import msgspec
 
 from flowfabric.clock import Clock
+from flowfabric.errors import Corruption
 from flowfabric.handles import BackendTag
 from flowfabric.model.event import FeedEvent, Topic
 from flowfabric.model.execution import Execution, LineKey, Payload
 from flowfabric.rules.change import Change
+from flowfabric.stores.rows import TABLE
 
 
 class Unstorable(Exception):
@@ -172,6 +174,9 @@ class Scan(msgspec.Struct, frozen=True):
 
     `each` names a column that an `in` condition gives values for: the limit then holds for each of these values, so
     that the first rows of many lines come in one trip.
+
+    A row that cannot be read fails the list with `Corruption`, unless it is `tolerant`: then an `Unreadable` stands in
+    its place.
     """
 
     row: type[msgspec.Struct]
@@ -180,6 +185,12 @@ class Scan(msgspec.Struct, frozen=True):
     after: tuple[Any, ...] | None = None
     limit: int = 100
     each: str | None = None
+    tolerant: bool = False
+
+    @property
+    def full_order(self) -> tuple[str, ...]:
+        """The columns that the rows are ordered by, the key included."""
+        return self.order + tuple(name for name in TABLE[self.row].key if name not in self.order)
 
     def of_each(self) -> list[Scan]:
         """The same as one list for each value, for stores that read them one after the other."""
@@ -189,6 +200,13 @@ class Scan(msgspec.Struct, frozen=True):
             msgspec.structs.replace(self, where=(Where(named.column, "=", value), *others), each=None)
             for value in dict.fromkeys(named.value)
         ]
+
+
+class Unreadable(msgspec.Struct, frozen=True):
+    """A row of a tolerant list that cannot be read: its place in the order of the list, and what is wrong with it."""
+
+    place: tuple[Any, ...]
+    fault: Corruption
 
 
 class Tally(msgspec.Struct, frozen=True):

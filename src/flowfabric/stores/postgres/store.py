@@ -192,8 +192,8 @@ class PostgresStore:
         await self._seen(scan.where)
         words, values = read.scan_words(scan, self._line_or_none)
         found = await self._links.read(lambda connection: connection.fetch(words, *values))
-        decode = CODEC[scan.row].decode
-        return await self._lines.decoded(lambda line_at: [decode(row, line_at) for row in found])
+        decode = CODEC[scan.row].decode_of
+        return await self._lines.decoded(lambda line_at: [decode(scan, row, line_at) for row in found])
 
     async def tally(self, tally: Tally) -> dict[tuple[Any, ...], int]:
         await self._lines.known(read.lines_in(tally.each or ()))
