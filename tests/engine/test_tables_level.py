@@ -76,7 +76,8 @@ class Rounds:
     """Work of every kind that is done and forgotten."""
 
     def __init__(self, store: Store, clock: ManualClock, counting: Counting) -> None:
-        settings = Settings(feed_retention_ms=1000, dispatch=False)  # so that what is owed can be seen before it is done
+        # Nothing is dispatched, so that what is owed can be seen before it is done.
+        settings = Settings(feed_retention_ms=1000, dispatch=False)
         self.engine = Engine(store, minter=SeededMinter(1), settings=settings)
         self.clock = clock
         self.counting = counting

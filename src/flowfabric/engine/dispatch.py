@@ -168,14 +168,15 @@ class Dispatcher:
                     return delivery.deliver(None, (), is_last=True, carry=False)
                 [owed], after, ahead = rows
                 after_edge = first(after)
-                return delivery.deliver(
-                    owed, ahead, is_last=after_edge is None, carry=tries < 3, after_edge=after_edge
-                )
+                return delivery.deliver(owed, ahead, is_last=after_edge is None, carry=tries < 3, after_edge=after_edge)
 
             step = await self._core.settle((Want(Dispatch, (execution_id,)),), decide, further=self._edges_after)
             settled += step.settled
             folds = await self._folding.fold(
-                [Settled(Child(one.flow_id, one.downstream_execution_id), one.edge_id) for one in step.unfolded]
+                [
+                    Settled(Child(one.flow_id, one.downstream_execution_id), one.edge_id, of_many=True)
+                    for one in step.unfolded
+                ]
             )
             skipped += [fold.child.execution_id for fold in folds if fold.skipped]
             if step.is_last:
@@ -290,9 +291,7 @@ class Dispatcher:
             Settled(
                 Child(edge.flow_id, edge.downstream_execution_id), edge.edge_id, outcomes[edge.upstream_execution_id]
             )
-            for edge in _readable_edges(
-                await edges_by(self._core, "upstream_execution_id", [*outcomes], tolerant=True)
-            )
+            for edge in _readable_edges(await edges_by(self._core, "upstream_execution_id", [*outcomes], tolerant=True))
         ]
 
 

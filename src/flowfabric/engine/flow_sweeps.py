@@ -30,7 +30,7 @@ from flowfabric.model.flow import (
     PendingCancelGroup,
 )
 from flowfabric.model.flow_answers import Disposition, SiblingReconcile
-from flowfabric.rules import flow_cancel, joins
+from flowfabric.rules import flow_cancel, joins, successors
 from flowfabric.rules.feeds import Filter
 from flowfabric.stores.base import Scan, Unreadable, Want, Where
 
@@ -202,12 +202,16 @@ class FlowSweeps:
         for one in edges:
             if one.upstream_execution_id not in upstreams:
                 continue
-            outcome = joins.end_of(one, upstreams[one.upstream_execution_id])
+            upstream = upstreams[one.upstream_execution_id]
+            outcome = joins.end_of(one, upstream)
             if outcome is not None:
                 noted = one.unfolded_at is not None and one.outcome is outcome  # and counted only while it still is
                 child = Child(one.flow_id, one.downstream_execution_id)
-                known = () if noted else (outcome, one.revision)
-                settled.append(Settled(child, one.edge_id, *known))
+                many = upstream if successors.has_many(upstream) else None
+                if noted:
+                    settled.append(Settled(child, one.edge_id, of_many=many is not None))
+                else:
+                    settled.append(Settled(child, one.edge_id, outcome, one.revision, seen=many))
         return settled, len(names) - len(upstreams)
 
     async def _accepted(self, settled: list[Settled], choice: Choice) -> tuple[list[Settled], int]:

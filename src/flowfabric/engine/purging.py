@@ -44,9 +44,9 @@ class Purging(Core):
         return {}
 
     async def purge_execution(self, execution_id: str, *, default_retention_ms: int | None = None) -> bool:
-        """Remove a finished execution whose retention is over, with everything it owns, and its flow if it was the last.
+        """Remove a finished execution whose retention is over, with everything it owns.
 
-        Whether the flow goes, too, is no part of the answer.
+        Its flow goes as well if no other member is left; that is no part of the answer.
         """
         execution = intake.execution(execution_id)
         default = intake.optional_duration("default_retention_ms", default_retention_ms)

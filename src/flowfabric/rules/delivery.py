@@ -49,9 +49,7 @@ def deliver(
     key = (owed.execution_id,)
     guards = [Guard(Dispatch, key, owed.revision)]
     writes: list[Write] = [
-        Delete(Dispatch, key)
-        if is_last
-        else Patch(Dispatch, key, {"after_edge": after_edge or ahead[-1].edge.edge_id})
+        Delete(Dispatch, key) if is_last else Patch(Dispatch, key, {"after_edge": after_edge or ahead[-1].edge.edge_id})
     ]
     unfolded: list[Dependency] = []
     for one in ahead:

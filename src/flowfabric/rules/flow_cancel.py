@@ -30,7 +30,20 @@ from flowfabric.model.flow import (
 from flowfabric.model.flow_answers import HeaderAlreadyTerminal, HeaderCancelled, SiblingDrain, SiblingReconcile
 from flowfabric.model.states import LifecyclePhase, TerminalOutcome
 from flowfabric.rules import cancel, limits, step
-from flowfabric.rules.change import NOW, Change, Decision, Delete, FromNow, Guard, Insert, Patch, Write, at, joined, refuse
+from flowfabric.rules.change import (
+    NOW,
+    Change,
+    Decision,
+    Delete,
+    FromNow,
+    Guard,
+    Insert,
+    Patch,
+    Write,
+    at,
+    joined,
+    refuse,
+)
 from flowfabric.rules.flows import TERMINAL, seen_flow, seen_group
 
 GRACE_MS = 30_000

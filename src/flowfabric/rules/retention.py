@@ -4,9 +4,9 @@ What others still need is kept longer. A durable function runs from the top afte
 again: one that was gone would be made, and run, a second time. A node of a flow may read the results of others whenever
 it starts, and these say so in their policy (`kept_for_successors`). Whoever has succeeded needs nothing any more.
 
-A flow goes with its members, edges, joins and summary once its last member is gone, in the state in which it is: what
-was not cancelled until then is not, and what comes later finds no such flow. Every member is on the flow's partition, and
-a new one writes the flow's row, so no member is overlooked. A flow that never had a member stays while it is open.
+A flow goes with its members, edges, joins and summary once its last member is gone, in whatever state it is; what comes
+later finds no such flow. Every member is on the flow's partition, and a new one writes the flow's row, so no member is
+overlooked. A flow that never had a member stays while it is open.
 """
 
 from __future__ import annotations
