@@ -10,6 +10,7 @@ import msgspec
 from flowfabric.ids import PartitionCounts
 
 LEAST_COMMAND_S = 1.0  # a shorter limit would give up on servers that are merely busy
+FEED_RETENTION_MS = 7 * 24 * 60 * 60 * 1000
 
 
 class Sweeps(msgspec.Struct, frozen=True):
@@ -20,6 +21,7 @@ class Sweeps(msgspec.Struct, frozen=True):
     attempt_timeout_ms: int = 2000
     execution_deadline_ms: int = 5000
     retention_trimmer_ms: int = 60_000
+    flow_retention_ms: int = 60_000
     suspension_timeout_ms: int = 2000
     pending_wp_expiry_ms: int = 5000
     child_ends_ms: int = 2000
@@ -126,7 +128,7 @@ class Settings(msgspec.Struct, frozen=True):
     ageing_ms: dict[str, int] = {}  # by lane: the ageing of executions whose policies name none
     sweeps: Sweeps = Sweeps()
     max_concurrent_stream_ops: int = 64
-    feed_retention_ms: int = 7 * 24 * 60 * 60 * 1000  # how long subscribable events are kept
+    feed_retention_ms: int = FEED_RETENTION_MS  # how long subscribable events are kept; of all that sweep, the shortest
     secret_key: Secret | None = None  # encrypts signing keys at rest; without one they are kept as they are
     postgres_pool_size: int | None = None  # connections to Postgres; unset is 8
     deadlines: Deadlines = Deadlines()  # of connections to Postgres or to a server; a Postgres URL may set its own

@@ -75,7 +75,7 @@ FILTER: list[Any] = [
 ]
 PAIR: list[Any] = [5, "ab", (), ("a",), ("a", 5), (None, "a"), ("a", "b", "c")]
 PLACE: list[Any] = [5, "ab", (), (1,), (1, "nonsense"), ("1", "{fp:1}:" + UUID), (True, "{fp:1}:" + UUID), (1, 2, 3)]
-PARTITION = [*COUNT, 65_536]
+PARTITION = [*COUNT, 256, 65_535, 65_536, "{fp:256}", "{b:1}"]  # there are 256
 
 
 class Stand(Enum):

@@ -19,6 +19,7 @@ from flowfabric.rules.create import CreateExecution
 from flowfabric.rules.limits import MAX_PAYLOAD_BYTES
 from flowfabric.stores.base import Store
 from flowfabric.stores.memory import MemoryStore
+from flowfabric.testing.faults import FlakyStore, Loss
 from tests.scenarios.watched import dump
 
 WORKER: dict[str, Any] = {"worker_id": "w", "worker_instance_id": "w-1", "lease_ttl_ms": 30_000}
@@ -155,3 +156,37 @@ async def test_something_is_made_of_the_answer_after_whoever_goes_on_with_what_w
     await asyncio.sleep(0)
     assert seen == [False, store.in_order], "where the store keeps the order, going on is part of the same commit"
     assert [one.execution_id for one in await engine.claim_many("default", 2, **WORKER)] == [second]
+
+
+@pytest.mark.parametrize("loss", [*Loss])
+@pytest.mark.parametrize("known", [True, False])
+async def test_of_two_handles_of_one_execution_the_first_result_stands_whatever_is_lost(
+    store: Store, loss: Loss, known: bool
+) -> None:
+    flaky = FlakyStore(store)
+    claiming = Engine(flaky)
+    claimed = await held(claiming, 3)
+    engine = claiming if known else Engine(flaky)
+    results = [(one.handle, b"%d of %d" % (turn, place)) for turn in range(3) for place, one in enumerate(claimed)]
+    flaky.lose("commit", loss, times=2)
+
+    answers = await engine.complete_many(results)
+
+    assert flaky.lost
+    assert answers == [Completed(one.execution_id) for _ in range(3) for one in claimed]
+    for place, one in enumerate(claimed):
+        assert await engine.get_execution_result(one.execution_id) == b"0 of %d" % place
+
+
+async def test_handles_of_one_execution_are_answered_one_after_the_other(store: Store, clock: ManualClock) -> None:
+    zombie = Engine(store)
+    [stale] = await held(zombie, 1)
+    clock.pass_ms(30_000)
+    heir = Engine(store)
+    [current] = await heir.claim_many("default", 1, **WORKER)
+
+    answers = await heir.complete_many([(stale.handle, b"late"), (current.handle, b"R"), (stale.handle, b"later")])
+
+    one_by_one = [type(answer) for answer in answers]
+    assert one_by_one == [errors.StaleLease, Completed, errors.ExecutionNotActive]
+    assert await heir.get_execution_result(current.execution_id) == b"R"

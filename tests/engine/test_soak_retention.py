@@ -1,8 +1,8 @@
 """Retention in the long run: under steady load tables and indexes stay level, a long transaction or not.
 
-Work is submitted, drained and forgotten after a second, under a quota and a budget, with keys and results. For a part
-of the time somebody holds a transaction open, so that nothing dead can be cleaned up; afterwards the space it cost is
-used again and no more is added.
+Work is submitted, drained and forgotten after a second, under a quota and a budget, with keys and results, and in
+flows. For a part of the time somebody holds a transaction open, so that nothing dead can be cleaned up; afterwards the
+space it cost is used again and no more is added.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ import msgspec
 import pytest
 
 from flowfabric import Engine, connect
+from flowfabric.engine.flows import GraphEdge
+from flowfabric.ids import FlowId, mint_for_flow
 from flowfabric.model.execution import Execution
+from flowfabric.model.flow import Flow
 from flowfabric.model.states import PublicState
 from flowfabric.rules.create import CreateExecution
 from flowfabric.settings import Settings, Sweeps
@@ -32,6 +35,7 @@ pytestmark = [pytest.mark.soak, pytest.mark.serial]
 PHASE_S = int(os.environ.get("FF_SOAK_PHASE_S", "60"))
 KEPT_MS = 1000
 BATCH = 50
+FAN = 8
 Q = "0c000000-0000-4000-8000-000000000001"
 B = "0b000000-0000-4000-8000-000000000001"
 KEEP = {"stream_policy": {"retention_ttl_ms": KEPT_MS}, "dedup_window_ms": KEPT_MS}
@@ -94,6 +98,32 @@ async def load(engine: Engine, until: float) -> int:
             await asyncio.gather(*(engine.record_spend(B, one.execution_id, {"calls": 1}) for one in spenders))
             await asyncio.gather(*(engine.release_budget(B, one.execution_id) for one in spenders))
             await engine.delivered()
+        done += await run_flow(engine)
+    return done
+
+
+async def run_flow(engine: Engine) -> int:
+    """A fan-out and a join, run to its end; how many members were done."""
+    flow = FlowId(engine.minter.uuid())
+    first, *others, last = [mint_for_flow(flow, engine.partitions, engine.minter) for _ in range(FAN + 2)]
+    nodes = [
+        CreateExecution(
+            execution_id=name,
+            partition=0,
+            namespace="soak",
+            lane_id="flows",
+            execution_kind="noop",
+            policy=policy_text(limited=False),
+        )
+        for name in (first, *others, last)
+    ]
+    edges = [GraphEdge(first, one) for one in others] + [GraphEdge(one, last) for one in others]
+    await engine.create_flow_graph(flow, nodes, edges)
+    done = 0
+    while done < len(nodes):
+        claimed = await engine.claim_many("flows", 100, worker_id="w", worker_instance_id="w-1", max_wait_ms=1000)
+        await asyncio.gather(*(engine.complete(one.handle, result=b"done") for one in claimed))
+        done += len(claimed)
     return done
 
 
@@ -157,5 +187,6 @@ async def test_tables_and_indexes_stay_level_with_a_long_transaction_for_part_of
         assert sum(last.values()) <= 1.1 * sum(after.values())
         assert min(held_rate, last_rate) >= 0.5 * first_rate, "claims are as fast as before"
         await asyncio.sleep(2 * KEPT_MS / 1000)
+        assert len(await engine.scan(Scan(Flow, limit=10_000))) < 1000, "flows go with their members"
         left = await engine.scan(Scan(Execution, (Where("public_state", "=", PublicState.COMPLETED),), limit=10_000))
         assert len(left) < 1000, "what ended is forgotten"

@@ -368,6 +368,83 @@ async def test_pauses_are_longer_by_a_share_that_differs_from_process_to_process
         assert at[2] - at[1] == pytest.approx(at[1] - at[0], abs=0.002), "and each keeps its own pace"
 
 
+class LoopClock:
+    """The time of the running loop as a store's clock."""
+
+    def __call__(self) -> int:
+        return 1_000_000 + round(asyncio.get_running_loop().time() * 1000)
+
+
+async def takeover_s(*, dies_at_s: float, interval_ms: int, seeds: tuple[int, int]) -> float:
+    """How long after the death of its holder another process makes a pass of a sweep."""
+    time = VirtualTime(asyncio.get_running_loop())
+    time.start()
+    store = MemoryStore(LoopClock())
+    at: dict[int, list[float]] = {seed: [] for seed in seeds}
+
+    def noted(seed: int) -> Sweep:
+        async def run(batch: int) -> Pass:
+            at[seed].append(time.now())
+            return Pass(0, 0)
+
+        return Sweep("unblock", whole=run)
+
+    try:
+        engines = [Engine(store, minter=SeededMinter(seed)) for seed in seeds]
+        sweepers = [
+            Sweeper(engine, only("unblock", interval_ms), [noted(seed)])
+            for engine, seed in zip(engines, seeds, strict=True)
+        ]
+        for sweeper in sweepers:
+            sweeper.start()
+        await asyncio.sleep(dies_at_s)
+        holder = max(seeds, key=lambda seed: at[seed][-1] if at[seed] else 0.0)
+        dead, heir = (sweepers if holder == seeds[0] else sweepers[::-1])[:2]
+        died = time.now()
+        for task in dead._tasks:  # as after SIGKILL: nothing is given back
+            task.cancel()
+        [waiting] = [seed for seed in seeds if seed != holder]
+        before = len(at[waiting])
+        await asyncio.sleep(4 * interval_ms / 1000)
+        await heir.stop()
+        return at[waiting][before] - died
+    finally:
+        time.stop()
+
+
+@pytest.mark.parametrize("dies_at_s", [0.01, 7.3, 9.9, 10.2, 24.0])
+async def test_a_dead_holder_is_noticed_within_one_interval(dies_at_s: float) -> None:
+    for seeds in ((1, 2), (2, 1), (3, 4)):
+        taken_over_s = await takeover_s(dies_at_s=dies_at_s, interval_ms=10_000, seeds=seeds)
+
+        assert taken_over_s <= 10 * 1.1 + 0.01, "the interval, and the share by which a process may be late"
+
+
+async def test_a_long_pass_keeps_its_lease(engine: Engine, clock: ManualClock) -> None:
+    begun, finish = asyncio.Event(), asyncio.Event()
+
+    async def long(batch: int) -> Pass:
+        begun.set()
+        await finish.wait()
+        return Pass(0, 0)
+
+    sweeper = Sweeper(engine, only("unblock"), [Sweep("unblock", whole=long)])
+    sweeper.start()
+    await begun.wait()
+    first = await lease_of(engine, "unblock")
+    clock.pass_ms(70)
+    async with asyncio.timeout(10):
+        while (await lease_of(engine, "unblock")).lease_until < first.lease_until + 70:  # noqa: ASYNC110 - polled
+            await asyncio.sleep(0.01)
+    finish.set()
+    await sweeper.stop()
+
+
+async def lease_of(engine: Engine, sweep: str) -> SweepLease:
+    [lease] = [row for row in await engine.store.scan(Scan(SweepLease)) if row.sweep == sweep]
+    return lease
+
+
 async def test_each_failure_doubles_the_pause_up_to_half_a_minute_and_a_success_ends_that() -> None:
     async def away_for_six(number: int) -> Pass:
         if number <= 6:

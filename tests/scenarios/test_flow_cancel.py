@@ -54,6 +54,19 @@ async def test_s_039_wait_mode_cancels_everybody(flow: Flowing) -> None:
     assert (described.cancel_reason, described.cancellation_policy) == ("r", "cancel_all")
 
 
+async def test_the_event_of_a_cancelled_flow_carries_its_uuid_in_the_execution_slot(flow: Flowing) -> None:
+    await flow.begin("a")
+    feed = await flow.engine.subscribe_operator_event(FROM_THE_START)
+
+    await flow.engine.cancel_flow(flow.id, wait=WAIT)
+
+    news = await feed.next(timeout_s=0)
+    assert news is not None
+    assert (news.event_type, news.execution_id) == ("flow_cancel_requested", flow.id)
+    [told] = await flow.engine.store.history(flow.id, Topic.OPERATOR, 10)
+    assert told.event.operator == "flow_cancel_requested"
+
+
 async def test_who_listens_for_a_tag_hears_of_the_cancel_of_a_flow_that_has_it(flow: Flowing) -> None:
     await flow.begin()
     await flow.engine.set_flow_tag(flow.id, "app.team", "blue")

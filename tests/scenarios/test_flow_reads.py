@@ -238,6 +238,23 @@ async def test_flows_of_a_partition_are_listed_in_pages(flow: Flowing) -> None:
             await flow.engine.list_flows(bad)
 
 
+@pytest.mark.parametrize("partition", [256, 65_535, "{fp:256}", "{b:1}", "{q:1}", -1])
+async def test_reads_of_a_partition_that_does_not_exist_are_refused(flow: Flowing, partition: int | str) -> None:
+    engine, waitpoint = flow.engine, flow.engine.minter.uuid()
+    for read in (
+        engine.list_flows(partition),
+        engine.list_executions(partition),  # type: ignore[arg-type]
+        engine.list_suspended(partition),
+        engine.read_waitpoint_token(partition, waitpoint),
+        engine.scan_eligible_executions("default", partition, 10),  # type: ignore[arg-type]
+        engine.trim_retention(partition, "default"),  # type: ignore[arg-type]
+        engine.reconcile_budget_counters(partition),  # type: ignore[arg-type]
+        engine.reconcile_quota_counters(partition),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(errors.InvalidInput, match="partition"):
+            await read
+
+
 async def test_the_flow_of_an_execution_is_told_or_none(flow: Flowing) -> None:
     await flow.begin("a")
     await flow.create("x")

@@ -329,21 +329,58 @@ async def test_an_end_that_comes_late_neither_skips_a_replayed_member_nor_gives_
     assert await flow.payload("b") == b"own"
 
 
-async def test_a_quorum_of_more_than_there_are_waits_for_another_edge_after_a_replay(flow: Flowing) -> None:
+@pytest.mark.parametrize("first", ["succeed", "fail"])
+async def test_a_replayed_member_whose_quorum_exceeds_its_edges_is_skipped_again_at_once(
+    flow: Flowing, first: str
+) -> None:
+    await flow.begin("b12cd")
+    await flow.join("12", "b", quorum(3, "let_run"))
+    await flow.chain("bcd")
+    await getattr(flow, first)("1")
+    await flow.cascade("1")
+    before = await flow.counts("b")
+    assert await flow.state("b") == "skipped"
+    flow.clock.pass_ms(10)
+
+    assert await replay(flow, "b") == ["skipped"]
+
+    row = await flow.row("b")
+    assert (row.public_state, row.replay_count, row.completed_at) == ("skipped", 1, flow.clock.now)
+    assert await flow.counts("b") == before
+    assert [event["branch"] for event in await replay_events(flow, "b")] == ["skipped_flow_member"]
+    ends = await flow.engine.store.history(row.execution_id, Topic.COMPLETION, 10)
+    assert [told.event.outcome for told in ends] == ["skipped", "skipped"]
+    await check_flow_invariants(flow.engine)
+    await flow.sweep("dependency_reconciler")
+    assert await flow.state(*"bcd") == "skipped skipped skipped"
+
+
+async def test_a_member_skipped_again_runs_after_another_edge_and_a_further_replay(flow: Flowing) -> None:
     await flow.begin("b123")
     await flow.join("12", "b", quorum(3, "let_run"))
     await flow.succeed("1", "2")
     await flow.cascade("1", "2")
-    assert (await flow.state("b"), await flow.counts("b")) == ("skipped", "2/0/0 of 2 impossible")
+    assert await replay(flow, "b") == ["skipped"]
 
-    await replay(flow, "b")
-    await flow.sweep("dependency_reconciler")
-    assert (await flow.state("b"), await flow.counts("b")) == ("waiting_children", "2/0/0 of 2 pending")
     await flow.edge("3", "b")
+    assert await replay(flow, "b") == ["waiting_children"]
+    assert await flow.counts("b") == "2/0/0 of 3 pending"
     await flow.succeed("3")
     await flow.cascade("3")
 
     assert (await flow.vector("b"), await flow.counts("b")) == (REPLAYED, "3/0/0 of 3 satisfied")
+
+
+async def test_a_repeated_skip_counts_against_the_replay_limit(flow: Flowing) -> None:
+    await flow.begin("1")
+    await flow.add("b", policy={"max_replay_count": 1})
+    await flow.join("1", "b", quorum(2, "let_run"))
+    await flow.succeed("1")
+    await flow.cascade("1")
+    assert await replay(flow, "b") == ["skipped"]
+
+    with pytest.raises(errors.MaxReplaysExhausted):
+        await replay(flow, "b")
 
 
 async def test_a_member_of_a_cancelled_flow_may_be_replayed(flow: Flowing) -> None:

@@ -57,6 +57,15 @@ async def test_a_graph_is_created_in_one_call_and_read_back(ask: Asking) -> None
     assert (await ask.get(f"/v1/flows/{flow_id}/members")).json() == {"members": []}
 
 
+@pytest.mark.parametrize("route", ["flows", "executions", "suspended"])
+@pytest.mark.parametrize("partition", [256, 65_535])
+async def test_a_list_of_a_partition_that_does_not_exist_is_refused(ask: Asking, route: str, partition: int) -> None:
+    answer = await ask.get(f"/v1/{route}?partition={partition}")
+
+    assert answer.status_code == 400
+    assert "partition" in answer.json()["error"], answer.json()
+
+
 async def test_a_flow_that_nobody_has_counted_yet_is_not_said_to_be_missing(ask: Asking) -> None:
     flow_id, _ = await ask.flow(1)
 

@@ -23,7 +23,7 @@ from flowfabric.model.execution import Execution
 from flowfabric.model.flow import CancelBacklog, Dependency, EdgeGroup, PendingCancel, PendingCancelGroup
 from flowfabric.model.flow_answers import Disposition, SiblingDrain
 from flowfabric.model.states import TerminalOutcome
-from flowfabric.rules import cancel, flow_cancel, lease
+from flowfabric.rules import cancel, flow_cancel, lease, successors
 from flowfabric.rules.change import Change
 from flowfabric.rules.lease import Fence
 from flowfabric.stores.base import Want
@@ -201,7 +201,7 @@ class Cancelling:
         edges = [edge for edge in inbound if flow_cancel.is_unnoted(edge)]
         upstreams = await readable(self._core, sorted({edge.upstream_execution_id for edge in edges}))
         await self._fold(
-            Settled(child, edge.edge_id, end, edge.revision)
+            Settled(child, edge.edge_id, end, edge.revision, seen=_with_many(upstreams[edge.upstream_execution_id]))
             for edge in edges
             if (end := flow_cancel.unnoted_end(upstreams.get(edge.upstream_execution_id))) is not None
         )
@@ -240,6 +240,11 @@ async def readable(core: Core, names: Sequence[str]) -> dict[str, Execution | No
         half = len(names) // 2  # until the one that cannot be read is alone
         return await readable(core, names[:half]) | await readable(core, names[half:])
     return {name: first(row) for name, row in zip(names, rows, strict=True)}
+
+
+def _with_many(upstream: Execution | None) -> Execution | None:
+    """The upstream if it has many edges, which its replay does not write in its own change."""
+    return upstream if successors.has_many(upstream) else None
 
 
 def _disposition(answer: object) -> Disposition | errors.FabricError:

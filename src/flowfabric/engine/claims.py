@@ -214,7 +214,7 @@ class Claims(Within, Keys):
     async def scan_eligible_executions(self, lane_id: str, partition: int, limit: int) -> list[str]:
         """The ids of claimable executions of a lane and partition in claim order; changes nothing."""
         lane = intake.lane(lane_id)
-        place = limits.integer("partition", partition, least=0, most=65_535)
+        place = intake.flow_partition(partition, self.partitions)
         most = limits.integer("limit", limit, least=0, most=10_000)
         rows: list[Execution] = []
         for line in await self.patiently(lambda: self.store.lines(lane)):

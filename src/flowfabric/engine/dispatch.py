@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from flowfabric import errors
+from flowfabric.engine.cancelling import readable
 from flowfabric.engine.core import Core
 from flowfabric.engine.folding import Child, Folding, Settled
 from flowfabric.engine.noting import Rows, first
@@ -31,7 +32,7 @@ from flowfabric.rules import delivery, flow_cancel, joins, successors
 from flowfabric.rules.change import Change, Decision, Insert, Patch, Put, Write, outcome_of
 from flowfabric.rules.joins import Settlement, Surroundings
 from flowfabric.rules.successors import Successor
-from flowfabric.stores.base import Scan, Want, Where
+from flowfabric.stores.base import Scan, Unreadable, Want, Where
 
 logger = logging.getLogger("flowfabric.dispatch")
 
@@ -165,35 +166,62 @@ class Dispatcher:
                 tries += 1
                 if not rows[0]:
                     return delivery.deliver(None, (), is_last=True, carry=False)
-                is_last = len(rows[1]) <= STEP_EDGES
-                return delivery.deliver(rows[0][0], _ahead(rows), is_last=is_last, carry=tries < 3)
+                [owed], after, ahead = rows
+                after_edge = first(after)
+                return delivery.deliver(owed, ahead, is_last=after_edge is None, carry=tries < 3, after_edge=after_edge)
 
             step = await self._core.settle((Want(Dispatch, (execution_id,)),), decide, further=self._edges_after)
             settled += step.settled
             folds = await self._folding.fold(
-                [Settled(Child(one.flow_id, one.downstream_execution_id), one.edge_id) for one in step.unfolded]
+                [
+                    Settled(Child(one.flow_id, one.downstream_execution_id), one.edge_id, of_many=True)
+                    for one in step.unfolded
+                ]
             )
             skipped += [fold.child.execution_id for fold in folds if fold.skipped]
             if step.is_last:
                 return Delivery(settled, skipped)
 
     async def _edges_after(self, rows: Rows) -> Rows:
-        """The next edges of a dispatch row, and for each of them the group, the child and what it knows of the edge."""
+        """The edge that the step after this one begins after, and the edges of this one with what is behind them."""
         if not rows[0]:
             return []
         owed: Dispatch = rows[0][0]
         where = (Where("upstream_execution_id", "=", owed.execution_id),)
         place = (owed.execution_id, owed.after_edge)
         order = ("upstream_execution_id", "edge_id")
-        edges: list[Edge] = await self._core.scan(Scan(Edge, where, order, place, STEP_EDGES + 1))
+        found = await self._core.scan(Scan(Edge, where, order, place, STEP_EDGES + 1, tolerant=True))
+        after = [_edge_id(found[STEP_EDGES - 1])] if len(found) > STEP_EDGES else []
+        return [after, await self._ahead(_readable_edges(found[:STEP_EDGES]))]
+
+    async def _ahead(self, edges: Sequence[Edge]) -> list[delivery.Ahead]:
+        """For each edge the group, the child and what it knows of the edge, as far as these can be read."""
         wants: list[Want] = []
-        for edge in edges[:STEP_EDGES]:
+        for edge in edges:
             wants += (
                 Want(EdgeGroup, (edge.flow_id, edge.downstream_execution_id)),
                 Want(Execution, (edge.downstream_execution_id,)),
                 Want(Dependency, (edge.downstream_execution_id, edge.edge_id)),
             )
-        return [edges, *(await self._core.load(wants)).rows]
+        try:
+            rows = (await self._core.load(wants)).rows
+        except errors.Corruption as fault:
+            if len(edges) > 1:  # halves, until the one that is wrong is alone
+                half = len(edges) // 2
+                return await self._ahead(edges[:half]) + await self._ahead(edges[half:])
+            logger.error("what waits for edge %s cannot be read: %s", edges[0].edge_id, fault)
+            return [delivery.Ahead(edges[0], None, None, await self._dependency(edges[0]))]
+        behind = (map(first, rows[3 * place : 3 * place + 3]) for place in range(len(edges)))
+        return [delivery.Ahead(edge, *found) for edge, found in zip(edges, behind, strict=True)]
+
+    async def _dependency(self, edge: Edge) -> Dependency | None:
+        """The edge as its downstream knows it; None if that cannot be read either."""
+        try:
+            found = (await self._core.load((Want(Dependency, (edge.downstream_execution_id, edge.edge_id)),))).rows
+        except errors.Corruption:
+            return None
+        row: Dependency | None = first(found[0])
+        return row
 
     # -- children that wait for one edge: written with the end itself ------------------------------------------------
 
@@ -254,18 +282,16 @@ class Dispatcher:
         return resolved, descended
 
     async def _edges_of(self, ended: list[str]) -> list[Settled]:
-        loaded = await self._core.load([Want(Execution, (name,)) for name in ended])
         outcomes = {
             row.execution_id: row.terminal_outcome
-            for rows in loaded.rows
-            for row in rows
-            if row.lifecycle_phase is LifecyclePhase.TERMINAL and row.flow_id is not None
+            for row in (await readable(self._core, ended)).values()
+            if row is not None and row.lifecycle_phase is LifecyclePhase.TERMINAL and row.flow_id is not None
         }
         return [
             Settled(
                 Child(edge.flow_id, edge.downstream_execution_id), edge.edge_id, outcomes[edge.upstream_execution_id]
             )
-            for edge in await edges_from(self._core, [*outcomes])
+            for edge in _readable_edges(await edges_by(self._core, "upstream_execution_id", [*outcomes], tolerant=True))
         ]
 
 
@@ -274,16 +300,17 @@ async def edges_from(core: Core, upstreams: Sequence[str]) -> list[Edge]:
     return await edges_by(core, "upstream_execution_id", upstreams)
 
 
-async def edges_by(core: Core, end: str, names: Sequence[str]) -> list[Edge]:
-    """The staged edges with one of these at one end, by that end and by id."""
-    found: list[Edge] = []
-    place: tuple[str, str] | None = None
+async def edges_by(core: Core, end: str, names: Sequence[str], *, tolerant: bool = False) -> list[Any]:
+    """The staged edges with one of these at one end, by that end and by id; see `Scan` for `tolerant`."""
+    found: list[Any] = []
+    place: tuple[Any, ...] | None = None
     while names:
-        page = await core.scan(Scan(Edge, (Where(end, "in", names),), (end, "edge_id"), place, PAGE))
+        page = await core.scan(Scan(Edge, (Where(end, "in", names),), (end, "edge_id"), place, PAGE, tolerant=tolerant))
         found += page
         if len(page) < PAGE:
             break
-        place = (getattr(page[-1], end), page[-1].edge_id)
+        last = page[-1]
+        place = last.place[:2] if isinstance(last, Unreadable) else (getattr(last, end), last.edge_id)
     return found
 
 
@@ -294,11 +321,17 @@ class Delivery(msgspec.Struct, frozen=True):
     skipped: list[str]
 
 
-def _ahead(rows: Rows) -> list[delivery.Ahead]:
-    """The edges of one step, as `_edges_after` found them."""
-    edges: list[Edge] = rows[1][:STEP_EDGES]
-    behind = (map(first, rows[2 + 3 * place : 5 + 3 * place]) for place in range(len(edges)))
-    return [delivery.Ahead(edge, *found) for edge, found in zip(edges, behind, strict=True)]
+def _edge_id(found: Edge | Unreadable) -> str:
+    edge_id: str = found.place[1] if isinstance(found, Unreadable) else found.edge_id
+    return edge_id
+
+
+def _readable_edges(found: Sequence[Edge | Unreadable]) -> list[Edge]:
+    """Leave out the edges that cannot be read, and name each of them in the log."""
+    for one in found:
+        if isinstance(one, Unreadable):
+            logger.error("edge %s cannot be read and is passed over: %s", _edge_id(one), one.fault)
+    return [one for one in found if not isinstance(one, Unreadable)]
 
 
 def _flow_of(change: Change, rows: Rows) -> str | None:

@@ -13,22 +13,21 @@ from flowfabric.engine.bulk import BulkCreate, create_within, settle_create
 from flowfabric.engine.creating import Creating
 from flowfabric.engine.noting import Rows, first
 from flowfabric.engine.purging import Purging
+from flowfabric.engine.replay import Replays
 from flowfabric.handles import Handle, HandleFields
 from flowfabric.model import answers
 from flowfabric.model.execution import Execution
-from flowfabric.model.flow import CancelBacklog, Dependency, EdgeGroup, PendingCancel
+from flowfabric.model.flow import EdgeGroup
 from flowfabric.rules import (
     cancel,
     delay,
     dependents,
     expiry,
-    flow_cancel,
     lease,
     limits,
     notes,
     operate,
     place,
-    replay,
     tags,
 )
 from flowfabric.rules.change import Decision, FromNow
@@ -40,7 +39,7 @@ HANDLE = Fence()
 PORTION = 100  # children that are cancelled in one change
 
 
-class Executions(Purging, Creating):
+class Executions(Replays, Purging, Creating):
     """What can be done to an execution, by the names of the specification."""
 
     accepting: intake.Accepting
@@ -307,39 +306,6 @@ class Executions(Purging, Creating):
         why = limits.text("reason", reason)
         by = limits.text("source", source, limit=limits.MAX_NAME_BYTES)
         return await self.settle_execution(execution, lambda row, _: cancel.cancel(row, shown, by, why))
-
-    async def replay_execution(self, execution_id: str) -> answers.Replayed:
-        """Give a finished execution another life."""
-        execution = intake.execution(execution_id)
-
-        def decide(rows: Rows, _: int) -> Decision[answers.Replayed]:
-            row = first(rows[0])
-            if row is None or len(rows) == 1:
-                return replay.replay(row)
-            if len(rows) == 3:
-                decision = replay.replay(row)
-            else:
-                upstreams = {each[0].execution_id: each[0] for each in rows[5:] if each}
-                decision = dependents.replay_member(row, first(rows[3]), rows[4], upstreams)
-            return flow_cancel.spared(decision, first(rows[1]), rows[2])
-
-        return await self.settle((Want(Execution, (execution,)),), decide, further=self._around_a_replay)
-
-    async def _around_a_replay(self, rows: Rows) -> Rows:
-        """Of a member: whether its flow is about to cancel it; if it was skipped, its join and its upstreams, too."""
-        row = first(rows[0])
-        if row is None or row.flow_id is None:
-            return []
-        wants: tuple[Want, ...] = (
-            Want(CancelBacklog, (row.flow_id,)),
-            Want(PendingCancel, (row.flow_id, row.execution_id)),
-        )
-        if not dependents.is_skipped_member(row):
-            return (await self.load(wants)).rows
-        wants += (Want(EdgeGroup, (row.flow_id, row.execution_id)), Want(Dependency, (row.execution_id,)))
-        found = (await self.load(wants)).rows
-        names = sorted({one.upstream_execution_id for one in found[3]})
-        return [*found, *(await self.load([Want(Execution, (name,)) for name in names])).rows]
 
     async def expire_execution(
         self, execution_id: str, reason: str = expiry.ATTEMPT_TIMEOUT

@@ -88,6 +88,8 @@ class Finishing(Executions):
     ) -> list[answers.Completed | errors.FabricError]:
         """Complete each of these with its result; one answer for each, in their order, refusals included.
 
+        Handles of one execution are answered as if they came one after the other, in this order.
+
         `answered` is called once the store has answered for those that go together; the others have a long way. Where
         the store is a server, whoever goes on with what was set free goes first then, and the answer is made something
         of while the server is at work again.
@@ -98,6 +100,7 @@ class Finishing(Executions):
         sent: dict[str, tuple[int, Change, Decision[answers.Completed], Execution]] = {}
         alone: dict[int, tuple[Doubt, ...]] = {}
         trusted: dict[int, Rows] = {}  # of those: sheets to decide on without a look
+        waiting: dict[str, list[int]] = {}  # and those by execution, in the order in which they are settled
         now, seen, sets_free = self.estimate.now(), self._seen, False
         for place, (handle, result) in enumerate(pairs):
             try:
@@ -108,19 +111,22 @@ class Finishing(Executions):
                 continue
             execution_id = fields.execution_id
             row = seen.get(execution_id)
-            if row is None or execution_id in sent:
+            if row is None or execution_id in sent or execution_id in waiting:
                 alone[place] = ()
+                waiting.setdefault(execution_id, []).append(place)
                 continue
             shown = Fence(fields.lease_id, fields.lease_epoch, fields.attempt_id)
             decision = finish.complete(row, shown, None, payload, label, now)
             if decision.change is None or isinstance(decision.answer, errors.FabricError):
                 alone[place] = ()
+                waiting.setdefault(execution_id, []).append(place)
                 continue
             change = msgspec.structs.replace(decision.change, id=self.minter.change_id())
             if row.successors is not None and self.carrier is not None:
                 carrying = self.carrier.carried(change, row)
                 if carrying is None:
                     alone[place], trusted[place] = (), [[row]]
+                    waiting.setdefault(execution_id, []).append(place)
                     continue
                 change, sets_free = carrying, True
             sent[execution_id] = (place, change, decision, row)
@@ -131,7 +137,8 @@ class Finishing(Executions):
                 await asyncio.sleep(0)
         alike: list[tuple[Change, Execution]] = []
         others: list[tuple[Change, Rows]] = []
-        for (place, change, decision, row), verdict in zip(sent.values(), verdicts, strict=True):
+        for execution_id, verdict in zip(sent, verdicts, strict=True):
+            place, change, decision, row = sent[execution_id]
             if type(verdict) is int:
                 now = verdict
                 if change.form is None or row.successors is not None:
@@ -139,23 +146,25 @@ class Finishing(Executions):
                 else:
                     alike.append((change, row))
                 found[place] = decision.unwrap(verdict)
-            elif isinstance(verdict, errors.StoreUnavailable) and verdict.in_doubt:
-                alone[place] = (Doubt(change, decision, [[row]]),)
             else:
-                alone[place] = ()
+                in_doubt = isinstance(verdict, errors.StoreUnavailable) and verdict.in_doubt
+                alone[place] = (Doubt(change, decision, [[row]]),) if in_doubt else ()
+                waiting.setdefault(execution_id, []).insert(0, place)  # before the others of its execution
         if alike:
             self.note_alike(alike, now)
         if others:
             self.note_all(others, now)
         if not alone:
             return found
-        singly = (
-            self._complete_alone(*pairs[place], label, doubts, trusted.get(place)) for place, doubts in alone.items()
-        )
-        for place, answer in zip(alone, await asyncio.gather(*singly, return_exceptions=True), strict=True):
-            if isinstance(answer, BaseException) and not isinstance(answer, errors.FabricError):
-                raise answer
-            found[place] = answer
+
+        async def in_order(places: Sequence[int]) -> None:
+            for place in places:
+                try:
+                    found[place] = await self._complete_alone(*pairs[place], label, alone[place], trusted.get(place))
+                except errors.FabricError as refused:
+                    found[place] = refused
+
+        await asyncio.gather(*map(in_order, waiting.values()))
         return found
 
     async def _complete_alone(

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from flowfabric import errors, ids
+from flowfabric import errors
 from flowfabric.engine import intake
 from flowfabric.engine.core import Core
 from flowfabric.engine.dispatch import edges_by, edges_from
@@ -40,7 +40,7 @@ class FlowReads(Core):
 
     async def list_flows(self, partition: int | str, *, cursor: str | None = None, limit: int = 50) -> FlowPage:
         """Flows of one partition (its number or its key) by id, strictly after the cursor."""
-        index = _partition(partition)
+        index = intake.flow_partition(partition, self.partitions)
         wanted = min(limits.integer("limit", limit, least=0), MAX_PAGE)
         after = None if cursor is None else (index, intake.flow(cursor))
         if not wanted:
@@ -116,12 +116,3 @@ class FlowReads(Core):
             lambda rows, _: flow_views.project(rows[0][0] if rows[0] else None, len(rows[1]), rows[2]),
             further=members,
         )
-
-
-def _partition(partition: int | str) -> int:
-    if isinstance(partition, str):
-        parsed = ids.parse_partition_key(partition)
-        if parsed.family is not ids.Family.FLOW:
-            raise errors.InvalidInput(f"partition: {partition!r} holds no flows")
-        return parsed.index
-    return limits.integer("partition", partition, least=0, most=65_535)

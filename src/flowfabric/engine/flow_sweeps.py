@@ -1,13 +1,14 @@
 """The sweeps of flows: what a process left undone when it died, and what nobody is told about.
 
 Each pass takes a bounded page. A page that brought nothing forward is not taken again before the others had their turn.
+A row that cannot be read is named in the log and counted as an error; the pass goes on with the others.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -29,20 +30,33 @@ from flowfabric.model.flow import (
     PendingCancelGroup,
 )
 from flowfabric.model.flow_answers import Disposition, SiblingReconcile
-from flowfabric.rules import flow_cancel, joins
+from flowfabric.rules import flow_cancel, joins, successors
 from flowfabric.rules.feeds import Filter
-from flowfabric.stores.base import Scan, Want, Where
+from flowfabric.stores.base import Scan, Unreadable, Want, Where
 
 logger = logging.getLogger("flowfabric.sweeper")
 
 GROUPS = 50
 EDGES = 20  # of one group that waits, resolved in one pass
 LOOKED_AT = 500  # of its edges, to find those; the next pass looks at the next ones
+MOST_EDGES = 100_000  # of one group, when one of them cannot be read
 FLOWS = 100
 FLOW_PAGES = 5  # projected in one pass, which takes a few seconds; the next one goes on with what is left
 BACKLOGS = 50
 MEMBERS = 500  # of one backlog, cancelled in one pass
 PERMANENT = (errors.ValidationError, errors.BugError)
+
+
+class Page(NamedTuple):
+    """Rows of a table, and the places of those that could not be read."""
+
+    rows: list[Any]
+    places: tuple[Any, ...] = ()
+
+    @property
+    def unread(self) -> int:
+        """How many could not be read."""
+        return len(self.places)
 
 
 class Rotation:
@@ -53,21 +67,35 @@ class Rotation:
         self._order = (column, *key)
         self._after: tuple[Any, ...] | None = None
 
-    async def page(self, engine: FlowCancels, limit: int, *where: Where) -> list[Any]:
+    async def page(self, engine: FlowCancels, limit: int, *where: Where) -> Page:
         """The next rows whose instant has come, earliest first."""
         now = await engine.store.ping()
         engine.estimate.hear(now)
         due = (Where(self._order[0], "<=", now), *where)
-        rows = await engine.store.scan(Scan(self._row, due, self._order, self._after, limit))
+        rows = await engine.store.scan(Scan(self._row, due, self._order, self._after, limit, tolerant=True))
         if not rows and self._after is not None:
             self._after = None
-            rows = await engine.store.scan(Scan(self._row, due, self._order, None, limit))
-        self._after = tuple(getattr(rows[-1], name) for name in self._order) if len(rows) == limit else None
-        return rows
+            rows = await engine.store.scan(Scan(self._row, due, self._order, None, limit, tolerant=True))
+        self._after = self._place(rows[-1]) if len(rows) == limit else None
+        return readable_rows(rows)
+
+    def _place(self, row: Any) -> tuple[Any, ...]:
+        if isinstance(row, Unreadable):
+            return row.place[: len(self._order)]
+        return tuple(getattr(row, name) for name in self._order)
 
     def rewind(self) -> None:
         """Let the next page be the first one."""
         self._after = None
+
+
+def readable_rows(found: Sequence[Any]) -> Page:
+    """Leave out the rows of a tolerant list that cannot be read, and name each of them in the log."""
+    unread = tuple(row for row in found if isinstance(row, Unreadable))
+    for row in unread:
+        logger.error("%s cannot be read and is passed over: %s", row.place, row.fault)
+    rows = [row for row in found if not isinstance(row, Unreadable)] if unread else [*found]
+    return Page(rows, tuple(row.place for row in unread))
 
 
 class FlowSweeps:
@@ -99,6 +127,7 @@ class FlowSweeps:
             Sweep("completion_dispatch", whole=self.dispatch_completions),
             Sweep("dependency_reconciler", whole=filtered(self.reconcile_dependencies)),
             Sweep("flow_projector", whole=self.project_flows, goes_round=True),
+            Sweep("flow_retention", "purge_check_at", lambda row: self._engine.purge_flow(row.flow_id), row=Flow),
             Sweep("cancel_reconciler", whole=filtered(self.reconcile_cancels)),
             Sweep("edge_cancel_dispatcher", whole=self.dispatch_sibling_cancels),
             Sweep("edge_cancel_reconciler", whole=self.reconcile_sibling_cancels),
@@ -109,25 +138,31 @@ class FlowSweeps:
     async def dispatch_completions(self, batch: int) -> Pass:
         """Carry on with ends that a process wrote and did not live to follow up."""
         delivered = await self._deliver(batch)
-        settled, unread = await self._ended(await self._noted.page(self._engine, batch))
+        noted = await self._noted.page(self._engine, batch)
+        settled, unread = await self._ended(noted.rows)
         folded = await self._fold(settled)
-        return Pass(delivered.processed + folded.processed, delivered.errors + unread + folded.errors)
+        faults = delivered.errors + noted.unread + unread + folded.errors
+        return Pass(delivered.processed + folded.processed, faults)
 
     async def reconcile_dependencies(self, choice: Choice) -> Pass:
         """Resolve edges whose upstream has ended, whether or not anybody noted it, and cascade the skips."""
-        settled, unread = await self._ended(await self._renoted.page(self._engine, GROUPS * EDGES))
+        noted = await self._renoted.page(self._engine, GROUPS * EDGES)
+        settled, unread = await self._ended(noted.rows)
         # An end with many edges goes to all of them, whoever may be chosen.
         delivered = await self._deliver(GROUPS) if not choice.filters else Pass(0, 0)
-        more, unread_too = await self._unnoticed(await self._waiting.page(self._engine, GROUPS))
+        waiting = await self._waiting.page(self._engine, GROUPS)
+        more, unread_too = await self._unnoticed(waiting.rows)
         accepted, unread_children = await self._accepted(settled + more, choice)
         folded = await self._fold(accepted)
-        faults = unread + unread_too + unread_children + delivered.errors + folded.errors
+        faults = noted.unread + unread + waiting.unread + unread_too + unread_children
+        faults += delivered.errors + folded.errors
         return Pass(delivered.processed + folded.processed, faults)
 
     async def _deliver(self, limit: int) -> Pass:
         """Go on with the ends that have many edges, and cascade the skips; what is processed are edges."""
-        processed = faults = 0
-        for row in await self._owed.page(self._engine, limit):
+        owed = await self._owed.page(self._engine, limit)
+        processed, faults = 0, owed.unread
+        for row in owed.rows:
             try:
                 done = await self._engine.dispatcher.deliver(row.execution_id)
                 processed += done.settled + await self._cascade(done.skipped)
@@ -142,14 +177,22 @@ class FlowSweeps:
         """Unresolved edges of waiting groups whose upstream is terminal, and how many upstreams cannot be read."""
         if not groups:
             return [], 0
-        found = await self._load([Want(Dependency, (group.downstream_execution_id,)) for group in groups])
+        found, unread_edges = await self._inbound([group.downstream_execution_id for group in groups])
         self._looks += 1
         open_edges = [one for each in found for one in _some([one for one in each if one.outcome is None], self._looks)]
         ended: dict[Child, list[Settled]] = {}
         settled, unread = await self._ended(open_edges)
         for one in settled:
             ended.setdefault(one.child, []).append(one)
-        return [one for each in ended.values() for one in each[:EDGES]], unread
+        return [one for each in ended.values() for one in each[:EDGES]], unread + unread_edges
+
+    async def _inbound(self, names: Sequence[str]) -> tuple[list[list[Dependency]], int]:
+        """The applied edges of each of these, and how many cannot be read."""
+        try:
+            return await self._load([Want(Dependency, (name,)) for name in names]), 0
+        except errors.Corruption:
+            pages = [readable_rows(await self._engine.scan(_edges_of(name))) for name in names]
+            return [page.rows for page in pages], sum(page.unread for page in pages)
 
     async def _ended(self, edges: Sequence[Dependency]) -> tuple[list[Settled], int]:
         """Those of these edges whose upstream has ended, and does not live again by now; how many cannot be read."""
@@ -159,12 +202,16 @@ class FlowSweeps:
         for one in edges:
             if one.upstream_execution_id not in upstreams:
                 continue
-            outcome = joins.end_of(one, upstreams[one.upstream_execution_id])
+            upstream = upstreams[one.upstream_execution_id]
+            outcome = joins.end_of(one, upstream)
             if outcome is not None:
                 noted = one.unfolded_at is not None and one.outcome is outcome  # and counted only while it still is
                 child = Child(one.flow_id, one.downstream_execution_id)
-                known = () if noted else (outcome, one.revision)
-                settled.append(Settled(child, one.edge_id, *known))
+                many = upstream if successors.has_many(upstream) else None
+                if noted:
+                    settled.append(Settled(child, one.edge_id, of_many=many is not None))
+                else:
+                    settled.append(Settled(child, one.edge_id, outcome, one.revision, seen=many))
         return settled, len(names) - len(upstreams)
 
     async def _accepted(self, settled: list[Settled], choice: Choice) -> tuple[list[Settled], int]:
@@ -190,15 +237,17 @@ class FlowSweeps:
     async def project_flows(self, batch: int) -> Pass:
         """Write the summaries of flows that are still going on, of each once, a page after the other."""
         processed = faults = 0
-        seen: set[str] = set()
+        seen: set[Any] = set()
         for _ in range(FLOW_PAGES):
             page = await self._flows.page(self._engine, FLOWS)
-            rows = [row for row in page if row.flow_id not in seen]
-            if not rows:  # those it begins with are up again
+            rows = [row for row in page.rows if row.flow_id not in seen]
+            unread = [place for place in page.places if place not in seen]
+            faults += len(unread)
+            if not rows and not unread:  # those it begins with are up again
                 self._flows.rewind()
                 break
-            seen.update(row.flow_id for row in rows)
-            done = await self._each(rows, lambda row: self._reads.project_flow_summary(row.flow_id))
+            seen.update(unread, (row.flow_id for row in rows))
+            done = await self._each(Page(rows), lambda row: self._reads.project_flow_summary(row.flow_id))
             processed, faults = processed + done.processed, faults + done.errors
         return Pass(processed, faults)
 
@@ -206,8 +255,9 @@ class FlowSweeps:
 
     async def reconcile_cancels(self, choice: Choice) -> Pass:
         """Cancel what the backlog of cancelled flows lists, after the grace."""
-        processed = faults = 0
-        for backlog in await self._backlogs.page(self._engine, BACKLOGS):
+        backlogs = await self._backlogs.page(self._engine, BACKLOGS)
+        processed, faults = 0, backlogs.unread
+        for backlog in backlogs.rows:
             try:
                 done, failed = await self._reconcile_backlog(backlog, choice)
             except errors.StoreUnavailable:
@@ -270,9 +320,9 @@ class FlowSweeps:
 
         return await self._each(await self._reconciled.page(self._engine, GROUPS), reconcile)
 
-    async def _each(self, rows: Sequence[Any], act: Callable[[Any], Awaitable[bool | None]]) -> Pass:
-        processed = faults = 0
-        for row in rows:
+    async def _each(self, page: Page, act: Callable[[Any], Awaitable[bool | None]]) -> Pass:
+        processed, faults = 0, page.unread
+        for row in page.rows:
             try:
                 did = await act(row)
             except errors.StoreUnavailable:
@@ -292,6 +342,12 @@ def _some(edges: list[Dependency], turn: int) -> list[Dependency]:
     turns = max(1, -(-len(edges) // LOOKED_AT))
     start = turn % turns * LOOKED_AT
     return edges[start : start + LOOKED_AT]
+
+
+def _edges_of(name: str) -> Scan:
+    """The applied edges of one execution, whether or not all of them can be read."""
+    key = ("downstream_execution_id", "edge_id")
+    return Scan(Dependency, (Where(key[0], "=", name),), key, limit=MOST_EDGES, tolerant=True)
 
 
 def _is_uuid(text: str) -> bool:

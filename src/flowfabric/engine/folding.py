@@ -42,13 +42,17 @@ class Child(NamedTuple):
 class Settled(NamedTuple):
     """An edge whose upstream has ended; without an outcome it is folded as its dependency notes it, if it does.
 
-    With a revision it is folded only while the dependency has that: whoever saw the end had seen it before.
+    With a revision it is folded only while the dependency has that: whoever saw the end had seen it before. Of an
+    upstream with many edges, whose replay writes them before it is written itself, an end is folded only while the
+    dependency is as it is loaded (`of_many`); one that is noted nowhere only while the upstream is as it was `seen`.
     """
 
     child: Child
     edge_id: str
     outcome: TerminalOutcome | None = None
     revision: int | None = None
+    of_many: bool = False
+    seen: Execution | None = None
 
 
 class Fold(msgspec.Struct, frozen=True):
@@ -249,11 +253,13 @@ def _settlement(dependency: Dependency | None, one: Settled) -> Settlement | Non
     if dependency is None or dependency.flow_id != one.child.flow_id:
         return None
     if one.outcome is not None and one.revision is not None:
-        return Settlement(dependency, one.outcome, is_noted=False) if dependency.revision == one.revision else None
+        if dependency.revision != one.revision:
+            return None
+        return Settlement(dependency, one.outcome, is_noted=False, upstream=one.seen)
     outcome = one.outcome
     if outcome is None and dependency.unfolded_at is not None:
         outcome = dependency.outcome
-    return None if outcome is None else Settlement(dependency, outcome)
+    return None if outcome is None else Settlement(dependency, outcome, is_noted=not one.of_many)
 
 
 def _told(case: _Case, answer: Folded) -> Fold:

@@ -73,6 +73,16 @@ def edge(edge_id: object) -> str:
     return ids.parse_uuid(limits.text("edge_id", edge_id), "edge_id")
 
 
+def flow_partition(partition: object, counts: ids.PartitionCounts) -> int:
+    """Read a partition of flows and executions, by its number or its key; one that does not exist is refused."""
+    if isinstance(partition, str):
+        parsed = ids.parse_partition_key(partition)
+        if parsed.family is not ids.Family.FLOW:
+            raise errors.InvalidInput(f"partition: {limits.shown(partition)} holds no flows and no executions")
+        partition = parsed.index
+    return limits.integer("partition", partition, least=0, most=counts.flow - 1)
+
+
 def lane(lane_id: object) -> ids.LaneId:
     """A lane; which characters it may have is its own rule."""
     if not isinstance(lane_id, str):

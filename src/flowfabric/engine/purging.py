@@ -1,28 +1,118 @@
-"""Purging: the end of what was kept long enough."""
+"""Purging: the end of what was kept long enough.
+
+Whoever removes a member of a flow checks at once whether it was the last one, and removes the flow. What a crash leaves
+in between is found by the flow's own instant (`purge_check_at`).
+"""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+from functools import cached_property
+
+from flowfabric import errors
 from flowfabric.engine import intake
+from flowfabric.engine.cancelling import readable
 from flowfabric.engine.core import Core
 from flowfabric.engine.noting import Rows, first
 from flowfabric.model.execution import Execution
-from flowfabric.model.flow import Edge
+from flowfabric.model.flow import Edge, Flow, FlowMember
 from flowfabric.model.suspension import Waitpoint
 from flowfabric.rules import retention
+from flowfabric.rules.change import Decision
 from flowfabric.stores.base import Scan, Want, Where
 
 WAITPOINTS_PAGE = 1000
 EDGES_PAGE = 500
+MEMBERS_PAGE = 200
+MOST_REMEMBERED = 1000
+
+logger = logging.getLogger("flowfabric.retention")
 
 
 class Purging(Core):
-    """Removes finished executions, one by one."""
+    """Removes finished executions, one by one, and flows of which no member is left."""
+
+    @cached_property
+    def _members_left(self) -> dict[str, str]:
+        """By flow: a member that was there when it was last checked."""
+        return {}
+
+    @cached_property
+    def _flow_checks(self) -> dict[str, asyncio.Task[bool]]:
+        """By flow: a check that has not begun yet, and that all purges of this moment share."""
+        return {}
 
     async def purge_execution(self, execution_id: str, *, default_retention_ms: int | None = None) -> bool:
-        """Remove a finished execution whose retention is over, with everything it owns."""
+        """Remove a finished execution whose retention is over, with everything it owns.
+
+        Its flow goes as well if no other member is left; that is no part of the answer.
+        """
         execution = intake.execution(execution_id)
         default = intake.optional_duration("default_retention_ms", default_retention_ms)
-        gone = await self._purged(execution, None, default)
+        flows: set[str] = set()
+        gone = await self._purge_rows(execution, default, flows)
+        if gone:
+            for flow_id in flows:
+                await self._check_flow(flow_id)
+        return gone
+
+    async def purge_flow(self, flow_id: str) -> bool:
+        """Remove a flow whose last member retention has removed, with its members, edges, joins and summary."""
+        flow = intake.flow(flow_id)
+
+        async def left(rows: Rows) -> Rows:
+            return [[await self._member_left(flow)]] if rows[0] else [[]]
+
+        return await self.settle(
+            (Want(Flow, (flow,)),),
+            lambda rows, now: retention.purge_flow(first(rows[0]), first(rows[1]), now),
+            further=left,
+        )
+
+    async def _member_left(self, flow_id: str) -> retention.MemberLeft | None:
+        """A member that is still there. The one that was there last time mostly still is."""
+        remembered = self._members_left.pop(flow_id, None)
+        if remembered is not None and (found := await self._first_left(flow_id, [remembered])):
+            return found
+        after = None
+        while True:
+            where = (Where("flow_id", "=", flow_id),)
+            page = await self.scan(Scan(FlowMember, where, ("flow_id", "execution_id"), after, MEMBERS_PAGE))
+            if found := await self._first_left(flow_id, [one.execution_id for one in page]):
+                return found
+            if len(page) < MEMBERS_PAGE:
+                return None
+            after = (flow_id, page[-1].execution_id)
+
+    async def _first_left(self, flow_id: str, names: list[str]) -> retention.MemberLeft | None:
+        rows = await readable(self, names)
+        for name in names:
+            # One that cannot be read is there.
+            found = retention.member_left(flow_id, rows[name]) if name in rows else retention.MemberLeft()
+            if found is not None:
+                if len(self._members_left) < MOST_REMEMBERED:
+                    self._members_left[flow_id] = name
+                return found
+        return None
+
+    async def _check_flow(self, flow_id: str) -> None:
+        """Remove the flow of a purged member if no other is left; a failure leaves it to the sweep."""
+        check = self._flow_checks.get(flow_id)
+        if check is None:
+            check = self._flow_checks[flow_id] = asyncio.create_task(self._checked_flow(flow_id))
+        try:
+            await asyncio.shield(check)
+        except errors.FabricError as fault:
+            logger.warning("flow %s is left to the sweep: %s", flow_id, fault)
+
+    async def _checked_flow(self, flow_id: str) -> bool:
+        await asyncio.sleep(0)  # members that were removed in one batch share a check
+        del self._flow_checks[flow_id]
+        return await self.purge_flow(flow_id)
+
+    async def _purge_rows(self, execution: str, default: int | None, flows: set[str]) -> bool:
+        gone = await self._purged(execution, None, default, flows)
         if isinstance(gone, bool):
             return gone
         named: list[str] = []
@@ -33,18 +123,21 @@ class Purging(Core):
             named += [one.waitpoint_id for one in found]
             if len(found) < WAITPOINTS_PAGE:
                 break
-        return await self._purged(execution, named, default) is True
+        return await self._purged(execution, named, default, flows) is True
 
     async def _purged(
-        self, execution_id: str, waitpoint_ids: list[str] | None, default_ms: int | None
+        self, execution_id: str, waitpoint_ids: list[str] | None, default_ms: int | None, flows: set[str]
     ) -> bool | retention.NeedsWaitpoints:
-        return await self.settle(
-            (Want(Execution, (execution_id,)),),
-            lambda rows, now: retention.purge(
-                first(rows[0]), now, waitpoint_ids, default_ms, [one for found in rows[1:] for one in found]
-            ),
-            further=self._kept_for,
-        )
+        """Whether it was removed; `flows` gets the flow that it was a member of."""
+
+        def decide(rows: Rows, now: int) -> Decision[bool | retention.NeedsWaitpoints]:
+            row = first(rows[0])
+            if row is not None and row.flow_id is not None:
+                flows.add(row.flow_id)
+            others = [one for found in rows[1:] for one in found]
+            return retention.purge(row, now, waitpoint_ids, default_ms, others)
+
+        return await self.settle((Want(Execution, (execution_id,)),), decide, further=self._kept_for)
 
     async def _kept_for(self, rows: Rows) -> Rows:
         """Those that may still need a loaded execution; of very many, as many as it takes to find one that does."""

@@ -22,7 +22,6 @@ MAX_PAGE = 1000
 MAX_EXPIRED_PAGE = 10_000
 HISTORY_KEPT = 1000
 RENEWED = "renewed"  # told so often that nothing else would be left of a long life
-MAX_PARTITION = 65_535
 MAX_MATCHES = 100
 
 
@@ -171,7 +170,7 @@ class Reads(Core):
         """The named fields of the core record that are set."""
         execution = intake.execution(execution_id)
         wanted = [limits.text("names", name) for name in intake.each("names", names)]
-        if ids.partition_of(execution) != limits.integer("partition", partition, least=0, most=MAX_PARTITION):
+        if ids.partition_of(execution) != intake.flow_partition(partition, self.partitions):
             raise errors.InvalidInput(f"partition: {partition} is not the partition of {execution}")
         row, payload = await self._row_and_payload(execution)
         if row is None or payload is None:
@@ -196,7 +195,7 @@ class Reads(Core):
 
     async def list_executions(self, partition: int, *, cursor: str | None = None, limit: int = 50) -> ExecutionPage:
         """Ids of one partition, ascending, strictly after the cursor."""
-        place = limits.integer("partition", partition, least=0, most=MAX_PARTITION)
+        place = intake.flow_partition(partition, self.partitions)
         wanted = min(limits.integer("limit", limit, least=0), MAX_PAGE)
         after = None if cursor is None else (intake.execution(cursor),)
         where = (Where("partition", "=", place), Where("execution_id", "starts", f"{{fp:{place}}}:"))

@@ -36,7 +36,7 @@ class Retention(Executions):
         The default is for those whose policy does not say how long they are kept; without one, what was the default
         when they ended. One that cannot be purged does not keep the others.
         """
-        place = limits.integer("partition", partition, least=0, most=65_535)
+        place = intake.flow_partition(partition, self.partitions)
         default = intake.optional_duration("default_retention_ms", default_retention_ms)
         wanted = limits.integer("batch", batch, least=0, most=MAX_BATCH)
         accepted = intake.chosen(chosen)

@@ -126,7 +126,7 @@ class Signals(Keys):
 
     async def read_waitpoint_token(self, partition: int | str, waitpoint_id: str) -> tokens.WaitpointToken | None:
         """The token of an open waitpoint, for those who may have it; None when there is no such waitpoint."""
-        index, identity = wait_intake.flow_partition(partition), wait_intake.waitpoint(waitpoint_id)
+        index, identity = intake.flow_partition(partition, self.partitions), wait_intake.waitpoint(waitpoint_id)
         found = _first((await self.load((Want(Waitpoint, (identity, index)),))).rows[0])
         if found is None:
             return None

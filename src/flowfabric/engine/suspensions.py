@@ -212,7 +212,7 @@ class Suspensions(Keys):
         self, partition: int | str, *, cursor: str | None = None, limit: int = 50
     ) -> SuspendedPage:
         """Suspended executions of a partition, those that time out first in front."""
-        index = wait_intake.flow_partition(partition)
+        index = intake.flow_partition(partition, self.partitions)
         wanted = min(limits.integer("limit", limit, least=0), MAX_PAGE)
         where = (Where("partition", "=", index), Where("due_at", "set"))
         scan = Scan(Suspension, where, ("due_at", "execution_id"), limit=wanted + 1)

@@ -5,6 +5,10 @@ choose different executions hold different ones. It looks for rows whose instant
 that decides about it again. It then sleeps until the next instant that it saw, at most its interval. An item that fails
 again and again is left alone for a while and never holds up the others. A sweep that meets an absent store is tried
 again after a growing pause, one that crashes is started again; stopping waits for the items in hand.
+
+The lease lasts one interval, and the other processes sleep until it ends: so they notice within one interval that its
+holder is dead. Each process is late by a share of its own (`jitter`), the holder as well, so the one with the smallest
+share keeps the sweep. Two processes that do a sweep at the same time cost a few refused changes and nothing else.
 """
 
 from __future__ import annotations
@@ -39,6 +43,7 @@ LEAST_INTERVAL_MS = 100
 LONGEST_PAUSE_S = 30.0
 RESTART_S = 5.0
 MOST_PAGES = 20
+LONG_PASS = 0.05  # of its lease: after a pass that took longer the lease is renewed
 
 
 class Pass(msgspec.Struct, frozen=True):
@@ -82,7 +87,8 @@ class Sweep(msgspec.Struct, frozen=True):
     The verb gets the id of an execution, or the row itself of another kind. `whole` is for work that is not found by
     an instant: it makes a pass of its own over about so many items. `owner` names the column with the execution that a
     row of another kind belongs to, and that a filter asks about. After a pass that found plenty the next one follows at
-    once, unless the sweep `goes_round`: what it has dealt with comes up again.
+    once, unless the sweep `goes_round`: what it has dealt with comes up again. Processes that do a sweep in another
+    `variant` hold another lease: none of them keeps the others from theirs.
     """
 
     name: str
@@ -93,6 +99,7 @@ class Sweep(msgspec.Struct, frozen=True):
     row: type[msgspec.Struct] = Execution
     owner: str | None = None
     goes_round: bool = False
+    variant: str = ""
 
 
 class Sweeper:
@@ -163,12 +170,15 @@ class Sweeper:
         failures = 0
         # So that the processes of a deployment do not march in step.
         spread = scan_jitter(f"{self._holder}:{sweep.name}", 1000) / 1000
+        late_s = interval_ms / 1000 * self._settings.jitter * spread
         while not self._stopping.is_set():
-            pause_s = interval_ms / 1000 * (1 + self._settings.jitter * spread)
+            pause_s = interval_ms / 1000 + late_s
             hint = self._engine.wakes.expect(due_topic(sweep.row, sweep.column))
             try:
-                if await self._hold(sweep, interval_ms * 3):
-                    done = await self._timed(sweep)
+                if held_ms := await self._hold(sweep, interval_ms):
+                    pause_s = held_ms / 1000 + late_s
+                else:
+                    done = await self._kept(sweep, interval_ms)
                     if done.next_at is not None:
                         pause_s = min(pause_s, max(0.0, (done.next_at - done.now) / 1000))
                     if done.processed >= self._batch(sweep) and not sweep.goes_round:
@@ -180,6 +190,24 @@ class Sweeper:
                 logger.warning("sweep %s: the store is away (%s); next try in %.1f s", sweep.name, away, pause_s)
             await self._sleep(sweep, pause_s, hint)
         await self._leave(sweep)
+
+    async def _kept(self, sweep: Sweep, lease_ms: int) -> Pass:
+        """Make a pass; renew the lease while it takes long, and after that."""
+        clock = asyncio.get_running_loop().time
+        began, work = clock(), asyncio.create_task(self._timed(sweep))
+        try:
+            while not (await asyncio.wait({work}, timeout=lease_ms / 2000))[0]:
+                await self._renew(sweep, lease_ms)
+            if clock() - began > lease_ms / 1000 * LONG_PASS:
+                await self._renew(sweep, lease_ms)
+            return work.result()
+        finally:
+            work.cancel()
+
+    async def _renew(self, sweep: Sweep, lease_ms: int) -> None:
+        """Keep the sweep; if that fails, another process may do it as well."""
+        with contextlib.suppress(errors.FabricError):
+            await self._hold(sweep, lease_ms)
 
     async def _sleep(self, sweep: Sweep, pause_s: float, hint: asyncio.Future[None]) -> None:
         """Until the pause is over, something falls due earlier, or it is time to stop."""
@@ -304,18 +332,22 @@ class Sweeper:
             logger.exception("sweep %s: %s is left for another pass", sweep.name, _name(row))
             return errors.BugError(f"{sweep.name}: {bug!r}")
 
-    async def _hold(self, sweep: Sweep, ttl_ms: int) -> bool:
-        name = self._choice.names(sweep.name)
+    async def _hold(self, sweep: Sweep, ttl_ms: int) -> int:
+        """For how many milliseconds another process holds the sweep; 0 if this one does."""
+        name = self._lease_name(sweep)
         return await self._engine.settle(
             (Want(SweepLease, (name,)),),
             lambda rows, now: sweeps.hold(rows[0][0] if rows[0] else None, name, self._holder, ttl_ms, now),
         )
 
+    def _lease_name(self, sweep: Sweep) -> str:
+        return self._choice.names(f"{sweep.name}:{sweep.variant}" if sweep.variant else sweep.name)
+
     async def _leave(self, sweep: Sweep) -> None:
         """Let others do the sweep; if that cannot be told, they may when the lease is over."""
         with contextlib.suppress(errors.FabricError):
             await self._engine.settle(
-                (Want(SweepLease, (self._choice.names(sweep.name),)),),
+                (Want(SweepLease, (self._lease_name(sweep),)),),
                 lambda rows, _: sweeps.let_go(rows[0][0] if rows[0] else None, self._holder),
             )
 

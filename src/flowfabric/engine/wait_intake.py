@@ -30,16 +30,6 @@ def waitpoint(waitpoint_id: object) -> str:
     return ids.parse_uuid(limits.text("waitpoint_id", waitpoint_id), "waitpoint_id")
 
 
-def flow_partition(partition: object) -> int:
-    """A partition of executions, by its number or its key."""
-    if isinstance(partition, str):
-        parsed = ids.parse_partition_key(partition)
-        if parsed.family is not ids.Family.FLOW:
-            raise errors.InvalidInput("partition: executions live on the partitions of flows")
-        return parsed.index
-    return limits.integer("partition", partition, least=0, most=65_535)
-
-
 def token(value: object) -> WaitpointToken:
     """A token as a sender shows it; what is wrong with it is for the rules."""
     if isinstance(value, WaitpointToken):

@@ -12,6 +12,7 @@ from flowfabric.engine.sweeper import Pass, Sweep
 from flowfabric.model.gate import ChildEnd
 from flowfabric.model.suspension import Suspension, Waitpoint
 from flowfabric.rules.resuming import Expiry
+from flowfabric.settings import FEED_RETENTION_MS, Settings
 from flowfabric.stores.base import Store
 
 logger = logging.getLogger("flowfabric.sweeper")
@@ -25,6 +26,7 @@ class Waiting(Protocol):
     """What these sweeps need of an engine."""
 
     store: Store
+    settings: Settings
 
     async def patiently(self, ask: Callable[[], Awaitable[T]]) -> T: ...
     async def expire_suspension(self, execution_id: str) -> Expiry: ...
@@ -49,6 +51,10 @@ def sweeps(engine: Waiting) -> tuple[Sweep, ...]:
     async def restore(batch: int) -> Pass:
         return await _restore_queues(engine, batch)
 
+    # Processes may be told to keep events for different times. The shortest holds, whoever else sweeps.
+    kept_ms = engine.settings.feed_retention_ms
+    keeps = "" if kept_ms == FEED_RETENTION_MS else str(kept_ms)
+
     return (
         Sweep("suspension_timeout", "due_at", time_out, row=Suspension, owner="execution_id"),
         Sweep(
@@ -59,7 +65,7 @@ def sweeps(engine: Waiting) -> tuple[Sweep, ...]:
             owner="execution_id",
         ),
         Sweep("child_ends", "due_at", take_in, row=ChildEnd),
-        Sweep("feed_trimmer", whole=trim),
+        Sweep("feed_trimmer", whole=trim, variant=keeps),
         Sweep("queue_reconciler", whole=restore),
     )
 

@@ -87,6 +87,7 @@ class Flow(msgspec.Struct, frozen=True, gc=False):
     cancel_reason: str | None = None
     cancellation_policy: CancellationPolicy | None = None
     project_at: int | None = None  # set while the projector has to look after its summary
+    purge_check_at: int | None = None  # when retention checks whether a member is left; unset for a flow without any
     revision: int = 0
 
 

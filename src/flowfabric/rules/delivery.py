@@ -34,8 +34,12 @@ class Step(msgspec.Struct, frozen=True):
     is_last: bool = True
 
 
-def deliver(owed: Dispatch | None, ahead: Sequence[Ahead], *, is_last: bool, carry: bool) -> Decision[Step]:
+def deliver(
+    owed: Dispatch | None, ahead: Sequence[Ahead], *, is_last: bool, carry: bool, after_edge: str | None = None
+) -> Decision[Step]:
     """Note the end on the next edges of a dispatch row; the row goes with the last of them.
+
+    `after_edge` is the edge that the next step begins after, if that is not the last of these.
 
     Children that wait for one of these edges alone are advanced in the same change (`carry`), where that needs no
     closer look.
@@ -45,7 +49,7 @@ def deliver(owed: Dispatch | None, ahead: Sequence[Ahead], *, is_last: bool, car
     key = (owed.execution_id,)
     guards = [Guard(Dispatch, key, owed.revision)]
     writes: list[Write] = [
-        Delete(Dispatch, key) if is_last else Patch(Dispatch, key, {"after_edge": ahead[-1].edge.edge_id})
+        Delete(Dispatch, key) if is_last else Patch(Dispatch, key, {"after_edge": after_edge or ahead[-1].edge.edge_id})
     ]
     unfolded: list[Dependency] = []
     for one in ahead:

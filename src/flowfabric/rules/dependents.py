@@ -49,6 +49,8 @@ from flowfabric.rules.flows import Policy, new_group, seen_group
 from flowfabric.rules.lease import Fence
 from flowfabric.rules.successors import successor, with_successors
 
+SKIPPED_MEMBER = "skipped_flow_member"
+
 
 class ApplyDependency(msgspec.Struct, frozen=True):
     """A staged edge that its downstream shall wait for; what is unset is taken from the edge."""
@@ -226,14 +228,18 @@ def replay_member(
     """Let a skipped member wait again: what was impossible is unsatisfied, what was satisfied stays so.
 
     An upstream that has ended is noted for the reconciler, which skips the member again if nothing else happens. If
-    what is satisfied meets the policy already, the group fires and the member is claimable.
+    what is satisfied meets the policy already, the group fires and the member is claimable. If the policy asks for more
+    edges than there are, the member is skipped again in the same change.
     """
-    normal = replay.replay(row, branch="skipped_flow_member", groups_reset=0 if group is None else 1)
+    normal = replay.replay(row, branch=SKIPPED_MEMBER, groups_reset=0 if group is None else 1)
     if group is None or normal.change is None:
         return normal
     reset = [one for one in dependencies if one.state is not DependencyState.SATISFIED]
     satisfied = len(dependencies) - len(reset)
-    fires = joins.evaluate(group, satisfied, 0) is GroupState.SATISFIED
+    state = joins.evaluate(group, satisfied, 0)
+    if state is GroupState.IMPOSSIBLE:
+        return _skipped_again(row, group)
+    fires = state is GroupState.SATISFIED
     fields: dict[str, Any] = {
         "succeeded": satisfied,
         "failed": 0,
@@ -270,6 +276,33 @@ def replay_member(
     waiting = step.moved(row, back.fields | joins.waits(f"{group.n - satisfied} dep(s) unsatisfied after replay"))
     change = msgspec.structs.replace(change, writes=(waiting, *change.writes[1:]))
     return Decision(Replayed(PublicState.WAITING_CHILDREN), change)
+
+
+def _skipped_again(row: Execution, group: EdgeGroup) -> Decision[Replayed]:
+    """The replay of a member whose join stays impossible: a life that ends as it begins.
+
+    Group and edges stay as they are: reset and counted again, they would say the same. The one event is both the replay
+    and the end. Decided on the group as well, since another edge may make the join possible.
+    """
+    replayed = replay.replay(row, branch=SKIPPED_MEMBER, groups_reset=0).change
+    assert replayed is not None
+    life = msgspec.structs.replace(
+        row,
+        lifecycle_phase=LifecyclePhase.RUNNABLE,
+        terminal_outcome=TerminalOutcome.NONE,
+        replay_count=row.replay_count + 1,
+    )
+    ended = joins.skip(life)
+    patch = ended.writes[0]
+    assert isinstance(patch, Patch)
+    fields = {"replay_count": life.replay_count, **replay.FORMER_LIFE_LEAVES.cleared(row), **patch.fields}
+    event = msgspec.structs.replace(replayed.events[0], outcome=TerminalOutcome.SKIPPED.value)
+    change = Change(
+        guards=(seen(row), seen_group(group, group.flow_id, group.downstream_execution_id)),
+        writes=(step.moved(life, fields), *ended.writes[1:]),
+        events=(event,),
+    )
+    return Decision(Replayed(PublicState.SKIPPED), change)
 
 
 def _reset(one: Dependency, upstream: Execution | None) -> Patch:

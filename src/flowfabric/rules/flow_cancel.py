@@ -29,8 +29,21 @@ from flowfabric.model.flow import (
 )
 from flowfabric.model.flow_answers import HeaderAlreadyTerminal, HeaderCancelled, SiblingDrain, SiblingReconcile
 from flowfabric.model.states import LifecyclePhase, TerminalOutcome
-from flowfabric.rules import cancel, limits
-from flowfabric.rules.change import NOW, Change, Decision, Delete, Guard, Insert, Patch, Write, at, joined, refuse
+from flowfabric.rules import cancel, limits, step
+from flowfabric.rules.change import (
+    NOW,
+    Change,
+    Decision,
+    Delete,
+    FromNow,
+    Guard,
+    Insert,
+    Patch,
+    Write,
+    at,
+    joined,
+    refuse,
+)
 from flowfabric.rules.flows import TERMINAL, seen_flow, seen_group
 
 GRACE_MS = 30_000
@@ -92,13 +105,15 @@ def header(
     if policy is CancellationPolicy.CANCEL_ALL:
         wanted.update(unread)
     chosen = [name for name in everyone if name in wanted]
-    fields = {
+    fields: dict[str, Any] = {
         "public_flow_state": FlowState.CANCELLED,
         "cancelled_at": NOW,
         "cancel_reason": reason,
         "cancellation_policy": policy,
         "last_mutation_at": NOW,
     }
+    if not everyone:  # and there will be none: retention has nobody else to wait for
+        fields["purge_check_at"] = FromNow(step.DEFAULT_RETENTION_MS)
     writes: tuple[Write, ...] = (Patch(Flow, (flow.flow_id,), fields),)
     if chosen:
         writes += (Insert(CancelBacklog(flow.flow_id, at(grace_ms), len(chosen))),)
@@ -110,7 +125,7 @@ def header(
         "member_count": len(everyone),
     }
     event = Event(
-        execution_id="",  # a fact about the flow as such
+        execution_id=flow.flow_id,  # no execution is concerned: the slot names the flow
         namespace=flow.namespace,
         tags=flow.tags,
         flow_id=flow.flow_id,

@@ -43,6 +43,7 @@ from flowfabric.rules.notes import read_tags, write_tags
 from flowfabric.rules.tags import check_tags_size
 
 MAX_QUORUM = 2**31 - 1
+FLOW_CHECK_MS = 60 * 60 * 1000  # after which retention checks whether a flow has a member left
 TERMINAL = frozenset({FlowState.CANCELLED, FlowState.COMPLETED, FlowState.FAILED})
 
 
@@ -144,9 +145,12 @@ def add_member(
     fields: dict[str, Any] = {}
     writes: tuple[Write, ...] = ()
     if row.flow_id is None:
+        # The flow is written as well, for a member of before whose id was used again, too: retention, which has just
+        # found no member left, is refused.
+        fields = {"purge_check_at": at(FLOW_CHECK_MS)}
         writes += (Patch(Execution, (execution_id,), {"flow_id": flow.flow_id, "last_mutation_at": NOW}),)
     if member is None:
-        fields = {
+        fields |= {
             "node_count": flow.node_count + 1,
             "graph_revision": flow.graph_revision + 1,
             "last_mutation_at": NOW,
@@ -268,7 +272,9 @@ def set_policy(
     if group is not None and policy_of(group) == policy:
         return Decision(PolicySet.ALREADY_SET)
     put = Put(new_group(flow_id, downstream, policy))
-    return Decision(PolicySet.SET, Change(guards=(seen_group(group, flow_id, downstream),), writes=(put,)))
+    # Decided on the flow as well: a join must not outlive a flow that retention removes meanwhile.
+    guards = (seen_flow(flow), seen_group(group, flow_id, downstream))
+    return Decision(PolicySet.SET, Change(guards=guards, writes=(put,)))
 
 
 def set_tag(flow: Flow | None, key: str, value: str) -> Decision[None]:

@@ -15,7 +15,7 @@ from flowfabric.model.states import PublicState
 from flowfabric.rules import joins, place
 from flowfabric.rules.change import Change, Decision, Insert, Write, absent, at, refuse
 from flowfabric.rules.create import NO_DEFAULTS, CreateExecution, Defaults, create_all
-from flowfabric.rules.flows import Policy, StageEdge, edge_row, new_group
+from flowfabric.rules.flows import FLOW_CHECK_MS, Policy, StageEdge, edge_row, new_group
 from flowfabric.rules.successors import Successor, listed, successor
 
 MAX_NODES = 10_000
@@ -191,6 +191,7 @@ def _flow(ask: CreateGraph) -> Flow:
         node_count=nodes,
         edge_count=edges,
         project_at=at(0) if nodes else None,
+        purge_check_at=at(FLOW_CHECK_MS) if nodes else None,
     )
 
 

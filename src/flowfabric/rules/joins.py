@@ -68,12 +68,13 @@ class Settlement(msgspec.Struct, frozen=True, gc=False):
     """An edge and how its upstream ended.
 
     An end that is not noted on the edge counts only while the edge is as it was seen: another life of the upstream
-    writes it.
+    writes it. That of an `upstream` with many edges is written after them: it counts only while that is as it was seen.
     """
 
     dependency: Dependency
     outcome: TerminalOutcome
     is_noted: bool = True
+    upstream: Execution | None = None
 
 
 class Tally(msgspec.Struct, frozen=True):
@@ -229,6 +230,8 @@ def fold(group: EdgeGroup, child: Execution | None, counts: Tally, around: Surro
         guards.append(seen(child))
     relied_on = [*_without_result(carriers, carried), *(one.dependency for one in counts.counted if not one.is_noted)]
     guards += {one.edge_id: seen_dependency(one) for one in relied_on}.values()
+    lived = {one.upstream.execution_id: one.upstream for one in counts.counted if one.upstream is not None}
+    guards += map(seen, lived.values())
     if carried is not None:
         writes.append(_carry(*carried))
     skips = counts.skips(child) and not around.cancel_pending

@@ -3,6 +3,10 @@
 What others still need is kept longer. A durable function runs from the top after every wait and comes to its children
 again: one that was gone would be made, and run, a second time. A node of a flow may read the results of others whenever
 it starts, and these say so in their policy (`kept_for_successors`). Whoever has succeeded needs nothing any more.
+
+A flow goes with its members, edges, joins and summary once its last member is gone, in whatever state it is; what comes
+later finds no such flow. Every member is on the flow's partition, and a new one writes the flow's row, so no member is
+overlooked. A flow that never had a member stays while it is open.
 """
 
 from __future__ import annotations
@@ -12,15 +16,26 @@ from collections.abc import Sequence
 import msgspec
 
 from flowfabric.model.execution import Attempt, Execution, Payload, Result
-from flowfabric.model.flow import Dependency
+from flowfabric.model.flow import (
+    CancelBacklog,
+    Dependency,
+    Edge,
+    EdgeGroup,
+    Flow,
+    FlowMember,
+    FlowSummary,
+    PendingCancel,
+    PendingCancelGroup,
+)
 from flowfabric.model.gate import ChildEnd, GateMemo, Mail, StepMemo
 from flowfabric.model.states import LifecyclePhase, TerminalOutcome
 from flowfabric.model.stream import Frame, Stream, Summary
 from flowfabric.model.suspension import Remembered, Signal, Suspension, Waitpoint
 from flowfabric.rules import cancel, successors
 from flowfabric.rules.change import Change, Decision, Delete, FromNow, Patch, Write, seen
+from flowfabric.rules.flows import FLOW_CHECK_MS, seen_flow
 from flowfabric.rules.policy import decode_terms
-from flowfabric.rules.step import retention_ms
+from flowfabric.rules.step import DEFAULT_RETENTION_MS, retention_ms
 
 # Children leave word of their ends whether or not anybody waits for them, so no mark tells of that.
 OWNED: tuple[type[msgspec.Struct], ...] = (Attempt, Result, Payload, Dependency, ChildEnd)
@@ -28,6 +43,24 @@ STREAMS: tuple[type[msgspec.Struct], ...] = (Frame, Summary, Stream)
 WAITS: tuple[type[msgspec.Struct], ...] = (Signal, Remembered, GateMemo, Mail, Suspension)
 
 A_MOMENT_MS = 1000
+FLOW_MOMENT_MS = 2 * 60 * 1000  # by then the sweep has removed what is due, and mostly the flow as well
+
+
+FLOW_OWNED: tuple[type[msgspec.Struct], ...] = (
+    FlowMember,
+    Edge,
+    EdgeGroup,
+    FlowSummary,
+    PendingCancelGroup,
+    PendingCancel,
+    CancelBacklog,
+)
+
+
+class MemberLeft(msgspec.Struct, frozen=True):
+    """A member that keeps its flow; `purge_at` is unset unless it has ended."""
+
+    purge_at: int | None = None
 
 
 class NeedsWaitpoints(msgspec.Struct, frozen=True):
@@ -65,6 +98,33 @@ def purge(
     if cancel.leaves_no_note(row):  # and whoever is to count its end may not have come by yet
         writes = (*successors.settled(row, row.terminal_outcome), *writes)
     return Decision(True, Change(guards=(seen(row),), writes=writes, not_before=kept_until(row, default_ms)))
+
+
+def purge_flow(flow: Flow | None, left: MemberLeft | None, now: int) -> Decision[bool]:
+    """Delete a flow whose last member retention has removed, with everything it owns; else check again later."""
+    if flow is None:
+        return Decision(False)
+    kept_until: int | None = None
+    if left is not None:
+        kept_until = now + FLOW_CHECK_MS if left.purge_at is None else max(left.purge_at, now) + FLOW_MOMENT_MS
+    elif flow.node_count == 0:
+        if flow.cancelled_at is None:
+            return Decision(False)
+        kept_until = flow.cancelled_at + DEFAULT_RETENTION_MS
+    key, guards = (flow.flow_id,), (seen_flow(flow),)
+    if kept_until is None or kept_until <= now:
+        writes = (*(Delete(kind, key) for kind in FLOW_OWNED), Delete(Flow, key))
+        return Decision(True, Change(guards=guards, writes=writes))
+    if flow.purge_check_at is not None and flow.purge_check_at > now:
+        return Decision(False)
+    return Decision(False, Change(guards=guards, writes=(Patch(Flow, key, {"purge_check_at": kept_until}),)))
+
+
+def member_left(flow_id: str, row: Execution | None) -> MemberLeft | None:
+    """Whether this execution, found by the name of a member, keeps its flow; an id may have been used again."""
+    if row is None or row.flow_id != flow_id:
+        return None
+    return MemberLeft(row.purge_at if row.lifecycle_phase is LifecyclePhase.TERMINAL else None)
 
 
 def needs(one: Execution, ended: Execution) -> bool:

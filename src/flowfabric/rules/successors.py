@@ -8,6 +8,7 @@ off in bounded steps.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -15,9 +16,9 @@ import msgspec
 
 from flowfabric import errors
 from flowfabric.model.execution import Execution, LineKey
-from flowfabric.model.flow import Dependency, DependencyKind, Dispatch
-from flowfabric.model.states import TerminalOutcome
-from flowfabric.rules.change import NOW, Delete, Patch, Put, Write, at
+from flowfabric.model.flow import Dependency, DependencyKind, Dispatch, Edge
+from flowfabric.model.states import LifecyclePhase, TerminalOutcome
+from flowfabric.rules.change import NOW, Change, Decision, Delete, Patch, Put, Write, at, seen
 
 FEW = 128  # edges that are named on the sheet, with about a hundred bytes each
 MANY = "many"
@@ -77,6 +78,11 @@ def named(row: Execution) -> list[Successor]:
         raise errors.Corruption(f"exec_core: successors: {fault}") from fault
 
 
+def has_many(row: Execution | None) -> bool:
+    """Whether there are too many successors for the sheet to name them."""
+    return row is not None and row.successors == MANY
+
+
 def with_successors(row: Execution, more: list[Successor]) -> str:
     """The field of the sheet when these edges have been applied as well."""
     return MANY if row.successors == MANY else listed(named(row) + more)
@@ -114,11 +120,30 @@ def settle(downstream: str, edge_id: str, outcome: TerminalOutcome) -> Patch:
 def taken_back(row: Execution) -> tuple[Write, ...]:
     """What another life of this execution takes back of what its end left: notes that nobody has counted yet.
 
-    Of many edges only those that were not told of it; where it is noted, whoever comes to count it looks again.
+    Of many edges the notes were taken back before (`take_back`), in changes of their own.
     """
     if row.successors == MANY:
         return (Delete(Dispatch, (row.execution_id,)),)
+    return tuple(unsettle(one.execution_id, one.edge_id) for one in named(row))
+
+
+def unsettle(downstream: str, edge_id: str) -> Patch:
+    """Take back the note of an end that nobody has counted; whoever is about to count it is refused."""
     fields = {"outcome": None, "unfolded_at": None}
-    return tuple(
-        Patch(Dependency, (one.execution_id, one.edge_id), fields, unless="last_resolved_at") for one in named(row)
-    )
+    return Patch(Dependency, (downstream, edge_id), fields, unless="last_resolved_at")
+
+
+def take_back(row: Execution | None, edges: Sequence[Edge], revision: int | None) -> Decision[int | None]:
+    """Take back what the end of an execution with many edges left on some of them, before it is given another life.
+
+    The answer is the revision of the execution that this was decided on; None if there is nothing to do, or if the
+    execution is no longer of the `revision` that earlier steps saw. It stays as it is, and ended: if nothing follows,
+    the reconciler finds its end again. The dispatch row goes with the first step, so that nobody notes the end anew.
+    """
+    if row is None or row.successors != MANY or row.lifecycle_phase is not LifecyclePhase.TERMINAL:
+        return Decision(None)
+    if revision is not None and row.revision != revision:
+        return Decision(None)
+    writes: tuple[Write, ...] = (Delete(Dispatch, (row.execution_id,)),)
+    writes += tuple(unsettle(edge.downstream_execution_id, edge.edge_id) for edge in edges)
+    return Decision(row.revision, Change(guards=(seen(row),), writes=writes))

@@ -6,14 +6,14 @@ from flowfabric.model.sweep import SweepLease
 from flowfabric.rules.change import Change, Decision, Guard, Put, at
 
 
-def hold(row: SweepLease | None, sweep: str, holder: str, ttl_ms: int, now: int) -> Decision[bool]:
-    """Take or keep a sweep; False while another process holds it."""
+def hold(row: SweepLease | None, sweep: str, holder: str, ttl_ms: int, now: int) -> Decision[int]:
+    """Claim or keep a sweep; the answer is for how many milliseconds another process holds it, 0 if this one does."""
     if row is not None and row.holder != holder and row.lease_until > now:
-        return Decision(False)
+        return Decision(row.lease_until - now)
     guard = Guard(SweepLease, (sweep,), None if row is None else row.revision)
     not_before = None if row is None or row.holder == holder else row.lease_until
     put = Put(SweepLease(sweep, holder, at(ttl_ms)))
-    return Decision(True, Change(guards=(guard,), writes=(put,), not_before=not_before))
+    return Decision(0, Change(guards=(guard,), writes=(put,), not_before=not_before))
 
 
 def let_go(row: SweepLease | None, holder: str) -> Decision[bool]:

@@ -12,7 +12,7 @@ import msgspec
 from flowfabric.errors import InvalidInput
 from flowfabric.ids import PartitionCounts, parse_lane_id
 from flowfabric.server.logs import logger
-from flowfabric.settings import Secret, Settings, Sweeps
+from flowfabric.settings import FEED_RETENTION_MS, Secret, Settings, Sweeps
 
 T = TypeVar("T")
 
@@ -109,6 +109,7 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> ServerSettings:
             ),
             ageing_ms=read.by_lane("FF_LANE_AGEING_MS"),
             sweeps=read.sweeps(),
+            feed_retention_ms=read.number("FF_FEED_RETENTION_MS", FEED_RETENTION_MS),
             postgres_pool_size=read.number("FF_POSTGRES_POOL_SIZE", 0, least=1) or None,
         ),
     )

@@ -21,11 +21,13 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import msgspec
 
 from flowfabric.clock import Clock
+from flowfabric.errors import Corruption
 from flowfabric.handles import BackendTag
 from flowfabric.model.deployment import SnapshotHolder
 from flowfabric.model.event import FeedEvent, Topic
 from flowfabric.model.execution import Execution, LineKey, Payload
 from flowfabric.rules.change import Change
+from flowfabric.stores.rows import TABLE
 
 
 class Unstorable(Exception):
@@ -184,6 +186,9 @@ class Scan(msgspec.Struct, frozen=True):
     `each` names a column that an `in` condition gives values for, or a `starts` condition several prefixes (none
     of them empty): the limit then holds for each of these, so that the first rows of many lines or ranges come in one
     trip.
+
+    A row that cannot be read fails the list with `Corruption`, unless it is `tolerant`: then an `Unreadable` stands in
+    its place.
     """
 
     row: type[msgspec.Struct]
@@ -192,6 +197,12 @@ class Scan(msgspec.Struct, frozen=True):
     after: tuple[Any, ...] | None = None
     limit: int = 100
     each: str | None = None
+    tolerant: bool = False
+
+    @property
+    def full_order(self) -> tuple[str, ...]:
+        """The columns that the rows are ordered by, the key included."""
+        return self.order + tuple(name for name in TABLE[self.row].key if name not in self.order)
 
     def of_each(self) -> list[Scan]:
         """The same as one list for each value, for stores that read them one after the other."""
@@ -207,6 +218,13 @@ class Scan(msgspec.Struct, frozen=True):
     def named(self) -> Where:
         """The condition that `each` is about."""
         return next(one for one in self.where if one.column == self.each and one.op in ("in", "starts"))
+
+
+class Unreadable(msgspec.Struct, frozen=True):
+    """A row of a tolerant list that cannot be read: its place in the order of the list, and what is wrong with it."""
+
+    place: tuple[Any, ...]
+    fault: Corruption
 
 
 class Tally(msgspec.Struct, frozen=True):

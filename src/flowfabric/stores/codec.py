@@ -18,7 +18,7 @@ from flowfabric.errors import Corruption
 from flowfabric.model.event import Event
 from flowfabric.model.execution import Execution, LineKey
 from flowfabric.rules.change import Copies, Delete, FromNow, Patch, Single, Write
-from flowfabric.stores.base import Unstorable
+from flowfabric.stores.base import Scan, Unreadable, Unstorable
 from flowfabric.stores.rows import TABLES, Column, Table
 
 LineOf = Callable[[LineKey], int]
@@ -81,6 +81,16 @@ class RowCodec:
             if values[place] is not None:
                 values[place] = bool(values[place])
         return self._row(*values)
+
+    def decode_of(self, scan: Scan, stored: Sequence[Any], line_at: LineAt) -> Any:
+        """The same for a row of a list; of a tolerant one, `Unreadable` in place of a row that cannot be read."""
+        if not scan.tolerant:
+            return self.decode(stored, line_at)
+        try:
+            return self.decode(stored, line_at)
+        except Corruption as fault:
+            values = dict(zip(self.columns, stored, strict=True))
+            return Unreadable(tuple(values[name] for name in scan.full_order), fault)
 
     def _unreadable(self, stored: Sequence[Any]) -> Corruption:
         wrong = next(place for place, kinds in self._enums if (stored[place] or 0) not in kinds)

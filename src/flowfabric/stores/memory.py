@@ -339,11 +339,18 @@ class MemoryStore:
             del self._feed[: len(old)]
             self._trimmed += len(old)
             for told in old:
-                self._history[told.event.execution_id].remove(told)
+                self._forget(told)
                 for topic, field in TOPIC_FIELDS.items():
                     if getattr(told.event, field) is not None:
                         self._lost[topic] = told.position
             return len(old)
+
+    def _forget(self, told: FeedEvent) -> None:
+        """Take an event out of its execution's history, and the history away with the last one."""
+        history = self._history[told.event.execution_id]
+        history.remove(told)
+        if not history:
+            del self._history[told.event.execution_id]
 
     async def history(self, execution_id: str, topic: Topic, limit: int, without: str = "") -> list[FeedEvent]:
         with self._lock:

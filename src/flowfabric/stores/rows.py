@@ -139,7 +139,12 @@ TABLES: tuple[Table, ...] = (
     _table("ff_stream", Stream, "execution_id", "attempt_index"),
     _table("ff_frame", Frame, "execution_id", "attempt_index", "page", "ms", "seq", root=Stream),
     _table("ff_stream_summary", Summary, "execution_id", "attempt_index", root=Stream),
-    _table("ff_flow_core", Flow, "flow_id", indexes=(("partition", "flow_id"), ("project_at", "flow_id"))),
+    _table(
+        "ff_flow_core",
+        Flow,
+        "flow_id",
+        indexes=(("partition", "flow_id"), ("project_at", "flow_id"), ("purge_check_at", "flow_id")),
+    ),
     _table("ff_flow_member", FlowMember, "flow_id", "execution_id", root=Flow),
     _table(
         "ff_edge",

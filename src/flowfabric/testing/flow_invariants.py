@@ -76,7 +76,7 @@ def _broken_groups(
         if group.staged != staged[key]:
             yield f"group of {key[1]}: {group.staged} staged edges, counted {staged[key]}"
         if child is not None:
-            yield from _broken_counts(group, applied[key], is_replayed=child.replay_count > 0)
+            yield from _broken_counts(group, applied[key])
             yield from _broken_child(group, child)
         if group.cancel_siblings_pending_flag != (key in flagged):
             yield f"group of {key[1]}: flag {group.cancel_siblings_pending_flag}, listed {key in flagged}"
@@ -86,7 +86,7 @@ def _broken_groups(
             yield f"group of {key[1]}: {group.group_state}, satisfied at {group.satisfied_at}"
 
 
-def _broken_counts(group: EdgeGroup, inbound: Sequence[Dependency], *, is_replayed: bool) -> Iterator[str]:
+def _broken_counts(group: EdgeGroup, inbound: Sequence[Dependency]) -> Iterator[str]:
     name = group.downstream_execution_id
     counted: Counter[str] = Counter()
     for one in inbound:
@@ -105,10 +105,7 @@ def _broken_counts(group: EdgeGroup, inbound: Sequence[Dependency], *, is_replay
         yield f"{name}: {group.succeeded}/{group.failed}/{group.skipped} of {group.n}, counted {found}"
     now = joins.evaluate(group, group.succeeded, group.failed + group.skipped)
     resolved = group.succeeded + group.failed + group.skipped
-    # A replay keeps what was satisfied, also in a quorum of more than there are edges: the group is pending until a
-    # further end is counted, be it that of an edge which is still to come.
-    hopes = is_replayed and resolved == group.succeeded and group.n < group.k
-    if group.group_state is GroupState.PENDING and resolved and now is not GroupState.PENDING and not hopes:
+    if group.group_state is GroupState.PENDING and resolved and now is not GroupState.PENDING:
         yield f"{name}: pending with {group.succeeded}/{group.failed}/{group.skipped} of {group.n}"
     if group.group_state is GroupState.SATISFIED and not _was_met(group):
         yield f"{name}: satisfied with {group.succeeded} of {group.n} under {group.policy_variant}({group.k})"

@@ -242,7 +242,7 @@ def scan_words(scan: Scan, line_of: LineOf) -> tuple[str, list[Any]]:
     table = conditions.table
     each, is_one = ("", "") if scan.each is None else conditions.each(scan)
     met = [conditions.meets(one) for one in scan.where if scan.each is None or one is not scan.named]
-    order = scan.order + tuple(name for name in table.key if name not in scan.order)
+    order = scan.full_order
     if scan.after is not None:
         names = order[: len(scan.after)]
         place = ", ".join(conditions.of(name, value) for name, value in zip(names, scan.after, strict=True))

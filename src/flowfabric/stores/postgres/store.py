@@ -233,8 +233,8 @@ class PostgresStore:
     async def scan(self, scan: Scan) -> list[Any]:
         words, values = read.scan_words(scan, number_of)
         found = await self._links.read(lambda connection: connection.fetch(words, *values))
-        decode = CODEC[scan.row].decode
-        return await self._lines.decoded(lambda line_at: [decode(row, line_at) for row in found])
+        decode = CODEC[scan.row].decode_of
+        return await self._lines.decoded(lambda line_at: [decode(scan, row, line_at) for row in found])
 
     async def tally(self, tally: Tally) -> dict[tuple[Any, ...], int]:
         words, values = read.tally_words(tally, number_of)

@@ -112,20 +112,21 @@ def scan(db: apsw.Connection, lines: Lines, scan: Scan) -> list[Any]:
     if scan.each is None:
         return _listed(db, lines, scan)
     found = [_listed(db, lines, one) for one in scan.of_each()]
-    order = scan.order + tuple(name for name in TABLE[scan.row].key if name not in scan.order)
-    return [*merge(*found, key=attrgetter(*order))]
+    return [*merge(*found, key=attrgetter(*scan.full_order))]
 
 
 def _listed(db: apsw.Connection, lines: Lines, scan: Scan) -> list[Any]:
     _known(scan.row, *scan.order)
     text, values = _conditions(db, lines, scan.row, scan.where)
-    order = scan.order + tuple(name for name in TABLE[scan.row].key if name not in scan.order)
+    order = scan.full_order
     if scan.after is not None:
         places = order[: len(scan.after)]
         text.append(f"({', '.join(places)}) > ({', '.join('?' * len(places))})")
         values += [encode(value, lambda line: lines.number(db, line)) for value in scan.after]
     statement = sql.rows(scan.row, " AND ".join(text), order, limit=True)
-    return _rows(db, lines, scan.row, statement, (*values, scan.limit))
+    stored = db.execute(statement, (*values, scan.limit)).fetchall()
+    codec = CODEC[scan.row]
+    return [codec.decode_of(scan, found, lambda number: lines.line(db, number)) for found in stored]
 
 
 def tally(db: apsw.Connection, lines: Lines, tally: Tally) -> dict[tuple[Any, ...], int]:
