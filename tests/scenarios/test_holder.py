@@ -7,7 +7,7 @@ import pytest
 
 from flowfabric import errors
 from flowfabric.handles import Handle, HandleKind
-from flowfabric.model.answers import Claimed, GrantNotFound
+from flowfabric.model.answers import Cancelled, Claimed, GrantNotFound
 from tests.scenarios.play import Play
 from tests.scenarios.test_redeeming import granted, worker
 
@@ -68,7 +68,7 @@ async def test_a_stale_handle_does_not_hear_that_an_execution_is_cancelled(play:
 
     with pytest.raises(errors.ExecutionNotActive):
         await play.engine.cancel_as_holder(altered(held, lease_epoch=0))
-    assert await play.engine.cancel_as_holder(held.handle)
+    assert await play.engine.cancel_as_holder(held.handle) == Cancelled(held.execution_id)
 
 
 async def test_a_lease_is_required_to_be_live_and_current(play: Play) -> None:
@@ -104,7 +104,8 @@ async def test_a_grant_that_was_issued_without_a_key_needs_none(play: Play) -> N
     e = await play.create()
     await play.grant(e, "wa")
 
-    assert await play.engine.claim_execution(e, worker_id="wa", worker_instance_id="wa-1", grant_key="")
+    claimed = await play.engine.claim_execution(e, worker_id="wa", worker_instance_id="wa-1", grant_key="")
+    assert claimed.execution_id == e
 
 
 async def test_a_grant_of_a_key_that_was_rotated_away_is_still_redeemed(play: Play) -> None:
