@@ -227,6 +227,21 @@ async def test_limits_that_were_changed_by_a_deploy_take_effect(app: Fabric) -> 
     assert (await engine.get_budget_status(budget_id)).hard_limits == {"calls": 5}
 
 
+async def test_a_limit_that_an_operator_set_stays_until_the_declaration_changes(app: Fabric) -> None:
+    engine = await app.engine()
+    declared = Budget("b", limits={"calls": 3})
+    budget_id = await app.declared(engine, declared)
+    await engine.change_budget_limits(budget_id, dimensions=["calls"], hard_limits=[10], soft_limits=[0])
+
+    await Budget("b", limits={"calls": 3}).declare(engine, budget_id, namespace="default")  # another process
+    assert (await engine.get_budget_status(budget_id)).hard_limits == {"calls": 10}
+
+    await Budget("b", limits={"calls": 4}).declare(engine, budget_id, namespace="default")
+    assert (await engine.get_budget_status(budget_id)).hard_limits == {"calls": 4}
+    await declared.declare(engine, budget_id, namespace="default")  # a rollback
+    assert (await engine.get_budget_status(budget_id)).hard_limits == {"calls": 3}
+
+
 async def test_whoever_has_much_waiting_does_not_keep_others_from_their_turn() -> None:
     order: list[str] = []
     fair_app = Fabric("sqlite:////nowhere/at/all.db")

@@ -54,8 +54,12 @@ class Budgets(Waiting):
         on_soft_limit: str = "",
         reset_interval_ms: int = 0,
         namespace: str = DEFAULT_NAMESPACE,
-    ) -> verdicts.BudgetCreated | verdicts.BudgetExists:
-        """Define a budget of a namespace; a second definition changes nothing."""
+        declaration: str | None = None,
+    ) -> verdicts.BudgetDefined:
+        """Define a budget of a namespace; a second definition changes nothing.
+
+        `declaration` names the code that declares it, by a digest: another one than before changes the limits.
+        """
         budget = budget_intake.owned(namespace, budget_id)
         texts = {
             "scope_type": scope_type,
@@ -70,10 +74,13 @@ class Budgets(Waiting):
             **texts,
             reset_interval_ms=limits.duration("reset_interval_ms", reset_interval_ms, least=0),
             limits=budget_intake.limits_of(dimensions, hard_limits, soft_limits),
+            declaration=limits.optional_text("declaration", declaration, limit=limits.MAX_NAME_BYTES),
         )
-        answer: verdicts.BudgetCreated | verdicts.BudgetExists = await self.budget_chains.ask(
+        answer: verdicts.BudgetDefined = await self.budget_chains.ask(
             budget, lambda sheet, now: spending.create(sheet, definition, now)
         )
+        if isinstance(answer, verdicts.LimitsChanged):
+            await self.wake_budget(budget.id, namespace=budget.namespace)
         await self._wake_redefined(budget, BlockingReason.WAITING_FOR_BUDGET)
         return answer
 

@@ -36,6 +36,7 @@ class Budget(msgspec.Struct, frozen=True):
     lapse_at: int | None = None  # no reservation lapses before this instant
     revision: int = 0
     namespace: str = DEFAULT_NAMESPACE
+    declaration: str | None = None  # the digest of the declaration in code that its limits were last taken from
 
 
 class BudgetDimension(msgspec.Struct, frozen=True):

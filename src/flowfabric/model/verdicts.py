@@ -21,6 +21,9 @@ class LimitsChanged(msgspec.Struct, frozen=True):
     budget_id: str
 
 
+BudgetDefined = BudgetCreated | BudgetExists | LimitsChanged
+
+
 class Ok(msgspec.Struct, frozen=True):
     """Applied, within all limits."""
 

@@ -34,8 +34,9 @@ class Spending(Asking):
         on_soft_limit: str = "",
         reset_interval_ms: int = 0,
         namespace: str = DEFAULT_NAMESPACE,
-    ) -> verdicts.BudgetCreated | verdicts.BudgetExists:
-        """Define a budget; a second definition changes nothing.
+        declaration: str | None = None,
+    ) -> verdicts.BudgetDefined:
+        """Define a budget; a second definition changes nothing, unless it is another declaration than before.
 
         Defining is for operators. An app with a lesser token finds what they defined.
         """
@@ -51,20 +52,25 @@ class Spending(Asking):
             "on_soft_limit": on_soft_limit,
             "reset_interval_ms": reset_interval_ms,
             "namespace": namespace,
-        }
-        created = await self._define("budgets", budget_id, body)
-        return verdicts.BudgetCreated(budget_id) if created else verdicts.BudgetExists(budget_id)
+        } | ({} if declaration is None else {"declaration": declaration})
+        match await self._define("budgets", budget_id, body):
+            case "Created":
+                return verdicts.BudgetCreated(budget_id)
+            case "Changed":
+                return verdicts.LimitsChanged(budget_id)
+            case _:
+                return verdicts.BudgetExists(budget_id)
 
-    async def _define(self, kind: str, name: str, body: dict[str, Any]) -> bool:
-        """Define something, or find that it is defined; True when it is new."""
+    async def _define(self, kind: str, name: str, body: dict[str, Any]) -> str:
+        """Define something, or find that it is defined; the name of the server's answer."""
         try:
             told = await self.wire.ask("POST", f"/v1/{kind}", body)
         except errors.Unauthorized:
             where, query = f"/v1/{kind}/{segment(name)}", {"namespace": body["namespace"]}
             if (await self.wire.ask("GET", where, query=query, misses=True)).status == 404:
                 raise
-            return False
-        return "Created" in read(told.body, dict[str, Any])
+            return "AlreadySatisfied"
+        return next(iter(read(told.body, dict[str, Any])), "")
 
     async def change_budget_limits(
         self,
@@ -129,7 +135,7 @@ class Spending(Asking):
             "jitter_ms": jitter_ms,
             "namespace": namespace,
         }
-        if await self._define("quotas", quota_policy_id, body):
+        if await self._define("quotas", quota_policy_id, body) == "Created":
             return verdicts.QuotaPolicyCreated(quota_policy_id)
         return verdicts.QuotaPolicyExists(quota_policy_id)
 

@@ -32,6 +32,7 @@ class Definition(msgspec.Struct, frozen=True):
     on_soft_limit: str
     reset_interval_ms: int
     limits: Limits
+    declaration: str | None = None  # a digest of what an application declares in its code
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -55,10 +56,17 @@ def digest_of(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
 
 
-def create(sheet: BudgetSheet, ask: Definition, now: int) -> Told[verdicts.BudgetCreated | verdicts.BudgetExists]:
-    """Define a budget once; what was used before that counts."""
+def create(sheet: BudgetSheet, ask: Definition, now: int) -> Told[verdicts.BudgetDefined]:
+    """Define a budget once; what was used before that counts.
+
+    A declaration in code counts again when it has changed. Until then the limits that an operator set since stay,
+    however many processes declare the same.
+    """
     if sheet.root is not None and sheet.root.defined:
-        return verdicts.BudgetExists(sheet.budget_id), sheet
+        if ask.declaration in (None, sheet.root.declaration):
+            return verdicts.BudgetExists(sheet.budget_id), sheet
+        answer, after = change_limits(sheet, ask.limits, now)
+        return answer, replace(after, root=replace(after.row(), declaration=ask.declaration))
     root = replace(
         sheet.row(),
         defined=True,
@@ -68,6 +76,7 @@ def create(sheet: BudgetSheet, ask: Definition, now: int) -> Told[verdicts.Budge
         on_hard_limit=ask.on_hard_limit,
         on_soft_limit=ask.on_soft_limit,
         reset_interval_ms=ask.reset_interval_ms,
+        declaration=ask.declaration,
         created_at=now,
         last_updated_at=now,
         next_reset_at=now + ask.reset_interval_ms if ask.reset_interval_ms else None,

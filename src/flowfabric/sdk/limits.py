@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import logging
 import uuid
@@ -11,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from flowfabric.errors import InvalidInput
-from flowfabric.model.verdicts import BudgetExists
 from flowfabric.sdk import declared
 from flowfabric.sdk.durations import Duration, to_ms
 
@@ -95,7 +95,10 @@ class Budget:
         return _named(namespace, "budget", self.name, scope)
 
     async def declare(self, engine: Engine, budget_id: str, scope: str = "", *, namespace: str) -> None:
-        """Let it exist in a namespace with these limits; numbers that were changed since take effect."""
+        """Let it exist in a namespace with these limits.
+
+        Numbers that were changed here take effect. Those that an operator set stay until then.
+        """
         hard = self.amounts(self.limits)
         soft = {one: 0 if self._soft is None else round(limit * self._soft) for one, limit in hard.items()}
         numbers: dict[str, Any] = {
@@ -103,9 +106,10 @@ class Budget:
             "hard_limits": [*hard.values()],
             "soft_limits": [*soft.values()],
         }
-        made = await engine.create_budget(
+        await engine.create_budget(
             budget_id,
             **numbers,
+            declaration=hashlib.sha256(msgspec.json.encode(numbers)).hexdigest()[:32],
             scope_type=self.per if isinstance(self.per, str) else "key" if self.per else "app",
             scope_id=f"{self.name}:{scope}" if scope else self.name,
             enforcement_mode="strict",
@@ -114,12 +118,6 @@ class Budget:
             reset_interval_ms=self._reset_ms,
             namespace=namespace,
         )
-        if isinstance(made, BudgetExists):
-            _, bounds = await engine.read_budget_usage_and_limits(budget_id, namespace=namespace)
-            wanted = {f"hard:{one}": limit for one, limit in hard.items()}
-            wanted |= {f"soft:{one}": limit for one, limit in soft.items()}
-            if any(bounds.get(name) != limit for name, limit in wanted.items()):
-                await engine.change_budget_limits(budget_id, **numbers, namespace=namespace)
 
 
 class Limit:

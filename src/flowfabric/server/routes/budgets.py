@@ -45,6 +45,7 @@ class BudgetBody(Body, frozen=True):
     soft_limits: list[Natural]
     now: Whole | None = None
     namespace: str | None = None
+    declaration: str | None = None  # a digest of the code that declares it; another one changes the limits
 
     def __post_init__(self) -> None:
         checked(ids.parse_uuid, self.budget_id)
@@ -52,18 +53,18 @@ class BudgetBody(Body, frozen=True):
 
 @routes.post(
     "/v1/budgets",
-    {201: variants(Created=BudgetRef), 200: variants(AlreadySatisfied=BudgetRef)},
+    {201: variants(Created=BudgetRef), 200: variants(AlreadySatisfied=BudgetRef, Changed=BudgetRef)},
     body=BudgetBody,
     scope=Scope.OPERATE,
     subject=Subject.OWN,
     audit=True,
 )
 async def create_budget(ask: Ask[BudgetBody]) -> Reply:
-    """Define a budget; a second definition changes nothing."""
+    """Define a budget; a second definition changes nothing, unless it is another declaration than before."""
     answer = await ask.engine.create_budget(**ask.body.told("namespace"), namespace=ask.owner(ask.body.namespace))
     if isinstance(answer, verdicts.BudgetCreated):
         return tagged(answer, 201, "Created")
-    return tagged(answer, 200, "AlreadySatisfied")
+    return tagged(answer, 200, "Changed" if isinstance(answer, verdicts.LimitsChanged) else "AlreadySatisfied")
 
 
 class BudgetIds(msgspec.Struct, frozen=True):

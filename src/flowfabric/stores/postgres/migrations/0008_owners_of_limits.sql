@@ -6,6 +6,8 @@ alter table ff_budget_policy add column namespace text collate "C" not null defa
 alter table ff_budget_policy alter column namespace drop default;
 alter table ff_budget_policy drop constraint ff_budget_policy_pkey;
 alter table ff_budget_policy add primary key (namespace, budget_id);
+-- Which declaration in an application's code the limits were last taken from.
+alter table ff_budget_policy add column declaration text collate "C";
 
 alter table ff_budget_usage add column namespace text collate "C" not null default 'default';
 alter table ff_budget_usage alter column namespace drop default;

@@ -26,9 +26,10 @@ CREATE TABLE ff_budget_policy (
     lapse_at INTEGER,
     revision INTEGER NOT NULL,
     namespace TEXT NOT NULL,
+    declaration TEXT, -- which declaration in an application's code the limits were last taken from
     PRIMARY KEY (namespace, budget_id)
 ) STRICT;
-INSERT INTO ff_budget_policy SELECT budget_id, partition, defined, scope_type, scope_id, enforcement_mode, on_hard_limit, on_soft_limit, reset_interval_ms, breach_count, soft_breach_count, reset_count, last_updated_at, created_at, last_breach_at, last_breach_dim, last_reset_at, next_reset_at, breached_at, lapse_at, revision, 'default' FROM ff_budget_policy_before;
+INSERT INTO ff_budget_policy SELECT budget_id, partition, defined, scope_type, scope_id, enforcement_mode, on_hard_limit, on_soft_limit, reset_interval_ms, breach_count, soft_breach_count, reset_count, last_updated_at, created_at, last_breach_at, last_breach_dim, last_reset_at, next_reset_at, breached_at, lapse_at, revision, 'default', NULL FROM ff_budget_policy_before;
 DROP TABLE ff_budget_policy_before;
 CREATE INDEX ff_budget_policy_next_reset_at ON ff_budget_policy (next_reset_at, namespace, budget_id) WHERE next_reset_at IS NOT NULL;
 CREATE INDEX ff_budget_policy_lapse_at ON ff_budget_policy (lapse_at, namespace, budget_id) WHERE lapse_at IS NOT NULL;
