@@ -12,7 +12,7 @@ from flowfabric import errors
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.flow_cancels import WaitIndefinite
 from flowfabric.ids import SeededMinter
-from flowfabric.model.answers import Claimed, Completed, ReclaimCapExceeded
+from flowfabric.model.answers import Claimed, ClaimGrant, Completed, ReclaimCapExceeded
 from flowfabric.model.outbox import Message
 from flowfabric.model.quota import QuotaSlot
 from flowfabric.model.verdicts import Admitted, AlreadyAdmitted, ConcurrencyExceeded, RateExceeded
@@ -386,3 +386,41 @@ async def test_books_are_right_whichever_answer_is_lost(play: Play, after: int, 
     play.clock.pass_ms(60_000)
     await engine.sweep_once("outbox_relay")
     assert await books(play) == (0, 0)
+
+
+async def test_a_grant_that_outlives_its_slot_gets_it_again_when_it_is_redeemed(play: Play) -> None:
+    await policy(play, window=1, cap=1)
+    first, second = await two(play, LIMITED)
+    granted = await play.engine.claim_for_worker(
+        "default", worker_id="wa", worker_instance_id="wa-1", grant_ttl_ms=60_000
+    )
+    assert isinstance(granted, ClaimGrant)
+    play.clock.pass_ms(2000)
+    await play.engine.reconcile_quota_counters((await root(play)).partition)
+    assert await books(play) == (0, 0), "the slot lapsed with its window, and nothing runs"
+
+    held = await play.claim(first, "wa")
+
+    assert held.execution_id == first
+    assert await books(play) == (1, 1)
+    assert await pull(play) == [], "the cap is one"
+    assert await play.vector(second) == QUOTA_BLOCKED
+
+
+async def test_a_grant_whose_slot_went_to_another_execution_is_not_redeemed(play: Play) -> None:
+    await policy(play, window=1, cap=1)
+    first, second = await two(play, LIMITED)
+    assert await play.engine.claim_for_worker("default", worker_id="wa", worker_instance_id="wa-1", grant_ttl_ms=60_000)
+    play.clock.pass_ms(2000)
+    await play.engine.reconcile_quota_counters((await root(play)).partition)
+    other = await take(play, "wb")
+    assert other.execution_id == second
+
+    with pytest.raises(errors.ExecutionNotLeaseable):
+        await play.claim(first, "wa")
+
+    assert await books(play) == (1, 1)
+    await play.engine.complete(other.handle)
+    await play.engine.delivered()
+    assert (await play.claim(first, "wa")).execution_id == first, "there is room again, and the grant still holds"
+    assert await books(play) == (1, 1)

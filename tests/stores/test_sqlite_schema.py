@@ -148,7 +148,7 @@ async def test_a_file_opened_again_goes_on_where_it_was(tmp_path: Path, clock: M
     assert (await one(again, Execution, "b")).line == LineKey("sms")
     assert await again.feed(Topic.LEASE, 0, 10) == before
     await again.take(a_take(1))
-    assert (await again.feed(Topic.LEASE, before.position, 10)).events[0].position == before.position + 1
+    assert (await again.feed(Topic.LEASE, before.position, 10)).events[0].position > before.position
     await again.close()
 
 

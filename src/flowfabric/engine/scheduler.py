@@ -13,6 +13,8 @@ from functools import cached_property
 from itertools import takewhile
 from typing import Any
 
+import msgspec
+
 from flowfabric import errors, ids
 from flowfabric.engine import intake
 from flowfabric.engine.admitting import Admitted, Admitting, Seen
@@ -22,12 +24,13 @@ from flowfabric.engine.lines import CANDIDATES, HOUSEKEEPING_MS, MOST_KEYS, MOST
 from flowfabric.engine.taking import claimed_of
 from flowfabric.engine.waiting import PAGE
 from flowfabric.engine.workers import LiveWorkers, Workers
+from flowfabric.handles import HandleKind
 from flowfabric.model import answers
 from flowfabric.model.execution import Execution, LineKey
 from flowfabric.model.states import EligibilityState
-from flowfabric.rules import capabilities, fairness, operate, reclaim
+from flowfabric.rules import capabilities, claim, fairness, operate, reclaim
 from flowfabric.rules.claim import GrantOrder
-from flowfabric.stores.base import Where
+from flowfabric.stores.base import Want, Where
 
 ELIGIBLE = (Where("eligibility_state", "=", EligibilityState.ELIGIBLE_NOW),)
 
@@ -209,6 +212,7 @@ class Scheduler(Claims, Admitting, Workers):
         admitted = await self.admit([row], seen)
         if not admitted:
             return None
+        order = msgspec.structs.replace(order, admitted=True)
         try:
             return await self.settle_execution(row.execution_id, lambda row, now: signed_claim(row, order, key, now))
         except errors.StoreUnavailable:
@@ -231,6 +235,23 @@ class Scheduler(Claims, Admitting, Workers):
         except errors.FabricError:
             return None  # granted to somebody else
         return answer if isinstance(answer, answers.ReclaimGrant) else None
+
+    async def _redeem(self, execution_id: str, kind: HandleKind, decide: Any) -> answers.Claimed:
+        """Redeem a grant; one that was given out after admission is admitted again, as its slots may have lapsed.
+
+        An execution that is refused then waits for the limit that refused it, and the claim finds it not eligible.
+        """
+        rows = (await self.load((Want(Execution, (execution_id,)),))).rows[0]
+        row = rows[0] if rows else None
+        admitted = await self.admit([row], Seen()) if row is not None and claim.holds_admitted_grant(row) else []
+        try:
+            return await super()._redeem(execution_id, kind, decide)
+        except errors.StoreUnavailable:
+            raise  # it may have been written, and then it needs what it got
+        except errors.FabricError:
+            for one in admitted:
+                await self.give_back(one)
+            raise
 
 
 def _depth(lines: Sequence[LineKey]) -> int:

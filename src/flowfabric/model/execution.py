@@ -194,6 +194,7 @@ class Grant(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     capability_hash: str | None = None
     route_snapshot_json: str | None = None
     admission_summary: str | None = None
+    admitted: bool = False  # given out after budgets and quotas were asked, which is done again when it is redeemed
 
 
 class IdempotencyKey(msgspec.Struct, frozen=True, gc=False):

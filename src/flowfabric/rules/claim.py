@@ -58,6 +58,7 @@ class GrantOrder(msgspec.Struct, frozen=True, kw_only=True):
     capability_hash: str | None = None
     route_snapshot_json: str | None = None
     admission_summary: str | None = None
+    admitted: bool = False  # budgets and quotas have let the execution run
 
 
 KeyMaker = Callable[[Execution, GrantOrder, int], str]  # signs a grant key for an expiry; returns the stored key id
@@ -110,6 +111,7 @@ def granted(row: Execution, order: GrantOrder, kind: str, now: int, sign: KeyMak
         capability_hash=order.capability_hash,
         route_snapshot_json=order.route_snapshot_json,
         admission_summary=order.admission_summary,
+        admitted=order.admitted,
     )
     fields = {
         "grant": msgspec.json.encode(grant).decode(),
@@ -298,6 +300,17 @@ def while_granted(decision: Decision[Acquired], grant: Grant) -> Decision[Acquir
 def live_grant(row: Execution, now: int) -> bool:
     """Whether the execution's grant slot is taken; a grant dies at its last millisecond."""
     return row.granted_until is not None and row.granted_until > now
+
+
+def holds_admitted_grant(row: Execution | None) -> bool:
+    """True if an execution with quotas was granted after these had admitted it.
+
+    A slot may lapse before the grant does. So the slot is asked for again when the grant is redeemed.
+    """
+    if row is None or not decode_terms(row.terms).quota_policy_ids:
+        return False
+    grant = stored_grant(row)
+    return grant is not None and grant.admitted
 
 
 def stored_grant(row: Execution) -> Grant | None:

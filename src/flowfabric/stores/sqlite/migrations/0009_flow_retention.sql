@@ -1,3 +1,4 @@
+-- compatible: yes
 -- Retention removes flows. The release before may still run: it leaves the column alone, and its flows are checked from
 -- the migration on, or when their last member is removed.
 ALTER TABLE ff_flow_core ADD COLUMN purge_check_at INTEGER;
