@@ -53,6 +53,8 @@ class Claiming:
         if key and scope in self.keys and self.keys[scope][1] > self.now:
             return {"is": "Duplicate", "execution_id": self.keys[scope][0]}
         if execution_id in self.lives:
+            if self.lives[execution_id].namespace != asked.get("namespace", "default"):
+                raise Refused("id_in_other_namespace")
             return {"is": "Duplicate", "execution_id": execution_id}
         _check_policy(asked.get("policy"))
         if bad := next((tag for tag in asked.get("tags") or {} if tag == "Bad Key"), None):

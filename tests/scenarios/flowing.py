@@ -11,6 +11,7 @@ from typing import Any
 
 from flowfabric.clock import ManualClock
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.flows import GraphEdge
 from flowfabric.engine.folding import Child
 from flowfabric.engine.suspensions import Suspended
 from flowfabric.ids import FlowId, flow_partition, mint_for_flow
@@ -19,6 +20,7 @@ from flowfabric.model.answers import Claimed
 from flowfabric.model.execution import Execution
 from flowfabric.model.flow import CancelBacklog, Dependency, EdgeGroup, PendingCancel, PendingCancelGroup
 from flowfabric.rules.change import Change, Guard, Write
+from flowfabric.rules.create import CreateExecution
 from flowfabric.rules.suspend_args import Fresh, SuspendArgs
 from flowfabric.stores.base import Want
 from tests.scenarios.waits import ANY
@@ -55,10 +57,29 @@ class Flowing:
 
     async def begin(self, members: str | Iterable[str] = "", **given: Any) -> Flowing:
         """The flow, with these members."""
-        assert await self.engine.create_flow(self.id) == flow_answers.Created(self.id)
+        whose = given.get("namespace", "default")
+        assert await self.engine.create_flow(self.id, namespace=whose) == flow_answers.Created(self.id)
         for name in members:
             await self.add(name, **given)
         return self
+
+    async def mixed(self, namespaces: dict[str, str], *pairs: str) -> None:
+        """The flow with new members of several namespaces, and these edges; it is created whole."""
+        for name in namespaces:
+            self.names.setdefault(name, self.new_id())
+        nodes = [
+            CreateExecution(
+                execution_id=self.names[name],
+                partition=0,
+                namespace=namespace,
+                lane_id="default",
+                execution_kind="task",
+                policy='{"retry_policy": {"max_retries": 0}}',
+            )
+            for name, namespace in namespaces.items()
+        ]
+        edges = [GraphEdge(self.names[above], self.names[below]) for above, below in pairs]
+        assert isinstance(await self.engine.create_flow_graph(self.id, nodes, edges), flow_answers.GraphCreated)
 
     def new_id(self) -> str:
         """A fresh execution id on the flow's partition."""

@@ -21,7 +21,7 @@ async def numbers(flow: Flowing) -> tuple[int, int, int]:
 
 async def test_s_001_create_flow_is_idempotent(flow: Flowing) -> None:
     first = await flow.engine.create_flow(flow.id, flow_kind="dag", namespace="n1")
-    second = await flow.engine.create_flow(flow.id, flow_kind="other", namespace="n2")
+    second = await flow.engine.create_flow(flow.id, flow_kind="other", namespace="n1")
 
     assert (first, second) == (flow_answers.Created(flow.id), flow_answers.AlreadySatisfied(flow.id))
     described = await flow.engine.describe_flow(flow.id)

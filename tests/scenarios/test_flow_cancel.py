@@ -299,9 +299,7 @@ async def test_s_050_poisoned_backlog_data(flow: Flowing) -> None:
 
 
 async def test_s_051_filtered_reconciler_leaves_foreign_members(flow: Flowing) -> None:
-    await flow.begin()
-    await flow.add("a", namespace="n1")
-    await flow.add("b", namespace="n2")
+    await flow.mixed({"a": "n1", "b": "n2"})
     await flow.engine.cancel_flow_header(flow.id, reason="r")
     flow.clock.pass_ms(30_000)
 
@@ -322,12 +320,8 @@ async def test_members_that_a_filter_leaves_alone_do_not_keep_the_others_from_th
     flow: Flowing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flowfabric.engine.flow_sweeps.MEMBERS", 2)
-    await flow.begin()
-    in_order = sorted([flow.new_id() for _ in range(6)])
-    for name, execution_id in zip("abcdef", in_order, strict=True):
-        flow.names[name] = execution_id
-        await flow.engine.create_execution(execution_id=execution_id, namespace="n1" if name in "def" else "n2")
-        await flow.engine.add_execution_to_flow(flow.id, execution_id)
+    flow.names |= zip("abcdef", sorted(flow.new_id() for _ in range(6)), strict=True)
+    await flow.mixed({name: "n1" if name in "def" else "n2" for name in "abcdef"})
     await flow.engine.cancel_flow_header(flow.id, grace_ms=0)
 
     done = [await flow.engine.sweep_once("cancel_reconciler", Filter(namespace="n1")) for _ in range(2)]

@@ -392,11 +392,7 @@ async def test_s_092_blocked_items_behind_a_full_batch_are_not_starved(flow: Flo
 
 
 async def test_a_filtered_reconciler_resolves_only_what_it_may_see(flow: Flowing) -> None:
-    await flow.begin("a")
-    await flow.add("b", namespace="n1")
-    await flow.add("c", namespace="n2")
-    await flow.edge("a", "b")
-    await flow.edge("a", "c")
+    await flow.mixed({"a": "default", "b": "n1", "c": "n2"}, "ab", "ac")
     await flow.succeed("a")
 
     await flow.engine.sweep_once("dependency_reconciler", Filter(namespace="n1"))
@@ -408,10 +404,8 @@ async def test_a_filtered_reconciler_leaves_the_many_others_that_wait_for_the_sa
     flow: Flowing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flowfabric.rules.successors.FEW", 2)
-    await flow.begin("a")
-    for name in "bcde":
-        await flow.add(name, namespace="n1" if name in "bc" else "n2")
-        await flow.edge("a", name)
+    whose = {name: "n1" if name in "bc" else "n2" for name in "bcde"}
+    await flow.mixed({"a": "default"} | whose, *(f"a{name}" for name in "bcde"))
     await flow.succeed("a")
 
     await flow.engine.sweep_once("dependency_reconciler", Filter(namespace="n1"))

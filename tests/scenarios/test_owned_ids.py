@@ -100,11 +100,6 @@ async def test_a_graph_whose_node_exists_in_another_namespace_is_refused_whole(f
     assert await flow.engine.describe_execution(fresh) is None
 
 
-async def test_the_nodes_of_a_graph_belong_to_its_namespace(flow: Flowing) -> None:
-    with pytest.raises(errors.InvalidInput, match="of another namespace than its flow"):
-        await flow.engine.create_flow_graph(flow.id, [ask(flow.new_id(), "theirs")], namespace="mine")
-
-
 async def test_an_execution_of_another_namespace_does_not_become_a_member(flow: Flowing) -> None:
     await flow.engine.create_flow(flow.id, namespace="mine")
     theirs = await flow.create("x", namespace="theirs")

@@ -54,8 +54,6 @@ def check(ask: CreateGraph) -> errors.FabricError | None:
             return errors.DependencyAlreadyExists(f"edge {edge.edge_id} is listed twice")
         edge_ids.add(edge.edge_id)
     for node in ask.nodes:
-        if node.namespace != ask.namespace:
-            return errors.InvalidInput(f"nodes: {node.execution_id} is of another namespace than its flow")
         if node.idempotency_key:
             return errors.InvalidInput(f"{node.execution_id}: a member of a graph has no idempotency key of its own")
     for downstream in ask.policies:
@@ -96,8 +94,9 @@ def create_graph(
         if flow.namespace != ask.namespace:
             return refuse(errors.IdInOtherNamespace(flow_id=ask.flow_id))
         return Decision(AlreadySatisfied(ask.flow_id))
+    namespaces = {node.execution_id: node.namespace for node in ask.nodes} if existing else {}
     for known in existing.values():
-        if known.namespace != ask.namespace:
+        if known.namespace != namespaces.get(known.execution_id, ask.namespace):
             return refuse(errors.IdInOtherNamespace(execution_id=known.execution_id))
         if known.flow_id is not None:
             detail = f"already_member_of_different_flow:{known.flow_id}"
