@@ -172,7 +172,7 @@ class TestAFeedOfSingleRows:
 
         *numbered, last = [(one.position, one.at, one.event.lease) for one in page.events]
         assert numbered == [*zip(self.PLACES, (10, 10, 30), ("one", "two", "four"), strict=True)]
-        assert last[0] > self.PLACES[-1]  # its position was given out after the ninth step, from the time of day
+        assert last[0] > self.PLACES[-1]  # its position was given out after the last step, from the time of day
         assert last[0] % MOST_EVENTS == 2
         assert last[1:] == (40, "five")
         first = page.events[0].event

@@ -193,8 +193,7 @@ class StreamDisconnected(FabricError):
 
 
 class StreamBackpressure(FabricError):
-    """A gap: events after the cursor are no longer kept, or the cursor itself is not in the feed since the store lost
-    its newest events. Delivery goes on with everything that is there."""
+    """Events after the cursor are no longer kept, or the store has lost what it points to; delivery goes on."""
 
     family = "stream_backpressure"
     kind = "stream_backpressure"

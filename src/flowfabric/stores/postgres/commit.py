@@ -52,16 +52,21 @@ MOST_WORDINGS = 1000
 _wordings: dict[tuple[Any, ...], str] = {}
 
 
-async def commit(connection: Any, batch: Batch, clock: int | None, hint: str | None = None) -> list[Any]:
+async def commit(
+    connection: Any, batch: Batch, clock: int | None, hint: str | None = None, *, ensures: bool = True
+) -> list[Any]:
     """Judge and write the batch.
+
+    `ensures` lets it write the rows of its queues where they are missing.
 
     The answer begins with the commit's time and the verdicts, in the order of the changes. Behind those, and a column
     of no meaning, it has the rows that were handed over, if the batch does that.
 
     A hint goes out to those who listen at the instant of the commit, if anything was written.
     """
+    queues = (batch.queues if ensures else None) or ()
     if batch.in_steps:
-        return await in_transaction(connection, lambda inside: _commit_in_steps(inside, batch, clock, hint))
+        return await in_transaction(connection, lambda inside: _commit_in_steps(inside, batch, clock, hint, queues))
     hand = () if batch.handing is None else (batch.handing,)
     pieces = [*batch.guards, *hand, *batch.rounds[0]]
     arrays = [array for _, arrays in pieces for array in arrays]
@@ -73,17 +78,19 @@ async def commit(connection: Any, batch: Batch, clock: int | None, hint: str | N
         batch.told and batch.told[0],
         batch.handing and batch.handing[0],
         alone=batch.alone,
-        queued=batch.queues is not None,
+        queued=bool(queues),
     )
-    answer: list[Any] = await connection.fetch(words, clock, *arrays, *(batch.queues or ()), hint)
+    answer: list[Any] = await connection.fetch(words, clock, *arrays, *queues, hint)
     return answer
 
 
-async def _commit_in_steps(connection: Any, batch: Batch, clock: int | None, hint: str | None) -> list[Any]:
+async def _commit_in_steps(
+    connection: Any, batch: Batch, clock: int | None, hint: str | None, queues: tuple[Any, ...]
+) -> list[Any]:
     arrays = [array for _, given in batch.guards for array in given]
     guards = tuple(guard for guard, _ in batch.guards)
-    words = _words(guards, (), None, None, alone=batch.alone, queued=batch.queues is not None)
-    answer: list[Any] = await connection.fetch(words, clock, *arrays, *(batch.queues or ()), hint)
+    words = _words(guards, (), None, None, alone=batch.alone, queued=bool(queues))
+    answer: list[Any] = await connection.fetch(words, clock, *arrays, *queues, hint)
     now, yes, _ = answer[0]
     told = batch.told
     for pieces in batch.rounds:

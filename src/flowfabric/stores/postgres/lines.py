@@ -5,9 +5,10 @@ after every failover, restore or crash, whatever of the queue table was lost. Th
 and what key stands behind a number that this process has not made itself.
 
 A process checks a queue once: the row exists, and no other key has the same number. It checks again after a connection
-broke, since the next server may have lost the row. Behind a pooler no connection of ours breaks. So each commit that
-puts work into a queue also adds the queue's row where it is missing (`ensure` in lines.sql): a row that stands in a
-queue is committed with the queue, or after it, and is never kept without it.
+broke, since the next server may have lost the row. And a commit that puts work into a queue adds the queue's row where
+it is missing (`ensure` in lines.sql): a row that stands in a queue is committed with the queue, or after it on the same
+server, and is never kept without it. A session that is our own ends with its server, so its first such commit will do;
+behind a pooler every commit does it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import hashlib
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import msgspec
 from msgspec.structs import astuple
@@ -33,6 +35,7 @@ _STATEMENTS = pieces("lines.sql")
 _ADD = numbered(_STATEMENTS["add"], ("numbers", "digests", *_COLUMNS))
 _FIND = numbered(_STATEMENTS["find"], ("numbers",))
 _UNLISTED = numbered(_STATEMENTS["unlisted"], ("limit",))
+_NONE: frozenset[int] = frozenset()
 ENSURE = _STATEMENTS["ensure"]
 MOST_ROWS = 1000  # sets of queues whose rows are kept ready to be sent
 _READ = numbered(_STATEMENTS["read"], ("lane_id",))
@@ -53,6 +56,7 @@ class Lines:
         self._keys: dict[int, LineKey] = {}
         self._written: set[LineKey] = set()
         self._rows: dict[tuple[LineKey, ...], tuple[list[int], str]] = {}
+        self._ensured: WeakKeyDictionary[Any, set[int]] = WeakKeyDictionary()
         links.on_break(self.forget)
 
     def forget(self) -> None:
@@ -81,6 +85,15 @@ class Lines:
             keys = [[_digest(line).hex(), *astuple(line)] for line in ordered]
             rows = self._rows[lines] = [number_of(line) for line in ordered], msgspec.json.encode(keys).decode()
         return rows
+
+    def ensured(self, connection: Any, numbers: list[int]) -> bool:
+        """Whether the server behind this session is known to have these queues."""
+        return self._links.own_sessions and self._ensured.get(connection, _NONE).issuperset(numbers)
+
+    def note_ensured(self, connection: Any, numbers: list[int]) -> None:
+        """Note a commit of this session that made sure of these queues."""
+        if self._links.own_sessions:
+            self._ensured.setdefault(connection, set()).update(numbers)
 
     def key(self, number: int) -> LineKey:
         """The queue behind a number that was seen before."""

@@ -82,9 +82,15 @@ class Links:
         self._pause = 0.0
         self._not_before = 0.0
         self._unsure = statement_cache is None
+        self._asks = statement_cache is None
         self._tuned = self.cached
         self._closed = False
         self._break_callbacks: list[Callable[[], None]] = []
+
+    @property
+    def own_sessions(self) -> bool:
+        """Whether no pooler stands between, as far as was found out; never where the caller has said what to do."""
+        return self._asks and not self._unsure and self.cached
 
     def on_break(self, callback: Callable[[], None]) -> None:
         """Call back when a connection turns out to be broken: the next one may lead to another server."""

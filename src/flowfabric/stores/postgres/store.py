@@ -154,11 +154,18 @@ class PostgresStore:
     async def _commit(self, batch: Batch, hint: frozenset[str]) -> tuple[list[int | None], list[Any]]:
         """The verdicts, and the server's answer."""
         with self._wake.along(hint) as carried:
-            answer = await self._links.write(lambda connection: commit(connection, batch, self._now(), carried))
+            answer = await self._links.write(lambda connection: self._commit_on(connection, batch, carried))
         now, yes, *_ = answer[0]
         if hint and carried is None and True in yes:
             self._wake.send(hint)
         return [now if accepted else None for accepted in yes], answer
+
+    async def _commit_on(self, connection: Any, batch: Batch, hint: str | None) -> list[Any]:
+        ensures = batch.queues is not None and not self._lines.ensured(connection, batch.queues[0])
+        answer = await commit(connection, batch, self._now(), hint, ensures=ensures)
+        if ensures and batch.queues is not None:
+            self._lines.note_ensured(connection, batch.queues[0])
+        return answer
 
     async def within(self, connection: Any) -> Within:
         """The store as seen from inside the transaction of a connection that is not ours."""
