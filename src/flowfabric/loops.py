@@ -77,6 +77,18 @@ def live(loop: asyncio.AbstractEventLoop) -> None:
         loop.close()
 
 
+class Exhausted(Exception):
+    """An iterator is at its end; `StopAsyncIteration` cannot travel through a future."""
+
+
+async def following(items: Any) -> Any:
+    """The next one of an async iterator; `Exhausted` when there is none."""
+    try:
+        return await anext(items)
+    except StopAsyncIteration:
+        raise Exhausted from None
+
+
 class Outside:
     """Something that belongs to another loop than the one that uses it, such as a caller's database connection."""
 

@@ -210,8 +210,8 @@ class EngineElsewhere:
         try:
             while True:
                 try:
-                    yield await loops.hop(self._home, _next(events))
-                except _Exhausted:
+                    yield await loops.hop(self._home, loops.following(events))
+                except loops.Exhausted:
                     return
         finally:
             if hasattr(events, "aclose"):
@@ -230,17 +230,6 @@ class _PullElsewhere:
 
     def close(self) -> None:
         _call(self._home, self._pull.close)
-
-
-class _Exhausted(Exception):
-    """An iterator is at its end; `StopAsyncIteration` cannot travel through a future."""
-
-
-async def _next(events: Any) -> Any:
-    try:
-        return await anext(events)
-    except StopAsyncIteration:
-        raise _Exhausted from None
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., Any], *given: Any) -> None:

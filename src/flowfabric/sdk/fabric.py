@@ -203,9 +203,11 @@ class Fabric:
 
         `command_s` is how long a command may take before its connection is given up, if that is not long already.
         """
-        settings = self._settings
+        settings = self._settings or Settings()
         if not hears:
-            settings = msgspec.structs.replace(settings or Settings(), hears=False)
+            settings = msgspec.structs.replace(settings, hears=False)
+        if command_s is not None:
+            settings = msgspec.structs.replace(settings, deadlines=settings.deadlines.limited(command_s))
         engine = await connect(
             self.url,
             migrate=migrate,
@@ -215,7 +217,7 @@ class Fabric:
             token=self._token,
         )
         if command_s is not None:
-            engine.limit_commands(command_s)
+            engine.limit_commands(command_s)  # a URL may have set more
         return engine
 
     def bind(self, engine: Engine) -> asyncio.Task[Engine] | None:

@@ -23,6 +23,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 
+from flowfabric import loops
 from flowfabric.sdk.approvals import Approval, Votes
 from flowfabric.sdk.durable import in_step
 from flowfabric.sdk.durations import Duration
@@ -120,8 +121,8 @@ class SyncRun(Generic[R]):
         frames = self._run.stream(name, after=after)
         while True:
             try:
-                yield self._portal.call(_next(frames))
-            except _Exhausted:
+                yield self._portal.call(loops.following(frames))
+            except loops.Exhausted:
                 return
 
     def __repr__(self) -> str:
@@ -399,17 +400,6 @@ class SyncFabric:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class _Exhausted(Exception):
-    """An iterator is at its end; `StopAsyncIteration` cannot travel through a future."""
-
-
-async def _next(frames: Any) -> Any:
-    try:
-        return await anext(frames)
-    except StopAsyncIteration:
-        raise _Exhausted from None
 
 
 async def _awaited(awaitable: Awaitable[T]) -> T:
