@@ -10,7 +10,6 @@ import msgspec
 from flowfabric.ids import PartitionCounts
 
 LEAST_COMMAND_S = 1.0  # a shorter limit would give up on servers that are merely busy
-FEED_RETENTION_MS = 7 * 24 * 60 * 60 * 1000
 
 
 class Sweeps(msgspec.Struct, frozen=True):
@@ -128,9 +127,12 @@ class Settings(msgspec.Struct, frozen=True):
     ageing_ms: dict[str, int] = {}  # by lane: the ageing of executions whose policies name none
     sweeps: Sweeps = Sweeps()
     max_concurrent_stream_ops: int = 64
-    feed_retention_ms: int = FEED_RETENTION_MS  # how long subscribable events are kept; of all that sweep, the shortest
+    feed_retention_ms: int = 7 * 24 * 60 * 60 * 1000  # how long events are kept; of all that sweep, the shortest holds
     secret_key: Secret | None = None  # encrypts signing keys at rest; without one they are kept as they are
     postgres_pool_size: int | None = None  # connections to Postgres; unset is 8
     deadlines: Deadlines = Deadlines()  # of connections to Postgres or to a server; a Postgres URL may set its own
     hears: bool = True  # whether this process listens for hints of others; without them its waits end by polling
     dispatch: bool = True  # whether this process carries ends to those who wait for them, at once
+
+
+FEED_RETENTION_MS = Settings().feed_retention_ms  # unless a process is told another time

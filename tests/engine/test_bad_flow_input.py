@@ -74,6 +74,7 @@ VERBS: dict[str, Verb] = {
         {**bad_flow, "downstream": ON_PARTITION, "policy": POLICY},
     ),
     "set_flow_tag": Verb({**flow, "key": "a.b", "value": "v"}, {**bad_flow, "key": KEY, "value": [None, *A_TEXT]}),
+    "purge_flow": Verb(flow, bad_flow),
     "get_flow_tag": Verb({**flow, "key": "a.b"}, {**bad_flow, "key": KEY}),
     "resolve_dependency": Verb(
         {**flow, "edge_id": UUID, "downstream": MEMBERS[1], "outcome": "success"},

@@ -441,8 +441,8 @@ async def test_a_long_pass_keeps_its_lease(engine: Engine, clock: ManualClock) -
 
 
 async def lease_of(engine: Engine, sweep: str) -> SweepLease:
-    [lease] = [row for row in await engine.store.scan(Scan(SweepLease)) if row.sweep == sweep]
-    return lease
+    leases: list[SweepLease] = await engine.store.scan(Scan(SweepLease))
+    return next(row for row in leases if row.sweep == sweep)
 
 
 async def test_each_failure_doubles_the_pause_up_to_half_a_minute_and_a_success_ends_that() -> None:

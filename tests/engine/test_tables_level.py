@@ -56,8 +56,9 @@ class Counting:
         if isinstance(self._store, SQLiteStore):
             # By the store's own library: a second one in this process would not see the locks of the first.
             with closing(apsw.Connection(str(self._store._path))) as db:
-                named = db.execute("select name from sqlite_schema where type = 'table'").fetchall()
-                return {name: db.execute(f'select count(*) from "{name}"').fetchall()[0][0] for (name,) in named}
+                named = [str(name) for (name,) in db.execute("select name from sqlite_schema where type = 'table'")]
+                count = "select count(*) from"
+                return {name: int(str(next(db.execute(f'{count} "{name}"'))[0])) for name in named}
         db = await asyncpg.connect(self._dsn)
         try:
             named = await db.fetch("select tablename from pg_tables where schemaname = 'public'")
@@ -166,7 +167,7 @@ class Rounds:
 
     async def graph(self, names: str, edges: list[str], **given: Any) -> tuple[FlowId, dict[str, str]]:
         engine, flow = self.engine, FlowId(self.engine.minter.uuid())
-        ids = {name: mint_for_flow(flow, engine.partitions, engine.minter) for name in names}
+        ids: dict[str, str] = {name: mint_for_flow(flow, engine.partitions, engine.minter) for name in names}
         nodes = [
             CreateExecution(
                 execution_id=ids[name],
@@ -179,7 +180,8 @@ class Rounds:
             for name in names
         ]
         policies = {ids[name]: policy for name, policy in given.items()}
-        await engine.create_flow_graph(flow, nodes, [GraphEdge(ids[a], ids[b]) for a, b in edges], policies=policies)
+        pairs = [GraphEdge(ids[edge[0]], ids[edge[1]]) for edge in edges]
+        await engine.create_flow_graph(flow, nodes, pairs, policies=policies)
         return flow, ids
 
     async def flow(self) -> None:

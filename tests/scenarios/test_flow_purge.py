@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
 
 from flowfabric import errors
@@ -24,7 +25,7 @@ from tests.scenarios.flowing import Flowing, any_of
 
 DAY_MS = 86_400_000
 HOUR_MS = 3_600_000
-OF_FLOWS = (Flow, *retention.FLOW_OWNED)
+OF_FLOWS: tuple[type[msgspec.Struct], ...] = (Flow, *retention.FLOW_OWNED)
 
 
 async def left_of_flows(engine: Engine) -> dict[str, int]:

@@ -19,6 +19,7 @@ from flowfabric.engine.flow_reads import FlowReads
 from flowfabric.engine.flow_sweeps import FlowSweeps
 from flowfabric.engine.folding import Folding
 from flowfabric.engine.holder import Holder
+from flowfabric.engine.late_claims import LateClaims
 from flowfabric.engine.levels import Levels
 from flowfabric.engine.pulling import Pulling
 from flowfabric.engine.reads import Reads
@@ -36,6 +37,7 @@ from flowfabric.engine.vault import Vault
 from flowfabric.engine.wakes import stream_topic
 from flowfabric.handles import BackendTag
 from flowfabric.ids import ExecutionId, Minter, RandomMinter, mint_solo
+from flowfabric.model.answers import Claimed
 from flowfabric.model.flow import Dependency, Dispatch, PendingCancelGroup
 from flowfabric.model.gate import ChildEnd
 from flowfabric.model.outbox import Message
@@ -93,6 +95,7 @@ class Engine(
         self._turns = {}
         self._background = set()
         dispatch = self.settings.dispatch
+        self.late_claims = LateClaims(self._find_taken, self._give_back)
         self.folding = Folding(self)
         self.cancelling = Cancelling(self, self.folding)
         self.dispatcher = Dispatcher(self, self.folding, self.cancelling.cancel_siblings, enabled=dispatch)
@@ -103,6 +106,11 @@ class Engine(
         self._unblocking = Unblocking(self)
         if self.settings.hears:
             store.on_wake(self._woken)
+
+    async def _give_back(self, claimed: Claimed) -> None:
+        """Make what was claimed claimable again, at once: the attempt has not begun."""
+        await self.delay_for(claimed.handle, 0)
+        await self.promote_delayed(claimed.execution_id)
 
     def _woken(self, topics: frozenset[str]) -> None:
         """Another process says what happened; one that cannot say wakes everybody."""
@@ -159,6 +167,7 @@ class Engine(
     async def close(self) -> None:
         """Stop sweeping, let what is on its way arrive, and let go of the store. A second call does nothing."""
         await self.stop_sweeps()
+        await self.late_claims.close()
         self.stream_ops.closing.set()
         self.wakes.fire_all(stream_topic(""))
         await self.frames_written()

@@ -137,8 +137,7 @@ class Finishing(Executions):
                 await asyncio.sleep(0)
         alike: list[tuple[Change, Execution]] = []
         others: list[tuple[Change, Rows]] = []
-        for execution_id, verdict in zip(sent, verdicts, strict=True):
-            place, change, decision, row = sent[execution_id]
+        for (place, change, decision, row), verdict in zip(sent.values(), verdicts, strict=True):
             if type(verdict) is int:
                 now = verdict
                 if change.form is None or row.successors is not None:
@@ -149,7 +148,7 @@ class Finishing(Executions):
             else:
                 in_doubt = isinstance(verdict, errors.StoreUnavailable) and verdict.in_doubt
                 alone[place] = (Doubt(change, decision, [[row]]),) if in_doubt else ()
-                waiting.setdefault(execution_id, []).insert(0, place)  # before the others of its execution
+                waiting.setdefault(row.execution_id, []).insert(0, place)  # before the others of its execution
         if alike:
             self.note_alike(alike, now)
         if others:

@@ -62,6 +62,8 @@ class Handing(Explaining):
             return await self._find_taken([take]) or await self._take_portion(self._anew(take), take)
 
     def forgo(self, wish: Wish) -> None:
-        """Wait for a wish no more; what it got all the same is left to its lease."""
+        """Wait for a wish no more; what it gets all the same is given back."""
         self.commits.withdraw(wish)
+        if wish.granted is not None and (not wish.rows.done() or wish.rows.cancelled()):
+            self.late_claims.watch([wish.granted])
         wish.rows.cancel()

@@ -22,6 +22,7 @@ from flowfabric import errors
 from flowfabric.engine import intake
 from flowfabric.engine.core import Pause
 from flowfabric.engine.intake import ClaimOrder
+from flowfabric.engine.late_claims import LateClaims
 from flowfabric.engine.lines import MOST_KEYS, Lines, most_of
 from flowfabric.engine.wakes import FEED, lane_topic, waited
 from flowfabric.handles import Handle, HandleFields, HandleKind
@@ -47,6 +48,7 @@ MANY = 16  # identities that it is worth making beforehand
 class Taking(Lines):
     """What a worker does to get work."""
 
+    late_claims: LateClaims
     _spare: tuple[Stamp, ...] = ()
     _found_enough = False  # the last take, which the next one may well do, too
 
@@ -260,8 +262,18 @@ class Taking(Lines):
 
     async def _take_portion(self, take: Take, *doubts: Take) -> list[answers.Claimed]:
         """Take; `doubts` are such of before whose answers got lost, and which may still arrive."""
-        pause = Pause()
         doubtful = [*doubts]
+        got: list[answers.Claimed] = []
+        try:
+            got = await self._take_doubted(take, doubtful)
+            return got
+        finally:
+            if doubtful:
+                self.late_claims.watch(doubtful, got)
+
+    async def _take_doubted(self, take: Take, doubtful: list[Take]) -> list[answers.Claimed]:
+        """Take; what may still arrive of this and of earlier takes is added to the doubtful ones."""
+        pause = Pause()
         while True:
             if (
                 self._found_enough and len(take.stamps) >= MANY
@@ -269,6 +281,9 @@ class Taking(Lines):
                 asyncio.get_running_loop().call_soon(self._stock, len(take.stamps))
             try:
                 taken = await self.store.take(take)
+            except asyncio.CancelledError:
+                doubtful.append(take)
+                raise
             except errors.StoreUnavailable as lost:
                 if lost.in_doubt:
                     doubtful.append(take)
