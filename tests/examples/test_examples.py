@@ -73,7 +73,7 @@ STORIES = {
         "two attempts, paid for once: 700 of 1000 tokens",
         "acme has spent its day: BudgetExceeded",
         "zeta: answered for 700 tokens",
-        "the second digest sleeps: Budget .* is exhausted: tokens 800/1000",
+        "the second digest sleeps: Budget .* is exhausted: 800 of 1,000 tokens are used",
         "after the reset: a digest of 5 pages",
     ],
 }
