@@ -29,6 +29,7 @@ from flowfabric.stores.sqlite.faults import unavailable
 from flowfabric.stores.sqlite.files import Spot, Turn, refuse_network
 from flowfabric.stores.sqlite.glance import Glance
 from flowfabric.stores.sqlite.lines import Lines, LinesOfWriter
+from flowfabric.stores.sqlite.private import create_database
 from flowfabric.stores.sqlite.wake import Wake
 
 BUSY_MS = 5_000  # how long a foreign writer is waited for
@@ -62,8 +63,8 @@ class SQLiteStore:
         self._synchronous = synchronous
         self._lines = Lines()
         self._lines_of_writer = LinesOfWriter(self._lines)
-        self._turn = Turn(Path(f"{self._path}-lock"))
-        self._wake = Wake(Path(f"{self._path}-wake"))
+        self._turn = Turn(self._path)
+        self._wake = Wake(self._path)
         self._spot = Spot(self._path)
         self._writer = WritingDesk("ff-sqlite-writer", self._connect, self._spot, self._turn, self._lines_of_writer)
         self._loader = Desk("ff-sqlite-loader", self._connect_reader, self._spot)
@@ -165,6 +166,7 @@ class SQLiteStore:
                 callback(frozenset())
 
     def _connect(self) -> apsw.Connection:
+        create_database(self._path)
         try:
             db = apsw.Connection(str(self._path), statementcachesize=STATEMENTS)
         except apsw.CantOpenError as shut:
