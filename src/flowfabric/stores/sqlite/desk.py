@@ -184,6 +184,7 @@ class WritingDesk(Desk):
         self._turn = turn
         self._overdue = turn.overdue
         self._lines = lines
+        self.before: Callable[[apsw.Connection], None] | None = None  # called before each transaction
         self._staged: dict[asyncio.AbstractEventLoop, list[Job]] = {}
 
     async def close(self) -> None:
@@ -207,6 +208,8 @@ class WritingDesk(Desk):
             if not jobs[0].begin():  # given up while this waited for the lock
                 jobs.clear()
                 return
+            if self.before is not None:
+                self.before(db)
             try:
                 db.execute("BEGIN IMMEDIATE")
                 began, waiting = time.monotonic(), 1 + self._queue.qsize()
