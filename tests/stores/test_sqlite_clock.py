@@ -35,9 +35,7 @@ class TestMachine(Machine):
         self.since_boot = 5_000
         self.offset = wall - self.since_boot
         self.kernel_confirms = False
-
-    def passed(self) -> int:
-        return self.since_boot if self.boot else self.wall()
+        self.passed = lambda: self.since_boot if self.boot else self.wall()
 
     def wall(self) -> int:
         return self.since_boot + self.offset

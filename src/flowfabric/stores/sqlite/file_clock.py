@@ -58,10 +58,7 @@ class Machine:
     def __init__(self, proc: Path = Path("/proc")) -> None:
         self._proc = proc
         self.boot = self._boot()
-
-    def passed(self) -> int:
-        """Milliseconds since the boot, also while the machine slept."""
-        return boot_ms() if self.boot else wall_ms()
+        self.passed: Clock = boot_ms if self.boot else wall_ms  # milliseconds since the boot, also while it slept
 
     def wall(self) -> int:
         """The wall clock as this process sees it."""
@@ -91,32 +88,36 @@ class FileClock:
 
     def __init__(self, machine: Machine | None = None) -> None:
         self._machine = machine or Machine()
+        self._passed = self._machine.passed
         self._anchor: Anchor | None = None
+        self._offset: int | None = None  # what to add to the clock since boot where that is all there is to do
         self._read_at = 0
 
     def __call__(self) -> int:
         """The time of the file; by the wall clock before it was opened."""
-        anchor = self._anchor
-        return self._machine.wall() if anchor is None else anchor.at(self._machine.passed())
+        offset, anchor = self._offset, self._anchor
+        if offset is not None:
+            return self._passed() + offset
+        return self._machine.wall() if anchor is None else anchor.at(self._passed())
 
     def read(self, db: apsw.Connection) -> int:
         """The time for whoever only reads: a new anchor is looked for when the known one no longer holds."""
-        known, passed = self._anchor, self._machine.passed()
+        known, passed = self._anchor, self._passed()
         if known is not None and not known.holds(passed) and not 0 <= passed - self._read_at < READ_AGAIN_MS:
             self._read_at = passed
             found = self._stored(db)
             if found is not None and found.passed > known.passed:
-                self._anchor = found
+                self._adopt(found)
         return self()
 
     def renew(self, db: apsw.Connection) -> None:
         """Know an anchor that holds, put by another process or now; called by a writer between two transactions."""
-        if self._anchor is not None and self._anchor.holds(self._machine.passed()):
+        if self._anchor is not None and self._anchor.holds(self._passed()):
             return
         db.execute("BEGIN IMMEDIATE")
         try:
             anchor = self._stored(db)
-            if anchor is None or not anchor.holds(self._machine.passed()):
+            if anchor is None or not anchor.holds(self._passed()):
                 anchor = self._next(db, anchor)
                 db.execute("DELETE FROM ff_clock WHERE boot NOT LIKE ? || '%'", (anchor.boot.split(" ")[0],))
                 db.execute("INSERT OR REPLACE INTO ff_clock (boot, passed, instant, slew) VALUES (?, ?, ?, ?)", anchor)
@@ -125,7 +126,13 @@ class FileClock:
             if db.in_transaction:
                 db.execute("ROLLBACK")
             raise
+        self._adopt(anchor)
+
+    def _adopt(self, anchor: Anchor) -> None:
+        self._offset = None  # other threads read these two while they change: without an offset the anchor counts
         self._anchor = anchor
+        if anchor.boot and not anchor.slew:
+            self._offset = anchor.instant - anchor.passed
 
     def _stored(self, db: apsw.Connection) -> Anchor | None:
         boot = self._machine.boot
@@ -134,7 +141,7 @@ class FileClock:
         return None
 
     def _next(self, db: apsw.Connection, before: Anchor | None) -> Anchor:
-        passed, wall = self._machine.passed(), self._machine.wall()
+        passed, wall = self._passed(), self._machine.wall()
         if before is None or passed < before.passed:
             return Anchor(self._machine.boot, passed, max(wall, _newest(db)), 0)
         instant, slew = before.at(passed), 0
