@@ -139,7 +139,11 @@ def test_a_python_without_an_environment_is_named_and_the_others_are_tested(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dev = dev_script()
-    pythons = {(3, 11, 200): Path("/a/python3.11"), (3, 12, 200): Path("/b/python3.12"), (3, 13, 200): Path("/c/python")}
+    pythons = {
+        (3, 11, 200): Path("/a/python3.11"),
+        (3, 12, 200): Path("/b/python3.12"),
+        (3, 13, 200): Path("/c/python"),
+    }
     ran: list[Path] = []
 
     def environment(venv: Path, interpreter: Path) -> Path:

@@ -113,7 +113,12 @@ async def test_another_user_can_neither_read_nor_lock_nor_listen(folder: Path) -
     command = ["/usr/bin/env", "python3", "-c", STRANGER, str(folder / "ff.db")]
     tried = await asyncio.to_thread(
         lambda: subprocess.run(
-            command, capture_output=True, text=True, cwd="/", env={"PATH": os.defpath}, **stranger  # type: ignore[call-overload]
+            command,
+            capture_output=True,
+            text=True,
+            cwd="/",
+            env={"PATH": os.defpath},
+            **stranger,  # type: ignore[call-overload]
         )
     )
 

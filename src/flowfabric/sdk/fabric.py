@@ -32,7 +32,7 @@ from flowfabric.sdk.flows import Flow
 from flowfabric.sdk.limits import Bound, Budget, Limit, Scope
 from flowfabric.sdk.run import Run
 from flowfabric.sdk.task import AsyncTask, Decorator, Options, PlainTask, Task, submit_ways
-from flowfabric.sdk.threads import Portal
+from flowfabric.sdk.threads import Portal, ThreadTurns
 from flowfabric.settings import Settings
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Fabric:
         self.namespace = namespace
         self._public_url = public_url
         self.on_point: Callable[[Context, str, str], Awaitable[None]] | None = None  # for tests: crash points
-        self.on_wait: Callable[[int], None] | None = None  # for tests: threads that wait for the loop
+        self.thread_turns: ThreadTurns | None = None  # for tests: when threads that asked the loop go on
         self.on_ask: Callable[[Context, str, Any], None] | None = None  # for tests: approvals and their shapes
         self.stubs: dict[Any, Callable[..., Any]] = {}  # for tests: what runs instead of a step's function or a task
         self.isolates = True  # False in tests: what should run in a process of its own runs in a thread
@@ -287,7 +287,7 @@ class Fabric:
                 threading.Thread(target=_run, args=(in_use,), name="flowfabric-sync", daemon=True).start()
                 atexit.register(self.stop_own_loop)
             elif in_use is not self._own_loop:
-                return Portal(in_use, self.on_wait)
+                return Portal(in_use, self.thread_turns)
             return Portal(in_use)
 
     def stop_own_loop(self) -> None:

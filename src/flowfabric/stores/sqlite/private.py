@@ -26,7 +26,9 @@ def create_database(path: Path) -> None:
     target = os.path.realpath(path)  # a link may lead to a file that is still to be created
     with contextlib.suppress(FileExistsError, FileNotFoundError):  # the driver reports a missing folder
         try:
-            os.mknod(target, _OWNER | stat.S_IFREG)  # opens nothing: to close a file drops all locks that SQLite has on it
+            os.mknod(
+                target, _OWNER | stat.S_IFREG
+            )  # opens nothing: to close a file drops all locks that SQLite has on it
         except (NotImplementedError, PermissionError, AttributeError):  # macOS leaves this call to root
             os.close(os.open(target, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _OWNER))
 
