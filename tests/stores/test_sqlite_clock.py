@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +135,7 @@ def test_a_machine_whose_clock_was_set_back_slows_the_file_down_and_never_sets_i
         machine.rest(WINDOW_MS // 2)
         clock.renew(db)
         times.append(clock())
-    steps = [after - before for before, after in zip(times, times[1:], strict=False)]
+    steps = [after - before for before, after in pairwise(times)]
     assert min(steps) >= WINDOW_MS * 9 // 20 - 1
     assert clock() == machine.wall()
 

@@ -49,6 +49,14 @@ attempt("bind", lambda: socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).bind(pa
 print(*worked, sep=", ")
 """
 
+# What holds the lock until its input ends.
+HOLDER = """
+import fcntl, os, sys
+fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
@@ -213,14 +221,14 @@ def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         os.chown(path, NOBODY.pw_uid, NOBODY.pw_gid)
         path.chmod(0o777)
         return
-    real = os.stat
+    real = Path.stat
     stranger = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: stranger + 1)
-    database = real(path.with_name("ff.db"))
+    database = path.with_name("ff.db").stat()
     fields = [*database]
     fields[4] = stranger + 1
     monkeypatch.setattr(
-        os, "stat", lambda at, **ways: os.stat_result(fields) if str(at).endswith("ff.db") else real(at, **ways)
+        Path, "stat", lambda at, **ways: os.stat_result(fields) if at.name == "ff.db" else real(at, **ways)
     )
 
 
@@ -243,16 +251,8 @@ async def test_waiting_for_the_write_lock_is_bounded_and_what_was_given_up_is_ne
 ) -> None:
     monkeypatch.setattr(desk, "WAIT_S", 0.2)
     store = await opened(folder / "ff.db")
-    holder = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            "import fcntl, os, sys\n"
-            "fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX)\n"
-            "print('held', flush=True)\n"
-            "sys.stdin.read()\n",
-            str(folder / "ff.db-lock"),
-        ],
+    holder = subprocess.Popen(  # noqa: ASYNC220 - it only starts
+        [sys.executable, "-c", HOLDER, str(folder / "ff.db-lock")],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,7 +20,7 @@ SKEWED_MS = 5_000
 
 def add_to(app: typer.Typer) -> None:
     """Hang the commands up."""
-    for command in (version, migrate, doctor):
+    for command in (version, migrate, doctor, backup):
         app.command()(command)
 
 
@@ -52,6 +53,24 @@ def migrate(store: StoreOption = None, json: JsonOption = False) -> None:
         typer.echo(f"✓ {shown(chosen_store(store))}: already at schema version {known}")
     else:
         typer.echo(f"✓ {shown(chosen_store(store))}: schema version {found} → {known}")
+
+
+def backup(
+    target: Annotated[Path, typer.Argument(metavar="FILE", help="The new file; one that exists is refused.")],
+    store: StoreOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Copy a SQLite store to a new file while others use it. The copy is checked, and opens like any store."""
+    import asyncio
+
+    from flowfabric.connecting import backup as copied
+
+    with telling_errors():
+        size = asyncio.run(copied(chosen_store(store), target))
+    if json:
+        document({"store": shown(chosen_store(store)), "file": str(target), "bytes": size, "integrity": "ok"})
+    else:
+        typer.echo(f"✓ {target}: {size} bytes, integrity ok")
 
 
 def doctor(store: StoreOrServerOption = None, json: JsonOption = False) -> None:

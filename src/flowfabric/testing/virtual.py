@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from contextvars import Context
+from contextvars import Context, copy_context
 from typing import Any, cast
 
 REAL_LOOK_S = 0.005
@@ -56,7 +56,7 @@ class VirtualTime:
         self._since = 0.0  # when it began to run, in real time
         self._stuck: dict[Ticket, float] = {}
         self._elsewhere = 0  # calls in other processes
-        self._sent: deque[tuple[Ticket, Callable[..., object], tuple[Any, ...], Context | None]] = deque()
+        self._sent: deque[tuple[Ticket, Callable[..., object], tuple[Any, ...], Context]] = deque()
         self._quiet: list[asyncio.Future[None]] = []
         self._is_over = False
 
@@ -178,7 +178,7 @@ class VirtualTime:
         if ticket.asks:
             ticket.go.clear()
             self._waiting[threading.get_ident()] = ticket
-        self._sent.append((ticket, callback, args, context))
+        self._sent.append((ticket, callback, args, context or copy_context()))  # what it runs in is this thread's
         self._loop._write_to_self()
         return None
 

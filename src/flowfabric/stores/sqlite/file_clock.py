@@ -1,8 +1,8 @@
 """The clock of a file: one for all processes that have it open, whatever their wall clocks say.
 
-All processes of a machine share the clock that counts since its boot, which nobody can set. The file keeps an anchor: an
-instant, and what that clock showed then. The time of the file is the anchor's instant plus what has passed since, so every
-process reads the same time to the millisecond. Wall clocks count in two cases only:
+All processes of a machine share the clock that counts since its boot, which nobody can set. The file keeps an anchor:
+an instant, and what that clock showed then. The time of the file is the anchor's instant plus what has passed since, so
+every process reads the same time to the millisecond. Wall clocks count in two cases only:
 
 * At the first use after a boot, time starts at the wall clock, but never before the newest instant in the file.
 * A wall clock that the kernel itself confirms and that differs from the file's time has been set, or the machine was
@@ -13,8 +13,8 @@ An anchor holds for `WINDOW_MS`. Until then nobody replaces it, so a process tha
 first write after that puts the next one, which continues where the old one is then. The newest instant in the file is
 therefore at most `WINDOW_MS` and a tenth after its anchor.
 
-Where the boot of the machine cannot be told (no /proc), the wall clock takes the place of the clock since boot: time still
-never goes backwards, but a wall clock that is set forward sets the file's time forward.
+Where the boot of the machine cannot be told (no /proc), the wall clock takes the place of the clock since boot: time
+still never goes backwards, but a wall clock that is set forward sets the file's time forward.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A new file belongs to its user alone (0600), whatever the umask. An operator may share it by changing its mode; the
 files and the folder beside it (lock, wake-up sockets) then follow: they are open to those who may write the database,
-and to nobody else. A user who may only read it, or who may write the folder, cannot hold the lock. SQLite treats its own
-side files (`-wal`, `-shm`) alike: it gives them the mode of the database.
+and to nobody else. A user who may only read it, or who may write the folder, cannot hold the lock. SQLite treats its
+own side files (`-wal`, `-shm`) alike: it gives them the mode of the database.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def open_beside(database: Path, path: Path) -> int:
 
 
 def open_folder_beside(database: Path, path: Path) -> bool:
-    """Create a folder beside the database if need be; False when it belongs to a user who may not write the database."""
+    """Create a folder beside the database if need be; False when its owner may not write the database."""
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
     found = path.lstat()
@@ -67,7 +67,7 @@ def open_folder_beside(database: Path, path: Path) -> bool:
 
 def _share(database: Path, file: int | Path, found: os.stat_result, mode: int) -> bool:
     """Give a side file of ours this mode and, as root, the owner of the database; False when it is a stranger's."""
-    root = os.stat(database)
+    root = database.stat()
     if not _is_trusted(found, root):
         return False
     if os.geteuid() in (0, found.st_uid):
@@ -76,13 +76,13 @@ def _share(database: Path, file: int | Path, found: os.stat_result, mode: int) -
             with contextlib.suppress(PermissionError):
                 os.chown(file, root.st_uid if os.geteuid() == 0 else -1, root.st_gid)
         if stat.S_IMODE(found.st_mode) & 0o777 != mode:
-            os.chmod(file, mode)
+            os.chmod(file, mode)  # noqa: PTH101 - it may be an open file
     return True
 
 
 def is_trusted(database: Path, path: Path) -> bool:
     """Whether a side file belongs to a user who may write the database."""
-    return _is_trusted(path.lstat(), os.stat(database))
+    return _is_trusted(path.lstat(), database.stat())
 
 
 def _is_trusted(found: os.stat_result, database: os.stat_result) -> bool:
@@ -94,5 +94,5 @@ def _is_trusted(found: os.stat_result, database: os.stat_result) -> bool:
 
 def mode_beside(database: Path) -> int:
     """The mode of a file beside the database: for those who may read and write that."""
-    mode = os.stat(database).st_mode
+    mode = database.stat().st_mode
     return _OWNER | sum(bits for bits in (_GROUP, _OTHERS) if mode & bits == bits)
