@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from flowfabric import Context, Fabric, Retry
+from flowfabric import Context, Fabric, Retry, Run
 from flowfabric.settings import Settings, Sweeps
 from flowfabric.testing import virtual
 from flowfabric.testing.world import SELDOM_MS, World
@@ -55,7 +55,7 @@ async def life(seed: int) -> list[Any]:
     """All that can be told of a run of this seed: what plain code did, in order, and every event of every execution."""
     ORDER.clear()
     async with World(app, seed=seed, workers=2) as world:
-        runs = [await mixed.submit(number) for number in range(4)]
+        runs: list[Run[Any]] = [await mixed.submit(number) for number in range(4)]
         runs += [await plain.submit(number) for number in range(3)]
         results = [await run.result() for run in runs]
         told = [[msgspec.to_builtins(event) for event in await world.engine.lease_history(run.id)] for run in runs]
@@ -146,7 +146,7 @@ async def test_a_busy_loop_does_not_keep_plain_code_from_its_turn() -> None:
 
 
 async def test_plain_code_that_was_cancelled_before_its_turn_never_runs() -> None:
-    ran = []
+    ran: list[int] = []
     async with World(app):
         first = asyncio.ensure_future(asyncio.to_thread(ran.append, 1))
         second = asyncio.ensure_future(asyncio.to_thread(ran.append, 2))

@@ -20,6 +20,10 @@ from flowfabric.stores.sqlite import SQLiteStore
 from tests.stores.samples import change, event, execution, payload, write
 
 
+def names_in(folder: Path, part: str) -> list[str]:
+    return [path.name for path in folder.iterdir() if part in path.name]
+
+
 def pair(number: int) -> list[Insert]:
     """Two rows that are always written together."""
     return [Insert(execution(f"n{number}")), Insert(payload(f"n{number}", b"x" * 3000))]
@@ -28,7 +32,7 @@ def pair(number: int) -> list[Insert]:
 async def test_copies_that_are_made_under_load_are_whole_and_of_one_moment(tmp_path: Path) -> None:
     store = SQLiteStore(tmp_path / "ff.db", synchronous="NORMAL")
     await store.open(migrate=True)
-    written, may_stop = 0, False
+    written, at_least, may_stop = 0, 0, False
 
     async def keep_writing() -> None:
         nonlocal written
@@ -59,7 +63,7 @@ async def test_copies_that_are_made_under_load_are_whole_and_of_one_moment(tmp_p
     await load
     assert written > at_least, "writing went on meanwhile"
     await store.close()
-    assert [name for name in os.listdir(tmp_path) if "partial" in name] == []
+    assert not names_in(tmp_path, "partial")
 
 
 async def test_a_copy_opens_and_goes_on(tmp_path: Path) -> None:
@@ -108,7 +112,7 @@ async def test_a_spoilt_file_is_reported_and_leaves_no_copy(tmp_path: Path) -> N
 
     with pytest.raises(StoreUnavailable):
         await backup(f"sqlite:///{tmp_path}/ff.db", tmp_path / "copy.db")
-    assert [name for name in os.listdir(tmp_path) if "copy" in name] == []
+    assert not names_in(tmp_path, "copy")
 
 
 @pytest.mark.parametrize(
