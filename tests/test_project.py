@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 import tomllib
+from importlib.machinery import SourceFileLoader
 from importlib.metadata import metadata
+from importlib.util import module_from_spec, spec_from_loader
 from itertools import chain
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -81,9 +85,85 @@ def test_dev_lists_its_commands_without_installing_anything(tmp_path: Path) -> N
     listed = subprocess.run(["python3", str(script)], capture_output=True, text=True, check=True).stdout
 
     assert re.findall(r"^  (\w+) ", listed, re.MULTILINE) == [
-        "demo", "test", "check", "fix", "bench", "soak", "faults", "up", "down", "lock", "py",
+        "demo", "test", "check", "pythons", "fix", "bench", "soak", "faults", "up", "down", "lock", "py",
     ]  # fmt: skip
     assert list(tmp_path.iterdir()) == [script]
+
+
+def dev_script() -> ModuleType:
+    """The script `dev` as a module."""
+    loader = SourceFileLoader("dev_script", str(ROOT / "dev"))
+    spec = spec_from_loader(loader.name, loader)
+    assert spec is not None
+    module = module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+def stand_in(path: Path, answer: str) -> None:
+    """An interpreter that describes itself as told, whatever it is asked to run."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{answer}\n")
+    path.chmod(0o755)
+
+
+def test_every_other_python_is_found_once_and_those_that_cannot_be_used_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dev = dev_script()
+    own = " ".join(map(str, sys.version_info[:3]))
+    stand_in(tmp_path / "bin" / "python3.11", "echo 3 11 200 final CPython")
+    stand_in(tmp_path / "bin" / "python3.14", "echo 3 14 0 beta CPython")
+    stand_in(tmp_path / "bin" / "python3.9", "echo 3 9 1 final CPython")
+    stand_in(tmp_path / "bin" / "python3.12", "exit 127")
+    stand_in(tmp_path / "pyenv" / "versions" / "again" / "bin" / "python3.11", "echo 3 11 200 final CPython")
+    stand_in(tmp_path / "pyenv" / "versions" / "own" / "bin" / "python3.11", f"echo {own} final CPython")
+    stand_in(tmp_path / "pyenv" / "versions" / "bare" / "bin" / "python3.13", "echo 3 13 200 final CPython ssl zlib")
+    stand_in(tmp_path / "pyenv" / "versions" / "pypy" / "bin" / "python3.11", "echo 3 11 201 final PyPy")
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path / "pyenv"))
+
+    others, unusable = dev.other_pythons()
+
+    assert others[3, 11, 200] == tmp_path / "bin" / "python3.11"
+    assert {sys.version_info[:3], (3, 14, 0), (3, 9, 1), (3, 13, 200), (3, 11, 201)}.isdisjoint(others)
+    named = sorted(line.replace(f"{tmp_path}/", "") for line in unusable)
+    assert named == [
+        "bin/python3.14 is a beta of 3.14.0",
+        "pyenv/versions/bare/bin/python3.13 was built without ssl, zlib",
+        "pyenv/versions/pypy/bin/python3.11 is PyPy",
+    ]
+
+
+def test_a_python_without_an_environment_is_named_and_the_others_are_tested(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dev = dev_script()
+    pythons = {
+        (3, 11, 200): Path("/a/python3.11"),
+        (3, 12, 200): Path("/b/python3.12"),
+        (3, 13, 200): Path("/c/python"),
+    }
+    ran: list[Path] = []
+
+    def environment(venv: Path, interpreter: Path) -> Path:
+        if interpreter == Path("/b/python3.12"):
+            raise dev.Stop("Fix: install the headers.")
+        return interpreter
+
+    def tests(*_: object, python: Path, **ways: object) -> bool:
+        ran.append(python)
+        return python == Path("/a/python3.11")
+
+    monkeypatch.setattr(dev, "other_pythons", lambda: (pythons, ["/d/python3.14 is PyPy"]))
+    monkeypatch.setattr(dev, "environment", environment)
+    monkeypatch.setattr(dev, "tests", tests)
+
+    assert dev.elsewhere() == ["python 3.13.200"]
+    assert ran == [Path("/a/python3.11"), Path("/c/python")]
+    told = capsys.readouterr().err
+    assert "not tested on /d/python3.14 is PyPy" in told
+    assert "not tested on /b/python3.12: no environment could be made for it" in told
 
 
 def test_files_made_by_tools_are_not_kept() -> None:

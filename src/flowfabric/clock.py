@@ -13,6 +13,24 @@ def wall_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
+def boot_ms() -> int:
+    """Milliseconds since this machine's boot, also while it slept: all its processes agree, and nobody can set it."""
+    return time.clock_gettime_ns(_SINCE_BOOT) // 1_000_000
+
+
+_SINCE_BOOT = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+
+
+class SteadyClock:
+    """The wall clock as it was when this was made, plus what has passed since, whatever becomes of the wall clock."""
+
+    def __init__(self) -> None:
+        self._offset = wall_ms() - boot_ms()
+
+    def __call__(self) -> int:
+        return self._offset + boot_ms()
+
+
 class Estimate:
     """The store's time: by its own clock where that can be read here, else as last heard, plus what has passed since.
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+from pathlib import Path
 from typing import Any, cast
 from urllib.parse import parse_qsl, urlsplit
 
@@ -52,6 +54,25 @@ async def connect(
         await store.close()
         raise
     return Engine(store, settings=settings, minter=minter, schema=schema)
+
+
+async def backup(url: str, target: str | os.PathLike[str]) -> int:
+    """Copy a SQLite store that is in use to a new file, checked and whole; its size in bytes. The copy is a store.
+
+    Other stores have means of their own, which the refusal names.
+    """
+    if is_server(url):
+        raise errors.InvalidInput("url: a server keeps its own store: back that up where it runs")
+    scheme, rest = _split(url)
+    match scheme:
+        case "sqlite":
+            from flowfabric.stores.sqlite.backup import copy
+
+            return await asyncio.to_thread(copy, Path(_sqlite(rest)[0]), Path(target))
+        case "postgresql" | "postgres":
+            raise errors.InvalidInput("url: back Postgres up with pg_dump, or with pg_basebackup and its log")
+        case _:
+            raise errors.InvalidInput("url: only a sqlite:///path can be copied")
 
 
 def is_server(url: str) -> bool:

@@ -31,6 +31,19 @@ def test_migrate_tells_from_where_to_where(tmp_path: Path) -> None:
     assert f"already at schema version {first['to']}" in ff.says("migrate")
 
 
+def test_backup_copies_the_store_to_a_new_file(tmp_path: Path) -> None:
+    store, copy = f"sqlite:///{tmp_path}/ff.db", tmp_path / "copy.db"
+    CliRunner().invoke(app, ["migrate", "--store", store])
+
+    done = CliRunner().invoke(app, ["backup", str(copy), "--store", store])
+    assert done.output == f"✓ {copy}: {copy.stat().st_size} bytes, integrity ok\n"
+    assert CliRunner().invoke(app, ["doctor", "--store", f"sqlite:///{copy}"]).exit_code == 0
+
+    again = CliRunner().invoke(app, ["backup", str(copy), "--store", store])
+    assert again.exit_code == 1
+    assert "exists already; name a new file" in again.output
+
+
 def test_submit_prints_the_id_and_show_tells_everything(ff: Terminal) -> None:
     execution = ff.submit("--lane", "mail", "--kind", "welcome", "--payload", "hällo", "--tag", "tenant.name=acme")
 

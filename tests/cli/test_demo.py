@@ -99,8 +99,10 @@ async def test_a_lost_order_is_noticed(capsys: pytest.CaptureFixture[str]) -> No
 
 @pytest.mark.slow
 def test_a_demo_that_is_interrupted_says_so_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    # A shell starts what runs in its background with SIGINT ignored, and tests may run there: the demo must hear it.
+    hears = "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
     demo = subprocess.Popen(
-        [sys.executable, "-m", "flowfabric.demo"],
+        [sys.executable, "-c", f"{hears}runpy.run_module('flowfabric.demo', run_name='__main__')"],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -61,7 +61,11 @@ async def test_ex_017_a_grant_keeps_what_was_said_with_it(play: Play, kind: str)
         await play.grant(e)
         await play.expired(await play.claim(e))
         offer = play.engine.issue_reclaim_grant
-    notes = {"capability_hash": "h1", "route_snapshot_json": '{"zone":"b"}', "admission_summary": "two of three"}
+    notes: dict[str, Any] = {
+        "capability_hash": "h1",
+        "route_snapshot_json": '{"zone":"b"}',
+        "admission_summary": "two of three",
+    }
     who = {"lane_id": "default", "worker_id": "wb", "worker_instance_id": "wb-1"}
 
     await offer(e, **who, worker_capabilities=(), grant_ttl_ms=5000, **notes)

@@ -70,7 +70,7 @@ async def test_there_is_no_table_beyond_the_catalogue(tmp_path: Path) -> None:
     tables = {name for (name,) in db.execute("SELECT name FROM sqlite_schema WHERE type = 'table'")}
     db.close()
 
-    own = {"ff_schema_version", "ff_line", "ff_event", "ff_feed_trim", "sqlite_sequence"}
+    own = {"ff_schema_version", "ff_line", "ff_event", "ff_feed_trim", "ff_clock", "sqlite_sequence"}
     assert {name for name in tables if not name.startswith("sqlite_stat")} == {table.name for table in TABLES} | own
 
 

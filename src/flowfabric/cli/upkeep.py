@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -24,7 +25,7 @@ MANY_TRANSACTIONS = 10_000  # meanwhile
 
 def add_to(app: typer.Typer) -> None:
     """Hang the commands up."""
-    for command in (version, migrate, doctor):
+    for command in (version, migrate, doctor, backup):
         app.command()(command)
 
 
@@ -61,6 +62,24 @@ def migrate(store: StoreOption = None, json: JsonOption = False) -> None:
         typer.echo(
             "  the release before does not run on this schema: its workers and servers stop by themselves", err=True
         )
+
+
+def backup(
+    target: Annotated[Path, typer.Argument(metavar="FILE", help="The new file; one that exists is refused.")],
+    store: StoreOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Copy a SQLite store to a new file while others use it. The copy is checked, and opens like any store."""
+    import asyncio
+
+    from flowfabric.connecting import backup as copied
+
+    with telling_errors():
+        size = asyncio.run(copied(chosen_store(store), target))
+    if json:
+        document({"store": shown(chosen_store(store)), "file": str(target), "bytes": size, "integrity": "ok"})
+    else:
+        typer.echo(f"✓ {target}: {size} bytes, integrity ok")
 
 
 def doctor(store: StoreOrServerOption = None, json: JsonOption = False) -> None:

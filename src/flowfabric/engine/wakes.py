@@ -15,7 +15,8 @@ class Wakes:
     """Waiting tasks of this process, by topic."""
 
     def __init__(self) -> None:
-        self._waiters: dict[str, set[asyncio.Future[None]]] = {}
+        # In the order in which they came: who is woken first claims first, and worlds of one seed must be alike.
+        self._waiters: dict[str, dict[asyncio.Future[None], None]] = {}
         self.ends = 0  # how often it was told that an execution ended, whichever
         self._for_ends = 0  # how many wait for the end of one
 
@@ -52,7 +53,7 @@ class Wakes:
         """A future for the next hint. Ask for it before looking, so that nothing falls between look and wait."""
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         for topic in topics:
-            self._waiters.setdefault(topic, set()).add(waiter)
+            self._waiters.setdefault(topic, {})[waiter] = None
             self._for_ends += topic.startswith(END)
         waiter.add_done_callback(lambda done: self._forget(topics, done))
         return waiter
@@ -62,7 +63,7 @@ class Wakes:
             self._for_ends -= topic.startswith(END)
             waiters = self._waiters.get(topic)
             if waiters is not None:
-                waiters.discard(waiter)
+                waiters.pop(waiter, None)
                 if not waiters:
                     del self._waiters[topic]
 

@@ -259,7 +259,8 @@ async def _in_time(call: Awaitable[Any], name: str, timeout_s: float) -> Any:
         if not limit.expired():  # then it is one of the handler's own
             raise
         told = TimeoutError(f"{name} has not returned after {timeout_s:g} s")
-        raise told.with_traceback((late.__cause__ or late).__traceback__) from None  # where it was
+        # The cancellation shows where the handler was. Before Python 3.11.4 it is the context of `late`, not its cause.
+        raise told.with_traceback((late.__cause__ or late.__context__ or late).__traceback__) from None
 
 
 def _went_on(claimed: Claimed, task: Task[..., Any]) -> Outcome:

@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from flowfabric import loops
-from flowfabric.sdk.threads import Portal
+from flowfabric.sdk.threads import Portal, ThreadTurns
 
 if TYPE_CHECKING:
     from flowfabric.engine.engine import Engine
@@ -113,10 +113,10 @@ class Connections:
 
     # -- loops and threads ----------------------------------------------------------------------------------------
 
-    def portal(self, on_wait: Callable[[int], None] | None) -> Portal:
-        """The way from a thread to the loop that has the engine; `on_wait` is for loops that are not our own."""
+    def portal(self, turns: ThreadTurns | None) -> Portal:
+        """The way from a thread to the loop that has the engine; `turns` is for loops that are not our own."""
         home = self._home(anywhere=True)
-        return Portal(home) if home is self._own_loop else Portal(home, on_wait)
+        return Portal(home) if home is self._own_loop else Portal(home, turns)
 
     def _home(self, *, anywhere: bool = False) -> asyncio.AbstractEventLoop:
         """The loop whose engine to use here: this one if it has claimed one, else any that has, else our own."""

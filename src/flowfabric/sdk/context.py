@@ -89,7 +89,7 @@ class Context(Waiting, Saying, Spending):
         """The same for plain functions: each method waits for what the method of this name here would be awaited."""
         from flowfabric.sdk.sync import SyncContext
 
-        return SyncContext(self, Portal(self._loop, self.app.on_wait))
+        return SyncContext(self, Portal(self._loop, self.app.thread_turns))
 
     @property
     def durable(self) -> Durable:

@@ -31,7 +31,7 @@ from flowfabric.sdk.flows import Flow
 from flowfabric.sdk.limits import Bound, Budget, Limit, Scope
 from flowfabric.sdk.run import Run
 from flowfabric.sdk.task import AsyncTask, Decorator, Options, PlainTask, Task, submit_ways
-from flowfabric.sdk.threads import Portal
+from flowfabric.sdk.threads import Portal, ThreadTurns
 from flowfabric.settings import Settings
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Fabric:
         self.namespace = namespace
         self._public_url = public_url
         self.on_point: Callable[[Context, str, str], Awaitable[None]] | None = None  # for tests: crash points
-        self.on_wait: Callable[[int], None] | None = None  # for tests: threads that wait for the loop
+        self.thread_turns: ThreadTurns | None = None  # for tests: when threads that asked the loop go on
         self.on_ask: Callable[[Context, str, Any], None] | None = None  # for tests: approvals and their shapes
         self.stubs: dict[Any, Callable[..., Any]] = {}  # for tests: what runs instead of a step's function or a task
         self.isolates = True  # False in tests: what should run in a process of its own runs in a thread
@@ -273,7 +273,7 @@ class Fabric:
 
     def portal(self) -> Portal:
         """The way from this thread to the event loop that has the engine."""
-        return self._connections.portal(self.on_wait)
+        return self._connections.portal(self.thread_turns)
 
     def stop_own_loop(self) -> None:
         """Close what threads, and loops without a claim, share; happens by itself when the program ends."""

@@ -7,7 +7,7 @@ import queue
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor, Future
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
 
@@ -74,13 +74,25 @@ def without_stops(function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T
         raise told.with_traceback(end.__traceback__) from end
 
 
+class ThreadTurns(Protocol):
+    """Who decides when a thread that asked the loop for something goes on; for tests in virtual time."""
+
+    def asks(self) -> None:
+        """The calling thread will ask the loop for something and wait."""
+
+    def answered(self, thread: int) -> None:
+        """A thread has its answer; called on the loop."""
+
+    def goes_on(self) -> None:
+        """Wait until the calling thread may go on."""
+
+
 class Portal:
     """Lets threads run coroutines on a loop and wait for them."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, on_wait: Callable[[int], None] | None = None) -> None:
-        """`on_wait` is told on the loop how many more threads wait for it (1 or -1); for tests in virtual time."""
+    def __init__(self, loop: asyncio.AbstractEventLoop, turns: ThreadTurns | None = None) -> None:
         self._loop = loop
-        self._on_wait = on_wait
+        self._turns = turns
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """What the coroutine returns on the loop; this thread waits for it."""
@@ -91,13 +103,18 @@ class Portal:
         if running is not None:
             coroutine.close()
             raise RuntimeError("this would block the event loop that runs here: await the method without .sync instead")
-        return asyncio.run_coroutine_threadsafe(self._counted(coroutine), self._loop).result()
-
-    async def _counted(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        if self._on_wait is None:
-            return await coroutine
-        self._on_wait(1)
+        if self._turns is None:
+            return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+        self._turns.asks()
+        asked = asyncio.run_coroutine_threadsafe(_in_turns(coroutine, self._turns, threading.get_ident()), self._loop)
         try:
-            return await coroutine
+            return asked.result()
         finally:
-            self._on_wait(-1)
+            self._turns.goes_on()
+
+
+async def _in_turns(coroutine: Coroutine[Any, Any, T], turns: ThreadTurns, thread: int) -> T:
+    try:
+        return await coroutine
+    finally:
+        turns.answered(thread)

@@ -69,9 +69,11 @@ class Worker:
         stall_limit: Duration = "5m",
         presence_ttl: Duration | None = None,
         worker_id: str | None = None,
+        instance_id: str | None = None,
     ) -> None:
         """`stall_limit` is how long the loop may be blocked before its work is left to others, `presence_ttl` how long
-        a worker that is not heard of stays in the registry: twice a lease, unless said otherwise."""
+        a worker that is not heard of stays in the registry: twice a lease, unless said otherwise. `instance_id` names
+        this worker and no other; it is random, but for tests."""
         self._app = app
         self._slots = declared.whole("slots", slots, least=1)
         self._lanes = declared.lanes(lanes) if lanes is not None else _lanes_of(app)
@@ -80,7 +82,7 @@ class Worker:
         self._grace_s = to_ms(grace, "grace") / 1000
         self._stall_limit_s = to_ms(stall_limit, "stall_limit") / 1000
         self.worker_id = worker_id or socket.gethostname()
-        self.instance_id = f"{self.worker_id}:{os.getpid()}:{os.urandom(3).hex()}"
+        self.instance_id = instance_id or f"{self.worker_id}:{os.getpid()}:{os.urandom(3).hex()}"
         self._presence = Presence(
             namespace=app.namespace,
             worker_id=self.worker_id,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 import threading
-import time
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +14,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import astuple, replace
 
+from flowfabric.clock import SteadyClock
 from flowfabric.handles import BackendTag
 from flowfabric.model.event import TOPIC_FIELDS, Event, FeedEvent, Topic
 from flowfabric.model.execution import Execution, LineKey, Payload
@@ -166,7 +166,7 @@ class MemoryStore:
     batch_limit = 500
 
     def __init__(self, clock: Callable[[], int] | None = None) -> None:
-        self._clock = clock or (lambda: time.time_ns() // 1_000_000)
+        self._clock = clock or SteadyClock()
         self.clock: Callable[[], int] | None = self._clock
         self._lock = threading.Lock()
         self._lines: dict[LineKey, int] = {}

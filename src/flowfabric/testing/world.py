@@ -12,9 +12,12 @@ the app's store is one in memory; afterwards everything is as it was.
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Literal, Self, get_args
+
+import msgspec
 
 from flowfabric.clock import Estimate
 from flowfabric.engine.engine import Engine
@@ -45,6 +48,20 @@ TURNS = 50  # of the loop, in which everything happens that can happen now
 LAPSED_S = 1.0  # how long after its lease a handler finds out that it is a zombie
 
 
+def _settings_of(app: Fabric) -> Settings:
+    """The app's settings; where they are the defaults, a world's: nobody polls in it."""
+    own, usual = app._settings or Settings(), Settings()
+    sweeps = _chosen(own.sweeps, usual.sweeps)
+    return msgspec.structs.replace(
+        SETTINGS, **{**_chosen(own, usual), "sweeps": msgspec.structs.replace(SETTINGS.sweeps, **sweeps)}
+    )
+
+
+def _chosen(own: msgspec.Struct, usual: msgspec.Struct) -> dict[str, Any]:
+    """The fields that differ from the defaults."""
+    return {name: getattr(own, name) for name in own.__struct_fields__ if getattr(own, name) != getattr(usual, name)}
+
+
 class World:
     """A small, repeatable universe around an app."""
 
@@ -53,6 +70,7 @@ class World:
         self._seed = seed
         self._count = workers
         self._slots = slots
+        self._started = 0  # workers
         self._workers: list[tuple[Worker, asyncio.Task[None]]] = []
         self._faults: list[tuple[str, str, float]] = []
         self._shapes: dict[tuple[str, str], Any] = {}
@@ -64,12 +82,13 @@ class World:
         self._began = self._time.now()
         self.store = FlakyStore(MemoryStore(clock=self.now_ms))
         await self.store.open(migrate=True)
-        self.engine = Engine(self.store, minter=SeededMinter(self._seed), settings=SETTINGS)
+        self.engine = Engine(self.store, minter=SeededMinter(self._seed), settings=_settings_of(self.app))
         self.engine.estimate = Estimate(passing=self._time.now)
+        self.engine.chance = random.Random(self._seed).random
         await self.engine.ensure_signing_key("00" * 32)
         self._outside = self.app.bind(await self.offered())
         self.app.on_point = self._pass_point
-        self.app.on_wait = self._time.thread_waits
+        self.app.thread_turns = self._time
         self.app.on_ask = self._note_shape
         self.app.isolates = False
         for _ in range(self._count):
@@ -84,7 +103,7 @@ class World:
             task.cancel()
         await asyncio.gather(*(task for _, task in self._workers), return_exceptions=True)
         self.app.unbind(self._outside)
-        self.app.on_point = self.app.on_wait = self.app.on_ask = None
+        self.app.on_point = self.app.thread_turns = self.app.on_ask = None
         self.app.stubs.clear()
         self.app.isolates = True
         await self.engine.close()
@@ -101,7 +120,14 @@ class World:
 
     def start_worker(self) -> Worker:
         """One more worker."""
-        worker = Worker(self.app, slots=self._slots, presence_ttl=SELDOM_MS / 1000)
+        self._started += 1
+        worker = Worker(
+            self.app,
+            slots=self._slots,
+            presence_ttl=SELDOM_MS / 1000,
+            worker_id="world",
+            instance_id=f"world:{self._started}",
+        )
         self._workers.append((worker, asyncio.create_task(worker.work())))
         return worker
 
@@ -122,9 +148,16 @@ class World:
         await self.settle()
 
     async def settle(self) -> None:
-        """Let everything happen that can happen now."""
+        """Let everything happen that can happen now, also in threads.
+
+        Raises TimeoutError when plain code is still running after 30 s of real time.
+        """
         for _ in range(TURNS):
             await asyncio.sleep(0)
+        while self._time.is_at_work:
+            await self._time.quiet()
+            for _ in range(TURNS):
+                await asyncio.sleep(0)
 
     def now_ms(self) -> int:
         """The store's time."""

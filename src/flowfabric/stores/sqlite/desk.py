@@ -29,20 +29,40 @@ WAITED_S = 0.02  # the same for one that waited when it began
 PATIENCE_S = 0.003  # how long the loop lets work wait before it steps aside, again and again
 ASIDE_S = 0.0002
 POSITIONS_PER_MS = 1024  # of the feed: it may have so many events a millisecond before they run ahead of the clock
+WAIT_S = 10.0  # how long a write waits for the lock, and for what was handed over before it, until it is given up
 FAREWELL_S = 10.0  # how long a closing store waits for a writer that is stuck behind another process
 
 
 class Job:
-    """A piece of work, who waits for it, and what became of it."""
+    """A piece of work, who waits for it, and what became of it.
 
-    __slots__ = ("error", "future", "loop", "result", "work")
+    `overdue` makes the error for work that has not begun after `WAIT_S`; without it the work is waited for.
+    """
 
-    def __init__(self, work: Callable[[apsw.Connection], Any], loop: asyncio.AbstractEventLoop) -> None:
+    __slots__ = ("_begun", "error", "future", "loop", "overdue", "result", "work")
+
+    def __init__(
+        self,
+        work: Callable[[apsw.Connection], Any],
+        loop: asyncio.AbstractEventLoop,
+        overdue: Callable[[float], Exception] | None = None,
+    ) -> None:
         self.work = work
         self.loop = loop
+        self.overdue = overdue
         self.future: asyncio.Future[Any] = loop.create_future()
         self.result: Any = None
         self.error: Exception | None = None
+        self._begun = threading.Lock()
+
+    def begin(self) -> bool:
+        """True for the one caller that decides what becomes of it: the thread that does it, or who gives it up."""
+        return not self.future.cancelled() and self._begun.acquire(blocking=False)
+
+    def give_up(self) -> None:
+        """Fail unless it has begun: then it is never done. Runs on the waiter's loop."""
+        if self.overdue is not None and not self.future.done() and self.begin():
+            self.future.set_exception(self.overdue(WAIT_S))
 
     def do(self, db: apsw.Connection) -> bool:
         """Do the work; whether it went well. Trouble with the file is raised: it is everybody's."""
@@ -81,6 +101,7 @@ class Desk:
         self._pid = 0  # of the process that this belongs to
         self._farewell: Job | None = None
         self._db: apsw.Connection | None = None
+        self._overdue: Callable[[float], Exception] | None = None
 
     async def do(self, work: Callable[[apsw.Connection], T]) -> T:
         """Have the work done; errors of the driver come out as the port knows them."""
@@ -90,7 +111,7 @@ class Desk:
             self.own()
         if self._thread is None:
             self._start()
-        job = Job(work, asyncio.get_running_loop())
+        job = Job(work, asyncio.get_running_loop(), self._overdue)
         self._hand_over(job)
         patience = _patience_of(job.loop)
         patience.begin(job)
@@ -186,8 +207,10 @@ class WritingDesk(Desk):
     ) -> None:
         super().__init__(name, connect, spot, check)
         self._turn = turn
+        self._overdue = turn.overdue
         self._lines = lines
         self.raises_positions = False  # before its next transaction
+        self.before: Callable[[apsw.Connection], None] | None = None  # called before each transaction
         self._staged: dict[asyncio.AbstractEventLoop, list[Job]] = {}
 
     async def close(self) -> None:
@@ -208,6 +231,11 @@ class WritingDesk(Desk):
 
     def perform(self, db: apsw.Connection, jobs: list[Job]) -> None:
         with self._turn:
+            if not jobs[0].begin():  # given up while this waited for the lock
+                jobs.clear()
+                return
+            if self.before is not None:
+                self.before(db)
             try:
                 if self.raises_positions:
                     raise_positions(db, time.time_ns() // 1_000_000)
@@ -240,7 +268,7 @@ class WritingDesk(Desk):
         """Work that has been handed over meanwhile."""
         with contextlib.suppress(Empty):
             job = self._queue.get_nowait()
-            if job is not None and not job.future.cancelled():
+            if job is not None and job.begin():
                 return job
             if job is None:
                 self._queue.put(None)  # the store is closing, which `_serve` has to know
@@ -288,7 +316,11 @@ class Patience:
 
     def _look(self, loop: asyncio.AbstractEventLoop) -> None:
         """Step aside if something has waited for so long since the last time; look again when something may have."""
-        since = max(self._napped_at, next(iter(self._since.values())))
+        oldest = next(iter(self._since.values()))
+        if loop.time() - oldest > WAIT_S:
+            for job in [job for job, since in self._since.items() if loop.time() - since > WAIT_S]:
+                job.give_up()
+        since = max(self._napped_at, oldest)
         if loop.time() - since >= PATIENCE_S:
             time.sleep(ASIDE_S)
             self._napped_at = since = loop.time()

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import re
 import weakref
 from pathlib import Path
 
-from flowfabric.errors import InvalidInput
+from flowfabric.errors import InvalidInput, StoreFault
 from flowfabric.stores.sqlite.faults import unavailable
+from flowfabric.stores.sqlite.private import open_beside
 
 # File systems whose locks or shared memory do not reach other machines, so that two of them would spoil the file.
 _NETWORK = re.compile(
     r"afs|ceph|cifs|lustre|ncpfs|nfs4?|smb\w*|fuse\.(ceph|davfs2|glusterfs|rclone|s3fs|sshfs)"
 ).fullmatch
 _MOUNTS = Path("/proc/mounts")
+_LOCKS = Path("/proc/locks")
 
 
 def refuse_network(path: Path, mounts: Path = _MOUNTS) -> None:
@@ -68,25 +71,45 @@ class Spot:
 class Turn:
     """Writers queue here before they ask SQLite: the kernel keeps a fair line, SQLite's own waiting does not."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, database: Path) -> None:
+        self._database = database
+        self._path = Path(f"{database}-lock")
         self._file: int | None = None
         _TURNS.add(self)
 
     def __enter__(self) -> None:
         if self._file is None:
-            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._file = open_beside(self._database, self._path)
         fcntl.flock(self._file, fcntl.LOCK_EX)
 
     def __exit__(self, *_: object) -> None:
         if self._file is not None:
             fcntl.flock(self._file, fcntl.LOCK_UN)
 
+    def overdue(self, seconds: float) -> Exception:
+        """The error for a write that has waited so long for the lock and is given up."""
+        holder = _holder(self._path)
+        return unavailable(
+            f"{self._path} was not free for {seconds:g} s: {holder or 'another process'} holds it; nothing was written",
+            StoreFault.TIMEOUT,
+        )
+
     def close(self) -> None:
         """Let go of the lock file; it stays, for others may be waiting at it."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
+
+
+def _holder(path: Path, locks: Path = _LOCKS) -> str:
+    """The process that holds the lock on a file, where the system tells."""
+    with contextlib.suppress(OSError, ValueError):
+        inode = path.stat().st_ino
+        for line in locks.read_text().splitlines():
+            _, kind, _, _, pid, place, *_ = line.split()
+            if kind == "FLOCK" and int(place.rpartition(":")[2]) == inode and int(pid) > 0:
+                return "this process" if int(pid) == os.getpid() else f"process {pid}"
+    return ""
 
 
 _TURNS: weakref.WeakSet[Turn] = weakref.WeakSet()

@@ -2,7 +2,7 @@
 
 Three threads, each with a connection of its own: one writes, one loads by key, one makes lists, so that a long list
 never stands before a claim. A few rows by key are read on the caller's own (`glance`). Processes take turns at a lock
-file and ring each other's bell (`wake`).
+file, ring each other's bell (`wake`) and share one clock (`file_clock`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import apsw
 import msgspec
 
-from flowfabric.clock import wall_ms
+from flowfabric.clock import Clock
 from flowfabric.errors import InvalidInput, StoreFault
 from flowfabric.handles import BackendTag
 from flowfabric.model.event import FeedEvent, Topic
@@ -26,9 +26,11 @@ from flowfabric.stores.base import Due, FeedPage, Handed, Held, Loaded, Scan, Sc
 from flowfabric.stores.sqlite import reading, schema, writing
 from flowfabric.stores.sqlite.desk import Desk, WritingDesk
 from flowfabric.stores.sqlite.faults import unavailable
+from flowfabric.stores.sqlite.file_clock import FileClock, GivenClock
 from flowfabric.stores.sqlite.files import Spot, Turn, refuse_network
 from flowfabric.stores.sqlite.glance import Glance
 from flowfabric.stores.sqlite.lines import Lines, LinesOfWriter
+from flowfabric.stores.sqlite.private import create_database
 from flowfabric.stores.sqlite.wake import Wake
 
 BUSY_MS = 5_000  # how long a foreign writer is waited for
@@ -48,7 +50,7 @@ class SQLiteStore:
     def __init__(
         self,
         path: str | os.PathLike[str],
-        clock: Callable[[], int] | None = None,
+        clock: Clock | None = None,
         synchronous: str = "FULL",
     ) -> None:
         """`synchronous=NORMAL` may lose the last commits when the machine loses power, never the file."""
@@ -57,13 +59,13 @@ class SQLiteStore:
         if synchronous not in ("NORMAL", "FULL", "EXTRA"):
             raise InvalidInput(f"synchronous: {synchronous!r} is none of NORMAL, FULL, EXTRA")
         self._path = Path(path).absolute()
-        self._clock = clock or wall_ms
-        self.clock: Callable[[], int] | None = self._clock
+        self._clock = FileClock() if clock is None else GivenClock(clock)
+        self.clock: Clock | None = clock or self._clock
         self._synchronous = synchronous
         self._lines = Lines()
         self._lines_of_writer = LinesOfWriter(self._lines)
-        self._turn = Turn(Path(f"{self._path}-lock"))
-        self._wake = Wake(Path(f"{self._path}-wake"))
+        self._turn = Turn(self._path)
+        self._wake = Wake(self._path)
         self._spot = Spot(self._path)
         self._writer = WritingDesk(
             "ff-sqlite-writer", self._connect, self._spot, schema.check, self._turn, self._lines_of_writer
@@ -81,6 +83,8 @@ class SQLiteStore:
         prepared = await self._writer.do(lambda db: schema.prepare(db, migrate=migrate, now=self._clock()))
         self._spot.keep()
         self._writer.raises_positions = True
+        self._writer.before = self._clock.renew
+        await self._writer.do(lambda db: None)  # whoever reads before anything is written needs the file's time, too
         return prepared
 
     async def close(self) -> None:
@@ -94,15 +98,15 @@ class SQLiteStore:
         self._turn.close()
 
     async def ping(self) -> int:
-        return await self._loader.do(lambda db: reading.ping(db, self._clock()))
+        return await self._loader.do(lambda db: reading.ping(db, self._clock.read(db)))
 
     async def load(self, wants: Sequence[Want]) -> Loaded:
-        return await self._loader.do(lambda db: reading.load(db, self._lines, wants, self._clock()))
+        return await self._loader.do(lambda db: reading.load(db, self._lines, wants, self._clock.read(db)))
 
     def peek(self, wants: Sequence[Want]) -> Loaded | None:
         if not reading.is_short(wants):
             return None
-        return self._glance(lambda db: reading.load(db, self._lines, wants, self._clock()))
+        return self._glance(lambda db: reading.load(db, self._lines, wants, self._clock.read(db)))
 
     async def commit(self, changes: Sequence[Change], hint: frozenset[str] = frozenset()) -> list[int | None]:
         done = await self._writer.do(lambda db: writing.commit(db, self._lines_of_writer, changes, self._clock()))
@@ -120,7 +124,9 @@ class SQLiteStore:
         return await self._writer.do(lambda db: writing.renew(db, leases, self._clock()))
 
     async def due(self, row: type[msgspec.Struct], column: str, *, limit: int, where: tuple[Where, ...] = ()) -> Due:
-        return await self._loader.do(lambda db: reading.due(db, self._lines, row, column, limit, where, self._clock()))
+        return await self._loader.do(
+            lambda db: reading.due(db, self._lines, row, column, limit, where, self._clock.read(db))
+        )
 
     async def scan(self, scan: Scan) -> list[Any]:
         return await self._lister.do(lambda db: reading.scan(db, self._lines, scan))
@@ -174,6 +180,7 @@ class SQLiteStore:
                 callback(frozenset())
 
     def _connect(self) -> apsw.Connection:
+        create_database(self._path)
         try:
             db = apsw.Connection(str(self._path), statementcachesize=STATEMENTS)
         except apsw.CantOpenError as shut:

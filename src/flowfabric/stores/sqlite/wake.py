@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from secrets import token_hex
 
+from flowfabric.stores.sqlite.private import is_trusted, mode_beside, open_folder_beside
+
 _LONGEST = 100  # bytes of a socket's path; some systems end at 104
 _MOST = 60_000  # bytes of a hint; a longer one says only that something happened
 _SEPARATOR = "\n"
@@ -26,8 +28,9 @@ Callback = Callable[[frozenset[str]], None]
 class Wake:
     """The bell of one store."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, database: Path) -> None:
+        self._database = database
+        self._folder = Path(f"{database}-wake")
         self._name = ""
         self._socket: socket.socket | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -64,8 +67,9 @@ class Wake:
         """Who else listens; the folder is read again when it has changed, since that costs more than a hint."""
         changed = self._folder.stat().st_mtime_ns
         if changed != self._read_at:
+            trusted = is_trusted(self._database, self._folder)  # or anybody could listen
             with os.scandir(self._folder) as entries:
-                self._known = [entry.name for entry in entries if entry.name != self._name]
+                self._known = [entry.name for entry in entries if trusted and entry.name != self._name]
             # Another change within the same tick of the file system's clock would show no other time.
             self._read_at = changed if time.time_ns() - changed > _TICK_NS else 0
         return self._known
@@ -75,9 +79,12 @@ class Wake:
         bell.setblocking(False)
         self._name = f"{os.getpid()}-{token_hex(4)}"
         try:
-            self._folder.mkdir(exist_ok=True)
+            if not open_folder_beside(self._database, self._folder):
+                bell.close()
+                return False
             with _short(self._folder) as folder:
                 bell.bind(f"{folder}/{self._name}")
+            (self._folder / self._name).chmod(mode_beside(self._database))
             loop.add_reader(bell, self._hear)
         except (OSError, NotImplementedError):
             bell.close()

@@ -1,0 +1,180 @@
+"""The clock of a file: one for all processes that have it open, whatever their wall clocks say.
+
+All processes of a machine share the clock that counts since its boot, which nobody can set. The file keeps an anchor:
+an instant, and what that clock showed then. The time of the file is the anchor's instant plus what has passed since, so
+every process reads the same time to the millisecond. Wall clocks count in two cases only:
+
+* At the first use after a boot, time starts at the wall clock, but never before the newest instant in the file.
+* A wall clock that the kernel itself confirms and that differs from the file's time has been set, or the machine was
+  paused. The file follows it by a tenth of the time that passes, in both directions, so it never goes backwards. It
+  leaps forward at once when it is more than a minute behind.
+
+An anchor holds for `WINDOW_MS`. Until then nobody replaces it, so a process that knows it need not read the file; the
+first write after that puts the next one, which continues where the old one is then. The newest instant in the file is
+therefore at most `WINDOW_MS` and a tenth after its anchor.
+
+Where the boot of the machine cannot be told (no /proc), the wall clock takes the place of the clock since boot: time
+still never goes backwards, but a wall clock that is set forward sets the file's time forward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import NamedTuple
+
+import apsw
+
+from flowfabric.clock import Clock, boot_ms, wall_ms
+
+WINDOW_MS = 10_000
+MOST_MS = WINDOW_MS // 10  # how far one window brings the file's time closer to the wall clock
+LEAP_MS = 60_000  # how far it may be behind without a leap
+AGREED_MS = 2_000  # how exact the kernel is about the wall clock at boot, and some
+READ_AGAIN_MS = 1_000  # how often a reader looks for a new anchor when it knows only an old one
+
+
+class Anchor(NamedTuple):
+    """What the clock since boot showed at an instant, and by how much time is to run fast (or slow) in this window."""
+
+    boot: str
+    passed: int
+    instant: int
+    slew: int
+
+    def at(self, passed: int) -> int:
+        """The time of the file when the clock since boot shows this."""
+        since = max(0, passed - self.passed)
+        return self.instant + since + self.slew * min(since, WINDOW_MS) // WINDOW_MS
+
+    def holds(self, passed: int) -> bool:
+        """Whether nobody has replaced it."""
+        return 0 <= passed - self.passed < WINDOW_MS
+
+
+class Machine:
+    """What a process can tell of its machine."""
+
+    def __init__(self, proc: Path = Path("/proc")) -> None:
+        self._proc = proc
+        self.boot = self._boot()
+        self.passed: Clock = boot_ms if self.boot else wall_ms  # milliseconds since the boot, also while it slept
+
+    def wall(self) -> int:
+        """The wall clock as this process sees it."""
+        return wall_ms()
+
+    def confirms(self, wall: int) -> bool:
+        """Whether the kernel says the same of the wall clock; a process may have been given another one."""
+        with contextlib.suppress(OSError, ValueError, StopIteration):
+            lines = (self._proc / "stat").read_text().splitlines()
+            booted = next(int(line.split()[1]) for line in lines if line.startswith("btime "))
+            return abs(booted * 1000 + self.passed() - wall) <= AGREED_MS
+        return False
+
+    def _boot(self) -> str:
+        """What names this boot, and the clock since: a container may have one of its own."""
+        try:
+            boot = (self._proc / "sys/kernel/random/boot_id").read_text().strip()
+        except OSError:
+            return ""
+        with contextlib.suppress(OSError):
+            return f"{boot} {(self._proc / 'self/ns/time').readlink()}"
+        return boot
+
+
+class FileClock:
+    """The clock of one file in one process."""
+
+    def __init__(self, machine: Machine | None = None) -> None:
+        self._machine = machine or Machine()
+        self._passed = self._machine.passed
+        self._anchor: Anchor | None = None
+        self._offset: int | None = None  # what to add to the clock since boot where that is all there is to do
+        self._read_at = 0
+
+    def __call__(self) -> int:
+        """The time of the file; by the wall clock before it was opened."""
+        offset, anchor = self._offset, self._anchor
+        if offset is not None:
+            return self._passed() + offset
+        return self._machine.wall() if anchor is None else anchor.at(self._passed())
+
+    def read(self, db: apsw.Connection) -> int:
+        """The time for whoever only reads: a new anchor is looked for when the known one no longer holds."""
+        known, passed = self._anchor, self._passed()
+        if known is not None and not known.holds(passed) and not 0 <= passed - self._read_at < READ_AGAIN_MS:
+            self._read_at = passed
+            found = self._stored(db)
+            if found is not None and found.passed > known.passed:
+                self._adopt(found)
+        return self()
+
+    def renew(self, db: apsw.Connection) -> None:
+        """Know an anchor that holds, put by another process or now; called by a writer between two transactions."""
+        if self._anchor is not None and self._anchor.holds(self._passed()):
+            return
+        db.execute("BEGIN IMMEDIATE")
+        try:
+            anchor = self._stored(db)
+            if anchor is None or not anchor.holds(self._passed()):
+                anchor = self._next(db, anchor)
+                db.execute("DELETE FROM ff_clock WHERE boot NOT LIKE ? || '%'", (anchor.boot.split(" ")[0],))
+                db.execute("INSERT OR REPLACE INTO ff_clock (boot, passed, instant, slew) VALUES (?, ?, ?, ?)", anchor)
+            db.execute("COMMIT")
+        except BaseException:
+            if db.in_transaction:
+                db.execute("ROLLBACK")
+            raise
+        self._adopt(anchor)
+
+    def _adopt(self, anchor: Anchor) -> None:
+        self._offset = None  # other threads read these two while they change: without an offset the anchor counts
+        self._anchor = anchor
+        if anchor.boot and not anchor.slew:
+            self._offset = anchor.instant - anchor.passed
+
+    def _stored(self, db: apsw.Connection) -> Anchor | None:
+        boot = self._machine.boot
+        for passed, instant, slew in db.execute("SELECT passed, instant, slew FROM ff_clock WHERE boot = ?", (boot,)):
+            return Anchor(boot, int(passed), int(instant), int(slew))
+        return None
+
+    def _next(self, db: apsw.Connection, before: Anchor | None) -> Anchor:
+        passed, wall = self._passed(), self._machine.wall()
+        if before is None or passed < before.passed:
+            return Anchor(self._machine.boot, passed, max(wall, _newest(db)), 0)
+        instant, slew = before.at(passed), 0
+        behind = wall - instant
+        if behind and self._machine.confirms(wall):
+            slew = max(-MOST_MS, min(behind, MOST_MS))
+            if behind > LEAP_MS:
+                instant, slew = wall, 0
+        return Anchor(self._machine.boot, passed, instant, slew)
+
+
+class GivenClock:
+    """A clock that a test brings: the file keeps nothing of it."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+
+    def __call__(self) -> int:
+        return self._clock()
+
+    def read(self, db: apsw.Connection) -> int:
+        """What it shows."""
+        return self._clock()
+
+    def renew(self, db: apsw.Connection) -> None:
+        """Nothing to do."""
+
+
+def _newest(db: apsw.Connection) -> int:
+    """An instant that nothing in the file is after; of files that had no clock, that of the last event."""
+    ((newest,),) = db.execute(
+        "SELECT max(coalesce((SELECT max(instant + max(slew, 0)) + ? FROM ff_clock), 0),"
+        " coalesce((SELECT at FROM ff_event ORDER BY position DESC LIMIT 1), 0))",
+        (WINDOW_MS,),
+    )
+    return int(newest)

@@ -1,0 +1,183 @@
+"""Plain code in a world: threads take turns, so that equal seeds give equal runs, and `settle` waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import Any
+
+import msgspec
+import pytest
+
+from flowfabric import Context, Fabric, Retry, Run
+from flowfabric.settings import Settings, Sweeps
+from flowfabric.testing import virtual
+from flowfabric.testing.world import SELDOM_MS, World
+
+app = Fabric("memory://")
+ORDER: list[str] = []
+
+
+def effect(name: str, length_s: float) -> str:
+    ORDER.append(f"{name} begins")
+    time.sleep(length_s)
+    ORDER.append(f"{name} ends")
+    return name
+
+
+def flaky(name: str) -> str:
+    ORDER.append(f"{name} tries")
+    if ORDER.count(f"{name} tries") < 2:
+        raise ValueError(name)
+    return name
+
+
+@app.task(retry=Retry(max=3, base="1m", jitter=True))
+async def mixed(ctx: Context, number: int) -> list[str]:
+    """Steps of unequal length side by side: the first takes longest."""
+    lengths = [0.004, 0.0, 0.001, 0.002]
+    names = [f"{number}.{place}" for place in range(4)]
+    done = await asyncio.gather(
+        *(ctx.step(effect, name, length, key=name) for name, length in zip(names, lengths, strict=True))
+    )
+    return [*done, await ctx.step(flaky, f"{number}.flaky")]
+
+
+@app.task
+def plain(ctx: Context, number: int) -> str:
+    first = ctx.sync.step(effect, f"plain {number}.1", 0.001)
+    ctx.sync.sleep("1h")
+    return first + ctx.sync.step(effect, f"plain {number}.2", 0.0)
+
+
+async def life(seed: int) -> list[Any]:
+    """All that can be told of a run of this seed: what plain code did, in order, and every event of every execution."""
+    ORDER.clear()
+    async with World(app, seed=seed, workers=2) as world:
+        runs: list[Run[Any]] = [await mixed.submit(number) for number in range(4)]
+        runs += [await plain.submit(number) for number in range(3)]
+        results = [await run.result() for run in runs]
+        told = [[msgspec.to_builtins(event) for event in await world.engine.lease_history(run.id)] for run in runs]
+        attempts = [[msgspec.to_builtins(one) for one in await run.attempts()] for run in runs]
+        await world.assert_invariants()
+        return [results, told, attempts, [*ORDER], world.now_ms()]
+
+
+async def test_twenty_four_worlds_of_one_seed_are_alike_down_to_the_order_of_plain_steps() -> None:
+    lives = [await life(11) for _ in range(24)]
+
+    for other in lives[1:]:
+        for ours, theirs in zip(lives[0], other, strict=True):
+            assert ours == theirs
+    assert await life(12) != lives[0]
+
+
+async def test_settle_waits_for_plain_steps() -> None:
+    done = []
+
+    def slow(number: int) -> int:
+        time.sleep(0.02)
+        done.append(number)
+        return number
+
+    @app.task
+    async def several(ctx: Context) -> int:
+        return sum(await asyncio.gather(*(ctx.step(slow, number, key=str(number)) for number in range(5))))
+
+    async with World(app) as world:
+        run = await several.submit()
+        await world.settle()
+
+        assert done == [0, 1, 2, 3, 4]
+        assert await run.state() == "completed"
+
+
+async def test_settle_lets_plain_handlers_come_to_their_wait() -> None:
+    async with World(app) as world:
+        run = await plain.submit(1)
+        await world.settle()
+        assert await run.state() == "suspended"
+
+
+async def test_plain_code_that_waits_for_other_plain_code_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(virtual, "STUCK_S", 0.05)
+    told = threading.Event()
+
+    def listens() -> bool:
+        return told.wait(20)
+
+    def tells() -> bool:
+        told.set()
+        return True
+
+    @app.task
+    async def both(ctx: Context) -> list[bool]:
+        return [*await asyncio.gather(ctx.step(listens), ctx.step(tells))]
+
+    async with World(app) as world:
+        run = await both.submit()
+        await world.settle()
+        assert await run.result() == [True, True]
+
+
+async def test_settle_says_so_when_plain_code_does_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(virtual, "STUCK_S", 0.02)
+    monkeypatch.setattr(virtual, "SETTLE_S", 0.1)
+    may_end = threading.Event()
+
+    @app.task
+    def waits() -> bool:
+        return may_end.wait(20)
+
+    async with World(app) as world:
+        run = await waits.submit()
+        with pytest.raises(TimeoutError, match="plain code in a thread has been running for 0.1 s of real time"):
+            await world.settle()
+        may_end.set()
+        assert await run.result() is True
+
+
+async def test_a_busy_loop_does_not_keep_plain_code_from_its_turn() -> None:
+    async with World(app):
+        run = await plain.submit(1)
+        while await run.state() != "suspended":  # noqa: ASYNC110 - the loop is kept busy on purpose
+            await asyncio.sleep(0)
+
+
+async def test_plain_code_that_was_cancelled_before_its_turn_never_runs() -> None:
+    ran: list[int] = []
+    async with World(app):
+        first = asyncio.ensure_future(asyncio.to_thread(ran.append, 1))
+        second = asyncio.ensure_future(asyncio.to_thread(ran.append, 2))
+        await asyncio.sleep(0)
+        second.cancel()
+        await first
+        await asyncio.sleep(1)
+    assert ran == [1]
+
+
+async def test_a_world_has_the_settings_of_its_app() -> None:
+    sweeps = Sweeps(lease_expiry_ms=0, batch=7, jitter=0.5)
+    own = Fabric("memory://", settings=Settings(retention_ms=5_000, ageing_ms={"slow": 10}, sweeps=sweeps))
+    async with World(own, workers=0) as world:
+        found = world.engine.settings
+        assert (found.retention_ms, found.ageing_ms) == (5_000, {"slow": 10})
+        assert (found.sweeps.lease_expiry_ms, found.sweeps.batch, found.sweeps.jitter) == (0, 7, 0.5)
+        assert (found.poll_ms, found.sweeps.delayed_promoter_ms) == (SELDOM_MS, SELDOM_MS), "where it says nothing"
+
+
+async def test_what_ended_is_kept_in_a_world_as_long_as_the_app_says() -> None:
+    own = Fabric("memory://", settings=Settings(retention_ms=60_000))
+
+    @own.task
+    async def short() -> int:
+        return 1
+
+    async with World(own) as world:
+        run = await short.submit()
+        assert await run.result() == 1
+        await world.advance("59s")
+        assert await world.engine.describe_execution(run.id) is not None
+        await world.advance("2s")
+        assert await world.engine.describe_execution(run.id) is None
