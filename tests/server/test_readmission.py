@@ -170,6 +170,7 @@ async def test_work_that_is_claimed_for_a_revoked_token_is_handed_back(ask: Aski
     snapshot = await engine.describe_execution(execution_id)
     assert snapshot is not None
     assert snapshot.current_lease is None, "nobody holds it"
+    await engine.sweep_once("delayed_promoter")
     assert [work.execution_id for work in await engine.claim_from_lanes(["L"], 1, **WORKER)] == [execution_id]
 
 
