@@ -78,7 +78,7 @@ class Flowing:
             )
             for name, namespace in namespaces.items()
         ]
-        edges = [GraphEdge(self.names[above], self.names[below]) for above, below in pairs]
+        edges = [GraphEdge(self.names[pair[0]], self.names[pair[1]]) for pair in pairs]
         assert isinstance(await self.engine.create_flow_graph(self.id, nodes, edges), flow_answers.GraphCreated)
 
     def new_id(self) -> str:
