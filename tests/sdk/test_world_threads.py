@@ -141,7 +141,7 @@ async def test_settle_says_so_when_plain_code_does_not_come_back(monkeypatch: py
 async def test_a_busy_loop_does_not_keep_plain_code_from_its_turn() -> None:
     async with World(app):
         run = await plain.submit(1)
-        while await run.state() != "suspended":
+        while await run.state() != "suspended":  # noqa: ASYNC110 - the busy loop is the point
             await asyncio.sleep(0)
 
 
