@@ -71,22 +71,22 @@ VALUES: list[Any] = [None, True, 5, 0.5, "", "2026-11-16", [], [1, "a", {}], {},
 @pytest.mark.parametrize("schema", BAD.values(), ids=BAD)
 def test_a_schema_out_of_bounds_is_refused_in_a_tag(schema: dict[str, Any]) -> None:
     text = msgspec.json.encode(schema).decode()
-    refused = check_tags({"ff.ask.00000000": text})
+    refused = check_tags({"ff.ask.00000000": text}, reserved=True)
 
     assert refused is not None
     assert refused.kind == "invalid_input"
     assert "schema: " in refused.detail
-    assert check_tags({"shop.note": text}) is None
+    assert check_tags({"shop.note": text}, reserved=True) is None
 
 
 def test_a_schema_that_cannot_be_nested_or_counted_is_refused() -> None:
-    assert check_tags({"ff.ask.0": "[" * 20_000}) is not None
-    assert check_tags({"ff.ask.0": '{"minimum":' + "9" * 310 + "}"}) is not None
+    assert check_tags({"ff.ask.0": "[" * 20_000}, reserved=True) is not None
+    assert check_tags({"ff.ask.0": '{"minimum":' + "9" * 310 + "}"}, reserved=True) is not None
 
 
 @pytest.mark.parametrize("schema", [*CIRCLES, *ODD, doubling(5), nested(20)], ids=str)
 def test_a_schema_within_bounds_is_taken_however_odd_it_is(schema: Any) -> None:
-    assert check_tags({"ff.ask.00000000": msgspec.json.encode(schema).decode()}) is None
+    assert check_tags({"ff.ask.00000000": msgspec.json.encode(schema).decode()}, reserved=True) is None
 
 
 @pytest.mark.parametrize("schema", [*BAD.values(), *CIRCLES, *ODD], ids=lambda schema: str(schema)[:60])
