@@ -77,9 +77,7 @@ async def test_sockets_to_postgres_are_kept_alive_from_both_ends(database: str) 
     await store.close()
 
 
-async def test_a_client_takes_its_timeout_from_the_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_client_takes_its_timeout_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(f"sqlite:///{tmp_path / 'app.db'}") as server:
         monkeypatch.setenv("FLOWFABRIC_TIMEOUT", "2.5")
         async with await connect(server.url) as engine:

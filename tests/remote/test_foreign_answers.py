@@ -208,10 +208,12 @@ async def test_a_completion_that_is_refused_until_the_lease_ends_leaves_the_run_
         if len(attempts) == 1:
             proxy.blocked = {"/complete": 1e9, "/renew": 1e9}
         else:
+            proxy.blocked.pop("/renew")
+            await until_so(lambda: any("its lease is over" in one for one in caplog.messages))
             proxy.blocked = {}
         return n * 2
 
-    async with working(app, lease_ttl="400ms"):
+    async with working(app, lease_ttl="1s"):
         run = await double.submit(4)
         assert await run.result(20) == 8
     assert attempts == [0, 1]

@@ -53,7 +53,7 @@ def migrate(store: StoreOption = None, json: JsonOption = False) -> None:
     else:
         typer.echo(f"✓ {shown(chosen_store(store))}: schema version {found} → {known}")
     if not compatible:
-        typer.echo("  the release before does not run on this schema: its workers and servers stop by themselves", err=True)
+        typer.echo("  the release before does not run on it: its workers and servers stop by themselves", err=True)
 
 
 def doctor(store: StoreOrServerOption = None, json: JsonOption = False) -> None:
