@@ -138,7 +138,11 @@ def every_error() -> Iterator[errors.FabricError]:
             yield kind(**needed)
 
 
-@pytest.mark.parametrize("error", list(every_error()), ids=lambda error: error.kind)
+# A server that is too old for its store is away until its successor has come (tests/remote/test_foreign_answers.py).
+VERDICTS = [error for error in every_error() if not isinstance(error, errors.SchemaTooNew)]
+
+
+@pytest.mark.parametrize("error", VERDICTS, ids=lambda error: error.kind)
 async def test_every_error_arrives_as_it_was(error: errors.FabricError, monkeypatch: pytest.MonkeyPatch) -> None:
     store = MemoryStore()
     await store.open(migrate=True)

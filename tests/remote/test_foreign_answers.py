@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx2
 import pytest
@@ -126,6 +127,26 @@ async def test_a_wrong_token_is_a_verdict_for_its_caller(engine: Engine) -> None
                 await remote.create(ask(remote))
 
 
+async def test_a_server_that_is_too_old_for_its_store_is_asked_until_its_successor_answers(
+    remote: RemoteEngine, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work, calls, known = await claimed(remote), list[int](), engine.complete
+
+    async def outdated(*given: Any, **ways: Any) -> Any:
+        calls.append(1)
+        if len(calls) < 3:
+            raise errors.SchemaTooNew(found=9, known=7)
+        return await known(*given, **ways)
+
+    monkeypatch.setattr(engine, "complete", outdated)
+    await remote.complete(work.handle, result=b"7")
+    remote.wire.patience_s = 0.0
+    calls.clear()
+    with pytest.raises(errors.StoreUnavailable, match="older release") as away:
+        await remote.complete(work.handle, result=b"7")
+    assert (away.value.in_doubt, away.value.retryable) == (False, True)
+
+
 # -- workers --------------------------------------------------------------------------------------------------------
 
 
@@ -187,10 +208,12 @@ async def test_a_completion_that_is_refused_until_the_lease_ends_leaves_the_run_
         if len(attempts) == 1:
             proxy.blocked = {"/complete": 1e9, "/renew": 1e9}
         else:
+            proxy.blocked.pop("/renew")
+            await until_so(lambda: any("its lease is over" in one for one in caplog.messages))
             proxy.blocked = {}
         return n * 2
 
-    async with working(app, lease_ttl="400ms"):
+    async with working(app, lease_ttl="1s"):
         run = await double.submit(4)
         assert await run.result(20) == 8
     assert attempts == [0, 1]

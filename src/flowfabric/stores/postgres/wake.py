@@ -136,12 +136,14 @@ class Wake:
         connection.add_termination_listener(lambda _: self._work.set())
         listening = False
         while not connection.is_closed():
-            self._work.clear()
             if self._callbacks and not listening and self._links.cached:
                 listening = True
                 with suppress(asyncpg.PostgresError):
                     async with self._links.in_time():
                         await connection.add_listener(CHANNEL, self._heard)
+            self._work.clear()  # with nothing awaited before what there is to do is taken
+            if connection.is_closed():
+                return
             topics, self._unsent = self._unsent, set()
             async with self._links.in_time():
                 for payload in payloads(topics, self._name):
