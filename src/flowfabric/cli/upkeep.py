@@ -59,10 +59,7 @@ def migrate(store: StoreOption = None, json: JsonOption = False) -> None:
     else:
         typer.echo(f"✓ {shown(chosen_store(store))}: schema version {found} → {known}")
     if not compatible:
-<<<<<<< HEAD
-        typer.echo(
-            "  the release before does not run on this schema: its workers and servers stop by themselves", err=True
-        )
+        typer.echo("  the release before does not run on it: its workers and servers stop by themselves", err=True)
 
 
 def backup(
@@ -81,9 +78,6 @@ def backup(
         document({"store": shown(chosen_store(store)), "file": str(target), "bytes": size, "integrity": "ok"})
     else:
         typer.echo(f"✓ {target}: {size} bytes, integrity ok")
-=======
-        typer.echo("  the release before does not run on it: its workers and servers stop by themselves", err=True)
->>>>>>> wire
 
 
 def doctor(store: StoreOrServerOption = None, json: JsonOption = False) -> None:
