@@ -154,6 +154,25 @@ async def test_many_inputs_are_a_list_of_one_task_with_a_key_for_each(app: Fabri
     assert (await engine.search_executions()).executions == []
 
 
+def nested(levels: int) -> list[Any]:
+    deep: list[Any] = []
+    for _ in range(levels - 1):
+        deep = [deep]
+    return deep
+
+
+async def test_the_same_depth_of_input_is_accepted_on_every_python(app: Fabric) -> None:
+    @app.task
+    async def keep(value: Any) -> None: ...
+
+    await keep.submit(nested(300))
+    await keep.submit(["[" * 5000, '"' + "{" * 5000])
+    await keep.submit([[number] for number in range(2000)])
+    for levels in (501, 700, 5000):
+        with pytest.raises(errors.InvalidInput):
+            await keep.submit(nested(levels))
+
+
 async def test_what_json_has_no_words_for_is_refused_at_submit(app: Fabric) -> None:
     @app.task
     async def keep(value: Any) -> None: ...
@@ -161,10 +180,7 @@ async def test_what_json_has_no_words_for_is_refused_at_submit(app: Fabric) -> N
     @app.task
     async def measure(length: float) -> None: ...
 
-    deep: list[Any] = []
-    for _ in range(5000):
-        deep = [deep]
-    for value in (math.nan, {"a": [1, math.inf]}, "\ud800", deep, object(), 1j):
+    for value in (math.nan, {"a": [1, math.inf]}, "\ud800", nested(5000), object(), 1j):
         with pytest.raises(errors.InvalidInput):
             await keep.submit(value)
     with pytest.raises(errors.InvalidInput, match="not a number, or infinite"):

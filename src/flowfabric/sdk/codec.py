@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import inspect
 import math
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -17,7 +18,11 @@ from flowfabric.errors import InvalidInput
 
 HAS_PYDANTIC = importlib.util.find_spec("pydantic") is not None
 
+DEEPEST = 500
 OF_PYDANTIC = {"pydantic", "annotated_types"}  # where what it understands in `Annotated` comes from
+
+_STRINGS = re.compile(rb'"(?:[^"\\]|\\.)*"').sub
+_BRACKETS = re.compile(rb"[\[\]{}]").findall
 
 from_json = msgspec.json.Decoder().decode
 _encode = msgspec.json.Encoder().encode
@@ -31,6 +36,17 @@ def json_bytes(plain: Any) -> bytes:
         raise InvalidInput(f"not JSON: {_words(fault)}") from fault
     if b"null" in data and _has_no_number(plain):
         raise InvalidInput("not JSON: a number in it is not a number, or infinite")
+    return not_too_deep(data)
+
+
+def not_too_deep(data: bytes) -> bytes:
+    """Refuse JSON that is nested deeper than every Python can read: from 3.13 on the encoder goes far deeper."""
+    if data.count(b"[") + data.count(b"{") > DEEPEST:
+        depth = 0
+        for mark in _BRACKETS(_STRINGS(b"", data)):
+            depth += 1 if mark in b"[{" else -1
+            if depth > DEEPEST:
+                raise InvalidInput(f"not JSON that can be read again: it is nested deeper than {DEEPEST} levels")
     return data
 
 
@@ -106,7 +122,7 @@ class Shape:
     def to_json(self, value: Any, name: str) -> bytes:
         """A value that fits the annotation, as JSON."""
         data = None if self._decode is None else _encoded(value, self._decode)
-        return json_bytes(self.dump(value, name)) if data is None else data
+        return json_bytes(self.dump(value, name)) if data is None else not_too_deep(data)
 
     def parse(self, data: bytes | None, name: str) -> Any:
         """The value that the JSON stands for; no JSON is null."""
@@ -199,7 +215,7 @@ class Signature:
     def to_json(self, arguments: Mapping[str, Any]) -> bytes:
         """The same, as JSON."""
         data = None if self._decode is None else _encoded(arguments, self._decode)
-        return json_bytes(self.plain(arguments)) if data is None else data
+        return json_bytes(self.plain(arguments)) if data is None else not_too_deep(data)
 
     def load(self, payload: bytes) -> dict[str, Any]:
         """The keyword arguments that were dumped; parameters added since then take their defaults."""
