@@ -1,0 +1,145 @@
+"""Servers on stores that hold the rows of two tenants: one that is made anew for each request, and a shared one."""
+
+from __future__ import annotations
+
+import shutil
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from flowfabric.clock import ManualClock
+from flowfabric.engine.engine import Engine
+from flowfabric.model.api_token import Scope
+from flowfabric.server import ServerSettings, create_app
+from flowfabric.settings import Secret
+from flowfabric.stores.base import Store
+from flowfabric.stores.sqlite import SQLiteStore
+from tests.scenarios.watched import dump
+from tests.security.client import Answer, Request, send
+from tests.security.tenants import ROOT, UUID, Seed, Tenant, nobody
+
+SIGNING_SECRET = "00112233445566778899aabbccddeeff" * 2
+BINDINGS = ("own", "foreign", "unbound")
+Rows = dict[str, list[Any]]
+
+
+class Cast(msgspec.Struct, frozen=True):
+    """Who is there: the tenants, and a token of each scope and binding."""
+
+    own: Tenant
+    foreign: Tenant
+    unknown: Tenant
+    tokens: dict[str, str]
+    ids: dict[str, frozenset[str]]  # of all rows, by namespace
+
+    def token(self, scope: Scope | None, binding: str) -> str:
+        """What a caller shows; any token is good for a route without a scope."""
+        return self.tokens[f"{(scope or Scope.READ).value} {binding}"]
+
+
+class World:
+    """A server on a store with the rows of both tenants."""
+
+    def __init__(self, store: Store, cast: Cast | None = None) -> None:
+        self.store = store
+        self.engine = Engine(store)
+        self.app = create_app(self.engine, ServerSettings(api_token=Secret(ROOT)))
+        self.cast: Cast = cast  # type: ignore[assignment]
+
+    async def fill(self) -> Cast:
+        """Make all rows; the other tenant's come first, so that every feed tells of them before."""
+        await self.engine.seed_waitpoint_hmac_secret("k1", SIGNING_SECRET)
+        foreign = await Seed(self.app, "foreign", "zqforeignsecretxw").tenant()
+        theirs = frozenset(UUID.findall(repr(await self.rows())))
+        own = await Seed(self.app, "own", "zqownsecretofminexw").tenant()
+        mine = frozenset(UUID.findall(repr(await self.rows()))) - theirs
+        tokens = {}
+        for scope, binding in product(Scope, BINDINGS):
+            bound = None if binding == "unbound" else [binding]
+            made = await self.engine.make_api_token("t", [scope], namespaces=bound)
+            tokens[f"{scope.value} {binding}"] = f"Bearer {made.token}"
+        shared = {own.budget, own.quota}
+        ids = {"own": mine - shared, "foreign": theirs - shared}
+        self.cast = Cast(own, foreign, await nobody(self.app, own), tokens, ids)
+        return self.cast
+
+    async def rows(self) -> Rows:
+        """Every row and event, once what follows from the last request is written, too."""
+        await self.engine.dispatched()
+        await self.engine.finish_background()
+        await self.engine.folds_done()
+        return await dump(self.store)
+
+    async def close(self) -> None:
+        await self.engine.close()
+        await self.store.close()
+
+
+class Stage:
+    """Worlds that are all alike in the beginning: one request each, unless the request changed nothing."""
+
+    is_fresh = True
+
+    def __init__(self, template: Path, folder: Path, cast: Cast) -> None:
+        self._template = template
+        self._folder = folder
+        self._count = 0
+        self._world: World | None = None
+        self.cast = cast
+        self.before: Rows = {}
+        self.after: Rows = {}
+
+    async def world(self) -> World:
+        """A world as it was made."""
+        if self._world is not None and self.after == self.before:
+            return self._world
+        await self.close()
+        self._count += 1
+        path = self._folder / f"{self._count}.db"
+        shutil.copy(self._template, path)
+        store = SQLiteStore(path, ManualClock())
+        await store.open(migrate=False)
+        self._world = World(store, self.cast)
+        if not self.before:
+            self.before = await self._world.rows()
+        self.after = self.before
+        return self._world
+
+    async def ask(self, request: Request, authorization: str | None) -> Answer:
+        """The answer of a world as it was made; `after` has the rows that it leaves."""
+        world = await self.world()
+        answer = await send(world.app, request, authorization)
+        self.after = await world.rows()
+        return answer
+
+    async def check_unchanged(self) -> None:
+        """All rows of this world are as they were made."""
+        self.after = await (await self.world()).rows()
+        assert self.after == self.before
+
+    async def close(self) -> None:
+        if self._world is not None:
+            await self._world.close()
+            self._world = None
+
+
+class SharedStage(Stage):
+    """One world for all requests, on any store; whoever uses it compares the rows."""
+
+    is_fresh = False
+
+    def __init__(self, world: World) -> None:
+        self.cast = world.cast
+        self.before = self.after = {}
+        self._shared = world
+
+    async def world(self) -> World:
+        return self._shared
+
+    async def ask(self, request: Request, authorization: str | None) -> Answer:
+        return await send(self._shared.app, request, authorization)
+
+    async def check_unchanged(self) -> None:
+        pass
