@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 import flowfabric
-from tests.docs import reference, states
+from tests.docs import reference, security, states
 from tests.docs.pages import blocks, run_module
 from tests.postgres_install import ROOT
 
@@ -49,6 +49,11 @@ def test_the_reference_has_every_name_and_signature() -> None:
 
     assert len(made) > 300
     assert kept == made, "./dev py -m tests.docs.reference writes it anew"
+
+
+def test_the_security_page_has_every_route() -> None:
+    assert security.table().count("\n") > 100
+    assert security.kept() == security.table(), "./dev py -m tests.docs.security writes it anew"
 
 
 @pytest.mark.parametrize(

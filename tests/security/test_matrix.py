@@ -14,6 +14,7 @@ request that must change nothing is followed by a comparison of all rows of the 
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -108,6 +109,21 @@ def is_owned(row: Any, victim: Tenant, ids: frozenset[str]) -> bool:
     return bool(ids.intersection(UUID.findall(about)))
 
 
+def check_logs(records: list[logging.LogRecord], operation: Operation, cast: Cast) -> None:
+    """No log holds a token, a link, a handle or a text of a row; audited routes are in the audit log."""
+    logged = [f"{record.getMessage()} {record.__dict__}" for record in records]
+    secrets = [
+        ROOT,
+        *cast.tokens.values(),
+        *(text for one in (cast.own, cast.foreign) for text in (one.link, one.handle)),
+    ]
+    told = [line for line in logged if any(secret.removeprefix("Bearer ") in line for secret in secrets)]
+    assert not told, told
+    assert [line for line in logged if not (cast.own.hides(line) and cast.foreign.hides(line))] == []
+    audited = {record.getMessage() for record in records if record.name == "flowfabric.audit"}
+    assert not operation.audit or audited == {operation.name}
+
+
 def plain(answer: Answer) -> str:
     """An answer without the ids and the names that the caller gave."""
     return re.sub(r"i-(foreign|nowhere)", "<instance>", UUID.sub("<id>", answer.text))
@@ -141,7 +157,10 @@ def test_every_route_has_an_example() -> None:
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
-async def test_a_token_is_good_for_its_scope_and_its_namespaces_only(stage: Stage, operation: Operation) -> None:
+async def test_a_token_is_good_for_its_scope_and_its_namespaces_only(
+    stage: Stage, operation: Operation, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, logger="flowfabric")
     for make in examples_of(operation):
         if operation.needs_token:
             await refuse_strangers(stage, operation, make)
@@ -150,6 +169,7 @@ async def test_a_token_is_good_for_its_scope_and_its_namespaces_only(stage: Stag
         await hide_others(stage, operation, make)
         await spare_others(stage, operation, make)
         await serve_owner(stage, operation, make)
+    check_logs(caplog.records, operation, stage.cast)
 
 
 async def refuse_strangers(stage: Stage, operation: Operation, make: Maker) -> None:
