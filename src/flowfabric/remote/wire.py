@@ -68,6 +68,11 @@ class Wire:
         self._given = transport
         self._quick, self._waiting = self._pool(QUICK_CONNECTIONS), self._pool(None)
 
+    @property
+    def may_go_silent(self) -> bool:
+        """True if there is a network in between."""
+        return self._given is None
+
     async def ask(
         self,
         method: str,

@@ -98,9 +98,11 @@ class Working(Asking):
         clock = asyncio.get_running_loop().time
         until = clock() + max_wait_ms / 1000
         offered = tuple(capabilities)
+        # On a connection that may go silent no claim waits so long that this is noticed only after the lease.
+        longest_ms = min(MAX_WAIT_MS, lease_ttl_ms // 2) if self.wire.may_go_silent else MAX_WAIT_MS
         while True:
             left_ms = max(0, int((until - clock()) * 1000))
-            wait_ms = min(left_ms, MAX_WAIT_MS, lease_ttl_ms // 2)
+            wait_ms = min(left_ms, longest_ms)
             body = {
                 "worker_instance_id": worker_instance_id,
                 "lanes": list(lanes),
