@@ -342,6 +342,9 @@ VERBS: dict[str, Verb] = {
             "limit": COUNT,
         },
     ),
+    "find_executions": Verb(
+        {"prefix": "0"}, {"prefix": [*REQUIRED, "", "x", *NOT_TEXT], "namespaces": [5, "n", [5]], "limit": [*COUNT, 0]}
+    ),
     "list_lanes": Verb({"limit": 5}, {"cursor": LANE[1:], "limit": COUNT}),
     "list_expired_leases": Verb(
         {"as_of": 1},
