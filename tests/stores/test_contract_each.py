@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flowfabric.model.execution import Execution, LineKey
-from flowfabric.rules.change import Change, Insert
+from flowfabric.rules.change import Change, Guard, Insert, Patch
 from flowfabric.stores.base import Scan, Store, Where
 from tests.stores.samples import payload, waiting
 
@@ -55,3 +55,31 @@ async def test_the_limit_holds_for_each_prefix(filled: Store) -> None:
     assert await begin("b", "a", limit=2) == ["a0", "a1", "b0", "b1"]
     assert await begin("c0", "a9", "a", "nobody", limit=1) == ["a0", "a9", "c0"]
     assert await begin("c00", limit=9) == []
+
+
+async def test_the_limit_holds_for_each_value_that_begins_with_a_prefix(filled: Store) -> None:
+    async def begin(prefix: str, *, limit: int, values: int = 9, after: str | None = None) -> list[str]:
+        where = (Where("blocked_on", "starts", prefix), Where("namespace", "=", "default"))
+        where += () if after is None else (Where("blocked_on", ">", after),)
+        scan = Scan(Execution, where, BY_RANK, limit=limit, each="blocked_on", values=values)
+        return [row.execution_id for row in await filled.scan(scan)]
+
+    lists = {"a": "q:1#x", "b": "q:1#y", "c": "q:2#x"}
+    rows = await filled.scan(Scan(Execution, limit=20))
+    patches = [
+        Change((Guard(Execution, (one.execution_id,), one.revision),), (_blocked(one, lists),), id=100 + number)
+        for number, one in enumerate(rows)
+    ]
+    assert None not in await filled.commit(patches)
+
+    assert await begin("q:1#", limit=2) == ["a0", "b0", "a1", "b1"]
+    assert await begin("q:1#", limit=1, values=1) == ["a0"]
+    assert await begin("q:1#", limit=1, after="q:1#x") == ["b0"]
+    assert await begin("q:1#", limit=1, after="q:1#y") == []
+    assert await begin("q:1#", limit=1, after="a") == ["a0", "b0"], "a place before all of them"
+    assert await begin("q:", limit=1) == ["a0", "b0", "c0"]
+    assert await begin("q:3", limit=1) == []
+
+
+def _blocked(row: Execution, lists: dict[str, str]) -> Patch:
+    return Patch(Execution, (row.execution_id,), {"blocked_on": lists[row.execution_id[0]]})

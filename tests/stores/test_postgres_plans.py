@@ -330,3 +330,16 @@ async def test_rows_whose_key_begins_like_a_text_are_a_range_of_the_index(planne
     assert planner.scans() == [("Index Scan", "ff_exec_core", "ff_exec_core_pkey")] * 2
     conditions = [json.dumps(plan) for plan in planner.plans]
     assert all(" < " in text.partition('"Index Cond"')[2] for text in conditions), "both ends of the range"
+
+
+async def test_the_lists_of_a_limit_are_found_by_one_index_search_each(planner: Planner) -> None:
+    where = (Where("blocked_on", "starts", "quota:1#"), Where("blocked_on", ">", "quota:1#a"))
+    words, values = read.scan_words(
+        Scan(Execution, where, ("rank",), limit=1, each="blocked_on", values=9), lambda line: 1
+    )
+
+    await planner.fetch(words, *values)
+
+    assert {(table, index) for _, table, index in planner.scans() if table == "ff_exec_core"} == {
+        ("ff_exec_core", "ff_exec_core_blocked_on")
+    }

@@ -189,3 +189,14 @@ async def test_rows_whose_key_begins_like_a_text_are_a_range_of_the_index(filled
     steps = [step for plan in plans for step in plan if "ff_exec_core" in step]
     assert steps
     assert all(step.endswith("(execution_id>? AND execution_id<?)") for step in steps)
+
+
+async def test_the_lists_of_a_limit_are_found_by_one_index_search_each(filled: Path) -> None:
+    where = (Where("blocked_on", "starts", "quota:1#"), Where("blocked_on", ">", "quota:1#a"))
+    lists = Scan(Execution, where, ("rank", "execution_id"), limit=1, each="blocked_on", values=9)
+
+    plans = await plans_of(filled, lambda store: store.scan(lists))
+
+    steps = [step for plan in plans for step in plan if "ff_exec_core" in step]
+    assert steps
+    assert all("SEARCH" in step and "ff_exec_core_blocked_on" in step for step in steps)

@@ -14,6 +14,7 @@ import msgspec
 from flowfabric import errors
 from flowfabric.engine.budgets import Budgets
 from flowfabric.engine.quotas import Quotas
+from flowfabric.engine.waiting import Room
 from flowfabric.model import verdicts
 from flowfabric.model.budget import Budget, BudgetDimension
 from flowfabric.model.execution import Execution
@@ -226,10 +227,12 @@ class Admitting(Budgets, Quotas):
             return
         rows = (await self.load((Want(Execution, (row.execution_id,)),))).rows[0]
         found = rows[0] if rows else None
-        for policy in owners.candidates(row.namespace, policies):
-            if admission.is_over(row, found):
+        if admission.is_over(row, found):
+            for policy in owners.candidates(row.namespace, policies):
                 await self._release(policy, row.execution_id, life=row.replay_count)
-            elif admission.is_held_up(row, found):
+        elif found is not None and admission.is_held_up(row, found):
+            await self.set_free([found], Room(self))  # wherever it stands in the lists of what is blocked
+            for policy in owners.candidates(row.namespace, policies):
                 await self.wake_quota(policy.id, namespace=policy.namespace)
 
     async def give_back(self, admitted: Admitted) -> None:

@@ -42,6 +42,7 @@ logger = logging.getLogger("flowfabric.taking")
 _FRESH, _INITIAL, _RECLAIM = HandleKind.FRESH, AttemptType.INITIAL, AttemptType.RECLAIM
 
 MOST_AT_ONCE = 10_000  # executions that one claim may ask for
+MOST_TRIES = 2  # of one claim for a row: what a limit refused may be unblocked meanwhile, and it is still its turn
 MANY = 16  # identities that it is worth making beforehand
 
 
@@ -140,8 +141,9 @@ class Taking(Lines):
     async def _claim_planned(self, order: ClaimOrder, lines: Sequence[LineKey], limit: int) -> list[answers.Claimed]:
         """Claim from both kinds of lines in the order that fairness plans."""
         claimed: list[answers.Claimed] = []
-        tried: set[str] = set()
+        tries = Counter[str]()
         while len(claimed) < limit:
+            tried = {name for name, count in tries.items() if count >= MOST_TRIES}
             wanted = limit - len(claimed)
             decided = [line for line in lines if line.decided]
             uniform = [line for line in lines if not line.decided]
@@ -152,11 +154,14 @@ class Taking(Lines):
                     return claimed + await self._take(uniform, order, wanted)
             more, cut_too = await self.contenders(order.lane_id, uniform, wanted)
             now, turns = self.estimate.now(), self.turns_of(order.lane_id)
-            picks, turns = fairness.plan(waiting + more, turns, now, wanted, cut=cut | cut_too)
-            self.keep_turns(order.lane_id, turns)
-            tried.update(row.execution_id for row in picks if _is_decided(row))
+            picks, after = fairness.plan(waiting + more, turns, now, wanted, cut=cut | cut_too)
+            self.keep_turns(order.lane_id, fairness.keep_absent(turns, after) if decided else after)
+            tries.update(row.execution_id for row in picks if _is_decided(row))
             try:
                 taken = await self._claim_picks(picks, uniform, order)
+                if decided and len(taken) < len(picks):  # what a limit refused keeps its turn
+                    _, after = fairness.plan(waiting + more, turns, now, len(taken), cut=cut | cut_too)
+                    self.keep_turns(order.lane_id, fairness.keep_absent(turns, after))
             except errors.StoreUnavailable:
                 if claimed:
                     return claimed  # these are held already: the next call may meet the error

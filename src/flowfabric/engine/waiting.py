@@ -1,16 +1,18 @@
 """Work that waits for room: find what a budget or quota policy holds up, and set it free as soon as there is some.
 
 Whoever makes room (a release, a reset, a refund, a higher limit) wakes the first rows that wait for it, as many as
-there is room for; the unblock sweep is only a net. Whoever blocks a row looks again afterwards: room that was made
-between its look and its write would otherwise wait for the sweep. A window that opens by the passing of time has a
-timer in the process that was refused.
+there is room for; `rules.unblock_order` says which are first. The unblock sweep is only a net. Whoever blocks a row
+looks again afterwards: room that was made between its look and its write would otherwise wait for the sweep. A window
+that opens by the passing of time has a timer in the process that was refused.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 from flowfabric import errors
 from flowfabric.engine.books import Books
@@ -20,7 +22,7 @@ from flowfabric.model.execution import Execution
 from flowfabric.model.owned import DEFAULT_NAMESPACE, OwnedId
 from flowfabric.model.quota import QuotaPolicy
 from flowfabric.model.states import BlockingReason
-from flowfabric.rules import admission, budgets, operate, owners, place
+from flowfabric.rules import admission, budgets, operate, owners, place, unblock_order
 from flowfabric.rules.policy import decode_terms
 from flowfabric.stores.base import Scan, Where
 
@@ -28,6 +30,7 @@ logger = logging.getLogger("flowfabric.waiting")
 
 PAGE = 100
 MOST_PAGES = 20
+MOST_LISTS = 1024  # fairness keys whose first rows are compared in one read
 LATEST_LOOK_MS = 1000
 BY_RANK = ("rank", "execution_id")
 
@@ -75,8 +78,11 @@ class Room:
 
     def is_shut(self, on: str) -> bool:
         """Whether what a row is blocked on has no room, so that nothing else that waits for it need be looked at."""
-        name = place.limit_in(on)
-        return self._spent.get(name, False) or self._left.get(name) == 0
+        return self.is_full(place.limit_in(on))
+
+    def is_full(self, limit: OwnedId) -> bool:
+        """Whether a limit that was looked at has no room."""
+        return self._spent.get(limit, False) or self._left.get(limit) == 0
 
     def admits(self, row: Execution) -> bool:
         """Whether nothing of what blocked this row is in its way any more; if room is counted, it takes its share."""
@@ -116,6 +122,12 @@ def _budget_ids(row: Execution) -> Sequence[str]:
 
 def _policy_ids(row: Execution) -> Sequence[str]:
     return decode_terms(row.terms).quota_policy_ids if row.blocking_reason is BlockingReason.WAITING_FOR_QUOTA else ()
+
+
+def _unfinished(rows: Sequence[Execution], depth: int) -> set[str]:
+    """The lists of which as many rows were read as were asked for, so that more may follow."""
+    counts = Counter(row.blocked_on for row in rows)
+    return {name for name, count in counts.items() if name is not None and count >= depth}
 
 
 class Waiting(Books, Executions):
@@ -159,13 +171,12 @@ class Waiting(Books, Executions):
     async def wake_budget(self, budget_id: str, *, namespace: str = DEFAULT_NAMESPACE) -> bool:
         """There may be room in this budget: set free what waits for it; True when something still waits."""
         budget = OwnedId(namespace, budget_id)
-        queued = place.blocked_on(BlockingReason.WAITING_FOR_BUDGET, str(budget))
-        return await self._wake(budget, queued, place.asleep_on(budget))
+        return await self._wake(budget, BlockingReason.WAITING_FOR_BUDGET, place.asleep_on(budget))
 
     async def wake_quota(self, quota_policy_id: str, *, namespace: str = DEFAULT_NAMESPACE) -> bool:
         """There may be room in this policy: set free as many as it can admit; True when something still waits."""
         policy = OwnedId(namespace, quota_policy_id)
-        return await self._wake(policy, place.blocked_on(BlockingReason.WAITING_FOR_QUOTA, str(policy)))
+        return await self._wake(policy, BlockingReason.WAITING_FOR_QUOTA)
 
     async def _wake_redefined(self, own: OwnedId, reason: BlockingReason) -> None:
         """A namespace has an id of its own: what the shared namesake holds up may go on there.
@@ -174,42 +185,113 @@ class Waiting(Books, Executions):
         """
         if own.is_shared:
             return
-        shared = place.blocked_on(reason, str(own.shared))
-        waits = (Where("blocked_on", "=", shared), Where("namespace", "=", own.namespace))
-        after: tuple[int, str] | None = None
+        keyed = Where("blocked_on", "starts", place.fair_lists(reason, own.shared))
+        unkeyed = Where("blocked_on", "=", place.blocked_on(reason, str(own.shared)))
         try:
-            for _ in range(MOST_PAGES):
-                rows: list[Execution] = await self.store.scan(Scan(Execution, waits, BY_RANK, after, PAGE))
-                await self.set_free(rows, Room(self))
-                if len(rows) < PAGE:
-                    return
-                after = (rows[-1].rank, rows[-1].execution_id)
+            for listed in (unkeyed, keyed):
+                await self._set_all_free((listed, Where("namespace", "=", own.namespace)))
         except errors.FabricError as away:
             logger.warning("what waits for %s is left to the sweep: %s", own.shared, away)
 
-    async def _wake(self, name: OwnedId, *lists: str | None) -> bool:
-        scan = Scan(Execution, (Where("blocked_on", "in", lists),), BY_RANK, limit=PAGE, each="blocked_on")
-        try:
-            rows: list[Execution] = await self.store.scan(scan)
-            waits = [await self._wake_list(name, on, [row for row in rows if row.blocked_on == on]) for on in lists]
-        except errors.FabricError as away:
-            logger.warning("what waits for %s is left to the sweep: %s", name, away)
-            return True
-        return any(waits)
+    async def _set_all_free(self, where: tuple[Where, ...]) -> None:
+        after: tuple[str, int, str] | None = None
+        for _ in range(MOST_PAGES):
+            rows = await self._listed(Scan(Execution, where, ("blocked_on", *BY_RANK), after, PAGE))
+            await self.set_free(rows, Room(self))
+            if len(rows) < PAGE:
+                return
+            after = (rows[-1].blocked_on or "", rows[-1].rank, rows[-1].execution_id)
 
-    async def _wake_list(self, name: OwnedId, on: str | None, rows: list[Execution]) -> bool:
-        """Go through what waits in one list, whose first page is here; True when something still waits."""
-        room, left = Room(self, only=name), False
+    async def _wake(self, limit: OwnedId, reason: BlockingReason, asleep: str | None = None) -> bool:
+        """Unblock what waits for a limit, as far as there is room; True when something still waits.
+
+        One freed slot costs two reads of lists at once, one of the limit, and the unblocked row with its commit.
+        """
+        unkeyed = place.blocked_on(reason, str(limit))
+        scan = Scan(Execution, (Where("blocked_on", "in", (unkeyed, asleep)),), BY_RANK, limit=PAGE, each="blocked_on")
+        try:
+            rows, keyed = await asyncio.gather(self._listed(scan), self._first_of_keys(limit, reason, 1))
+            first = [row for row in rows if row.blocked_on == unkeyed]
+            waits = await self._unblock(limit, reason, first, keyed)
+            if asleep is not None:
+                waits |= await self._wake_asleep(asleep, [row for row in rows if row.blocked_on == asleep])
+        except errors.FabricError as away:
+            logger.warning("what waits for %s is left to the sweep: %s", limit, away)
+            return True
+        return waits
+
+    async def _unblock(
+        self, limit: OwnedId, reason: BlockingReason, unkeyed: list[Execution], keyed: list[Execution]
+    ) -> bool:
+        """Unblock in fair order, beginning with the first rows of each list; True when something still waits."""
+        room, left, depth = Room(self, only=limit), False, 1
+        lists = place.fair_lists(reason, limit)
+        for _ in range(MOST_PAGES):
+            rows = unkeyed + keyed
+            if not rows:
+                return left
+            await room.learn(rows)
+            now, turns = self.estimate.now(), self._unblock_turns.get(lists, {})
+            cut = _unfinished(keyed, depth) | _unfinished(unkeyed, PAGE)
+            order = unblock_order.unblock_order(rows, turns, now, cut=cut)
+            chosen = [row for row in order if room.admits(row)]
+            self._keep_unblock_turns(lists, unblock_order.turns_after(rows, turns, now, chosen, cut=cut))
+            freed = sum(await asyncio.gather(*(self.let_go(row.execution_id, row.blocking_reason) for row in chosen)))
+            left = left or freed < len(rows)
+            if not freed or not cut or len(chosen) < len(order) or room.is_full(limit):
+                return left or bool(cut)
+            depth = max(1, min(PAGE, MOST_LISTS // max(1, len({row.blocked_on for row in keyed}))))
+            where = (Where("blocked_on", "=", place.blocked_on(reason, str(limit))),)
+            unkeyed, keyed = await asyncio.gather(
+                self._listed(Scan(Execution, where, BY_RANK, limit=PAGE)), self._first_of_keys(limit, reason, depth)
+            )
+        return True
+
+    async def _listed(self, scan: Scan) -> list[Execution]:
+        return await self.store.scan(scan)
+
+    async def _first_of_keys(self, limit: OwnedId, reason: BlockingReason, depth: int) -> list[Execution]:
+        """The first rows of each fairness key that waits for a limit; of very many keys, of others each time."""
+        lists = place.fair_lists(reason, limit)
+        begins = Where("blocked_on", "starts", lists)
+        after = self._last_lists.pop(lists, None)
+        rows: list[Execution] = []
+        for skip in (after, None) if after is not None else (None,):
+            where = (begins,) if skip is None else (begins, Where("blocked_on", ">", skip))
+            scan = Scan(Execution, where, BY_RANK, limit=depth, each="blocked_on", values=MOST_LISTS)
+            rows = await self._listed(scan)
+            if rows:
+                break
+        names = {row.blocked_on for row in rows if row.blocked_on is not None}
+        if len(names) >= MOST_LISTS:
+            self._last_lists[lists] = max(names)
+        return rows
+
+    @cached_property
+    def _unblock_turns(self) -> dict[str, unblock_order.LaneTurns]:
+        return {}  # by the lists of a limit
+
+    @cached_property
+    def _last_lists(self) -> dict[str, str]:
+        return {}  # by the lists of a limit: where the next read begins, if the last one did not come to the end
+
+    def _keep_unblock_turns(self, lists: str, turns: unblock_order.LaneTurns) -> None:
+        if turns:
+            self._unblock_turns[lists] = turns
+        else:
+            self._unblock_turns.pop(lists, None)
+
+    async def _wake_asleep(self, on: str, rows: list[Execution]) -> bool:
+        """Resume what a budget put to sleep, beginning with the first page; True when something still waits."""
+        left = False
         for _ in range(MOST_PAGES):
             if not rows:
                 return left
-            sleeps = on == place.asleep_on(name)
-            freed = await (self.wake_sleepers(rows) if sleeps else self.set_free(rows, room))
-            left = left or freed < len(rows)
-            if len(rows) < PAGE or (not freed and not sleeps):  # sleepers need more or less, the others any room
+            left |= await self.wake_sleepers(rows) < len(rows)
+            if len(rows) < PAGE:
                 return left
             after = (rows[-1].rank, rows[-1].execution_id)
-            rows = await self.store.scan(Scan(Execution, (Where("blocked_on", "=", on),), BY_RANK, after, PAGE))
+            rows = await self._listed(Scan(Execution, (Where("blocked_on", "=", on),), BY_RANK, after, PAGE))
         return True
 
     # -- windows that open by themselves --------------------------------------------------------------------------

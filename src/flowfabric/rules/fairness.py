@@ -18,6 +18,8 @@ from flowfabric.rules.policy import decode_terms
 
 Turns = Mapping[str, int]  # what each key has in hand: the one with the most is next
 
+MOST_ABSENT = 1024  # keys without claimable work whose turns are kept
+
 
 def effective_priority(row: Execution, now: int) -> int:
     """The priority of a row, one step higher for every `ageing` milliseconds that it has waited."""
@@ -46,6 +48,15 @@ def plan(
         in_turn.take_turn(first, queue[1] if len(queue) > 1 else queue[0] if first in cut else None)
         picks.append(queue.popleft())
     return picks, in_turn.in_hand()
+
+
+def keep_absent(before: Turns, after: Turns) -> dict[str, int]:
+    """The turns after a claim, with those of keys that had no claimable row.
+
+    Their work may wait for a limit. When it is claimable again it is their turn, if it was their turn before.
+    """
+    absent = {key: in_hand for key, in_hand in before.items() if in_hand and key not in after}
+    return {**absent, **after} if len(absent) <= MOST_ABSENT else dict(after)
 
 
 class _Level:

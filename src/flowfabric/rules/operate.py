@@ -126,7 +126,7 @@ def block(row: Execution | None, reason: str, detail: str, on: str = "") -> Deci
         "eligibility_state": BLOCKS[blocking],
         "blocking_reason": blocking,
         "blocking_text": detail or None,
-        "blocked_on": place.blocked_on(blocking, on),
+        "blocked_on": place.blocked_list(row, blocking, on),
         "blocked_at": NOW,
     }
     if blocking is BlockingReason.WAITING_FOR_CAPABLE_WORKER:

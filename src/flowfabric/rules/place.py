@@ -5,6 +5,7 @@ Claiming is then "the first k of these lines": nothing about order or capabiliti
 
 from __future__ import annotations
 
+from hashlib import blake2b
 from typing import Any
 
 from flowfabric.model.execution import Execution, LineKey
@@ -28,12 +29,38 @@ BLOCKED_ON = {
     BlockingReason.WAITING_FOR_QUOTA: "quota:",
     BlockingReason.WAITING_FOR_CAPABLE_WORKER: "route:",
 }
+LIMITS = (BlockingReason.WAITING_FOR_BUDGET, BlockingReason.WAITING_FOR_QUOTA)
 ASLEEP_ON = "asleep:"  # started work, which waits for room of its own size; what a budget blocks waits for any
 
 
 def blocked_on(reason: BlockingReason, name: str) -> str | None:
     """What an execution waits for, as one name by which it can be found and set free; None for what nobody seeks."""
     return BLOCKED_ON[reason] + name if reason in BLOCKED_ON else None
+
+
+def blocked_list(row: Execution, reason: BlockingReason, name: str) -> str | None:
+    """The list of blocked executions in which this one waits for a limit: one for each fairness key of each lane.
+
+    What has no key waits in the list that bears the name of the limit alone, as does what an earlier release blocked.
+    """
+    key = decode_terms(row.terms).fairness_key
+    if not key or not name or reason not in LIMITS:
+        return blocked_on(reason, name)
+    limit = parse_owned(name)
+    owner = "" if limit.is_shared else f"@{limit.namespace}"
+    return f"{fair_lists(reason, limit)}{_digest(row.lane_id, key)}{owner}"
+
+
+def fair_lists(reason: BlockingReason, limit: OwnedId) -> str:
+    """How the names of all lists begin in which executions with a fairness key wait for a limit.
+
+    Digests keep the names short, and keep one namespace from choosing a name that begins like another's.
+    """
+    return f"{BLOCKED_ON[reason]}{limit.id}#{_digest(limit.namespace)}."
+
+
+def _digest(*parts: str) -> str:
+    return blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
 
 
 def asleep_on(budget: OwnedId) -> str:
@@ -43,7 +70,8 @@ def asleep_on(budget: OwnedId) -> str:
 
 def limit_in(blocked_on: str) -> OwnedId:
     """The budget or quota policy that an execution is blocked on."""
-    return parse_owned(blocked_on.partition(":")[2])
+    limit = parse_owned(blocked_on.partition(":")[2])
+    return OwnedId(limit.namespace, limit.id.partition("#")[0])
 
 
 def clamp_priority(priority: int) -> int:

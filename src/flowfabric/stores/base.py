@@ -15,7 +15,7 @@ What each verb promises when the process dies or an answer is lost:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import msgspec
@@ -185,7 +185,8 @@ class Scan(msgspec.Struct, frozen=True):
 
     `each` names a column that an `in` condition gives values for, or a `starts` condition several prefixes (none
     of them empty): the limit then holds for each of these, so that the first rows of many lines or ranges come in one
-    trip.
+    trip. With `values`, a `starts` condition with one prefix stands for the values of an indexed text column that begin
+    with it, in order and at most so many: the limit holds for each value. A `>` condition on that column skips values.
 
     A row that cannot be read fails the list with `Corruption`, unless it is `tolerant`: then an `Unreadable` stands in
     its place.
@@ -198,6 +199,7 @@ class Scan(msgspec.Struct, frozen=True):
     limit: int = 100
     each: str | None = None
     tolerant: bool = False
+    values: int | None = None
 
     @property
     def full_order(self) -> tuple[str, ...]:
@@ -207,12 +209,28 @@ class Scan(msgspec.Struct, frozen=True):
     def of_each(self) -> list[Scan]:
         """The same as one list for each value, for stores that read them one after the other."""
         named = self.named
-        others = tuple(one for one in self.where if one is not named)
         op: Op = "=" if named.op == "in" else "starts"
         return [
-            msgspec.structs.replace(self, where=(Where(named.column, op, value), *others), each=None)
+            msgspec.structs.replace(self, where=(Where(named.column, op, value), *self.beside_each), each=None)
             for value in dict.fromkeys(named.value)
         ]
+
+    def of_values(self, values: Iterable[str]) -> Scan:
+        """The same list for these values, which were found in the index."""
+        where = (Where(self.named.column, "in", tuple(values)), *self.beside_each)
+        return msgspec.structs.replace(self, where=where, values=None)
+
+    @property
+    def beside_each(self) -> tuple[Where, ...]:
+        """The conditions that every row has to meet, whichever value it is listed for."""
+        if self.values is not None:
+            return tuple(one for one in self.where if one.column != self.each)
+        return tuple(one for one in self.where if one is not self.named)
+
+    @property
+    def skipped_to(self) -> str | None:
+        """The value behind which the values of the `each` column begin; None for the first."""
+        return next((one.value for one in self.where if one.column == self.each and one.op == ">"), None)
 
     @property
     def named(self) -> Where:

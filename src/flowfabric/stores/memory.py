@@ -132,6 +132,17 @@ class Shelf:
             yield self.rows[entries[place][-width:]]
             place += 1
 
+    def values(self, column: str, prefix: str, after: str | None) -> Iterator[str]:
+        """The distinct values of an index that begin with a prefix and come after a value, in order."""
+        # No text holds NUL: a value with one behind it comes directly after all entries of the value.
+        entries = self.indexes[column]
+        place = bisect_left(entries, (prefix,))
+        if after is not None:
+            place = max(place, bisect_left(entries, (after + "\0",)))
+        while place < len(entries) and entries[place][0].startswith(prefix):
+            yield (value := entries[place][0])
+            place = bisect_left(entries, (value + "\0",), place)
+
     def _meets(self, value: Any, one: Where) -> bool:
         if one.op in ("set", "unset"):
             return (value is None) == (one.op == "unset")
@@ -271,6 +282,9 @@ class MemoryStore:
         with self._lock:
             shelf = self._shelves[scan.row]
             order = scan.order + tuple(name for name in shelf.codec.table.key if name not in scan.order)
+            if scan.values is not None:
+                values = shelf.values(scan.named.column, scan.named.value, scan.skipped_to)
+                scan = scan.of_values(islice(values, scan.values))
             found = [self._listed(shelf, one, order) for one in (scan.of_each() if scan.each else [scan])]
             return [row for _, row in merge(*found, key=operator.itemgetter(0))]
 

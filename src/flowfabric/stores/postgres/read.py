@@ -152,12 +152,35 @@ class Conditions:
         named = scan.named
         kind = column_type(self._columns[named.column]) + "[]"
         column = f't."{named.column}"'
+        if scan.values is not None:
+            return self.each_value(scan), f"{column} = v.each"
         if named.op == "in":
             values = {encode(value, self._line_of) for value in named.value} - {None}
             return f"unnest({self.given(sorted(values), kind)}) as v(each)", f"{column} = v.each"
         ranges = {start: after_prefix(start) for start in named.value}  # both ends, so that an index finds each range
         lists = f"{self.given([*ranges], kind)}, {self.given([*ranges.values()], kind)}"
         return f"unnest({lists}) as v(each, until)", f"{column} >= v.each and {column} < v.until"
+
+    def each_value(self, scan: Scan) -> str:
+        """The first values that begin with a prefix as `v`: one index search each, however many rows share a value."""
+        named, after = scan.named, scan.skipped_to
+        column, table = f't."{named.column}"', self.table.name
+        until = self.of(named.column, after_prefix(named.value))
+        if after is None:
+            beyond = f"{column} >= {self.of(named.column, named.value)}"
+        else:
+            beyond = f"{column} > {self.of(named.column, max(named.value, after))}"
+        first = f"select {column} from {table} t where {beyond} and {column} < {until} order by {column} limit 1"
+        following = (
+            f"select {column} from {table} t where {column} > found.each and {column} < {until}"
+            f" order by {column} limit 1"
+        )
+        most = self.given(scan.values, "bigint")
+        return (
+            f"(with recursive found(each) as (({first}) union all"
+            f" select ({following}) from found where found.each is not null)"
+            f" select each from found where each is not null limit {most}) as v"
+        )
 
     def meets(self, one: Where) -> str:
         """The condition in words."""
@@ -241,7 +264,8 @@ def scan_words(scan: Scan, line_of: LineOf) -> tuple[str, list[Any]]:
     conditions = Conditions(scan.row, line_of)
     table = conditions.table
     each, is_one = ("", "") if scan.each is None else conditions.each(scan)
-    met = [conditions.meets(one) for one in scan.where if scan.each is None or one is not scan.named]
+    own = scan.where if scan.each is None else scan.beside_each
+    met = [conditions.meets(one) for one in own]
     order = scan.full_order
     if scan.after is not None:
         names = order[: len(scan.after)]

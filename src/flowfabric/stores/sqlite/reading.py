@@ -14,7 +14,7 @@ import msgspec
 from flowfabric.model.event import TOPIC_FIELDS, Event, FeedEvent, Topic
 from flowfabric.model.execution import Execution, LineKey
 from flowfabric.model.keys import SigningKey
-from flowfabric.stores.base import Due, FeedPage, Loaded, Scan, Tally, Want, Where
+from flowfabric.stores.base import Due, FeedPage, Loaded, Scan, Tally, Want, Where, after_prefix
 from flowfabric.stores.codec import CODEC, encode, tallied
 from flowfabric.stores.rows import TABLE
 from flowfabric.stores.sqlite import sql
@@ -111,8 +111,19 @@ def scan(db: apsw.Connection, lines: Lines, scan: Scan) -> list[Any]:
     """The rows of a list."""
     if scan.each is None:
         return _listed(db, lines, scan)
+    if scan.values is not None:
+        scan = scan.of_values(_values(db, scan))
     found = [_listed(db, lines, one) for one in scan.of_each()]
     return [*merge(*found, key=attrgetter(*scan.full_order))]
+
+
+def _values(db: apsw.Connection, scan: Scan) -> list[str]:
+    """The values that begin with the prefix of a list, one index search each."""
+    _known(scan.row, scan.named.column)
+    prefix, after = scan.named.value, scan.skipped_to
+    statement = sql.values(scan.row, scan.named.column, ">=" if after is None else ">")
+    bounds = (prefix if after is None else max(prefix, after), after_prefix(prefix))
+    return [value for (value,) in db.execute(statement, (*bounds, scan.values))]
 
 
 def _listed(db: apsw.Connection, lines: Lines, scan: Scan) -> list[Any]:

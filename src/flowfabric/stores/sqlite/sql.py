@@ -209,6 +209,12 @@ def _rows(row: type[msgspec.Struct], where: str, order: tuple[str, ...], limit: 
     )
 
 
+@lru_cache(64)
+def values(row: type[msgspec.Struct], column: str, beyond: str) -> str:
+    """The values of an indexed column between two bounds; `beyond` compares them with the lower one."""
+    return _TEXT["values"].format(table=TABLE[row].name, column=column, beyond=beyond)
+
+
 @lru_cache(512)
 def next_instant(row: type[msgspec.Struct], column: str, where: str) -> str:
     """The smallest value of a column among the rows that meet a condition."""

@@ -204,6 +204,15 @@ SELECT json_group_array(json_array(g.column1, {columns}))
 -- The rows whose keys begin like this, in key order.
 (SELECT json_group_array(json_array({columns})) FROM (SELECT * FROM {table} WHERE {same_key} ORDER BY {order}))
 
+-- name: values
+-- The distinct values of an indexed column in a range, in order: one search of the index each, however many rows share it.
+WITH RECURSIVE found(value) AS (
+  SELECT min({column}) FROM {table} WHERE {column} {beyond} ?1 AND {column} < ?2
+  UNION ALL
+  SELECT (SELECT min({column}) FROM {table} WHERE {column} > value AND {column} < ?2) FROM found WHERE value IS NOT NULL
+)
+SELECT value FROM found WHERE value IS NOT NULL LIMIT ?3;
+
 -- name: next_instant
 SELECT min({column}) FROM {table}{where};
 
