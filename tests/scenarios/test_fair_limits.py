@@ -31,7 +31,7 @@ async def play(store: Store, clock: ManualClock) -> Play:
 async def submit(play: Play, key: str, count: int, quotas: list[str], **more: Any) -> list[str]:
     given = {name: more.pop(name) for name in ("priority", "lane") if name in more}
     terms = tenant(key, quota_policy_ids=quotas, **more)
-    created = []
+    created: list[str] = []
     for _ in range(count):
         play.clock.pass_ms(1)
         created.append(await play.create(policy=terms, **given))

@@ -59,7 +59,7 @@ async def test_the_limit_holds_for_each_prefix(filled: Store) -> None:
 
 async def test_the_limit_holds_for_each_value_that_begins_with_a_prefix(filled: Store) -> None:
     async def begin(prefix: str, *, limit: int, values: int = 9, after: str | None = None) -> list[str]:
-        where = (Where("blocked_on", "starts", prefix), Where("namespace", "=", "default"))
+        where: tuple[Where, ...] = (Where("blocked_on", "starts", prefix), Where("namespace", "=", "default"))
         where += () if after is None else (Where("blocked_on", ">", after),)
         scan = Scan(Execution, where, BY_RANK, limit=limit, each="blocked_on", values=values)
         return [row.execution_id for row in await filled.scan(scan)]

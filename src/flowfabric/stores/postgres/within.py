@@ -55,8 +55,8 @@ class Within:
         batch = await self._batch(change)
         await self._link.execute("savepoint ff_submit")
         try:
-            # The queues were committed beside this transaction, whose snapshot may not show them: to add them here would
-            # be a conflict.
+            # The queues were committed beside this transaction. Its snapshot may not show them, and to add them once
+            # more would be a conflict.
             now, [accepted], _ = (await commit(self._link, batch, self._clock(), ensures=False))[0]
         except Exception as error:
             state = getattr(error, "sqlstate", None)
