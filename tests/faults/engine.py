@@ -22,8 +22,8 @@ ENGINE = (
     Fault(
         "sleepers that need too much hide the others",
         "engine/waiting.py",
-        "(not freed and not sleeps)",
-        "not freed",
+        "< len(rows)\n            if len(rows) < PAGE:",
+        "< len(rows)\n            if len(rows) < PAGE or left:",
         "tests/scenarios/test_sleeping_late.py",
     ),
     Fault(
