@@ -74,10 +74,12 @@ def test_an_unknown_command_ends_with_2() -> None:
 
 def test_another_key_signs_and_the_one_before_verifies(ff: Terminal) -> None:
     first = ff.says("admin", "rotate-secret", "k1")
-    second = ff.says("admin", "rotate-secret", "k2", "--secret-file", "-", "--grace", "1h", given=b"aabbccdd\n")
+    second = ff.says(
+        "admin", "rotate-secret", "k2", "--secret-file", "-", "--grace", "1h", given=b"aabbccdd" * 8 + b"\n"
+    )
 
     assert (first, second) == ("✓ k1 signs\n", "✓ k2 signs; k1 verifies for 1h more\n")
-    again = ff.run("rotate-secret", "k2", "--secret-file", "-", "--json", given=b"AABBCCDD")
+    again = ff.run("rotate-secret", "k2", "--secret-file", "-", "--json", given=secret.upper())
     assert json.loads(again.stdout) == {"rotated": 1, "failed": [], "new_kid": "k2", "previous_kid": None}
 
     async def kids(engine: Engine) -> Any:

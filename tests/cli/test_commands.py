@@ -242,6 +242,7 @@ def test_help_lists_the_commands_and_loads_neither_engine_nor_tables() -> None:
         "version",
         "migrate",
         "doctor",
+        "backup",
         "ls",
         "show",
         "cancel",
