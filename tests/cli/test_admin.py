@@ -79,7 +79,7 @@ def test_another_key_signs_and_the_one_before_verifies(ff: Terminal) -> None:
     )
 
     assert (first, second) == ("✓ k1 signs\n", "✓ k2 signs; k1 verifies for 1h more\n")
-    again = ff.run("rotate-secret", "k2", "--secret-file", "-", "--json", given=secret.upper())
+    again = ff.run("rotate-secret", "k2", "--secret-file", "-", "--json", given=b"AABBCCDD" * 8)
     assert json.loads(again.stdout) == {"rotated": 1, "failed": [], "new_kid": "k2", "previous_kid": None}
 
     async def kids(engine: Engine) -> Any:
