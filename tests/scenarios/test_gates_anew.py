@@ -130,8 +130,9 @@ async def test_what_is_asked_in_no_known_words_is_answered_by_anything(function:
 
 
 async def test_a_waitpoint_of_a_suspension_asks_for_nothing(play: Play, waits: Waits) -> None:
-    held, p = await waits.suspended()
+    held = await play.claimed()
     await play.engine.set_tags(held.handle, {ask_tag("k"): YES_OR_NO})
+    p = await waits.suspend(held)
 
     assert await waits.effect(held.execution_id, "go", p, payload=b"\xff") == SATISFIED
 

@@ -101,7 +101,7 @@ async def test_the_tags_of_an_execution_do_not_grow_beyond_their_bound(play: Pla
 
     assert isinstance(refused, errors.InvalidInput)
     assert await tags(play, e) == two
-    assert await play.engine.set_tags(held.handle, {"ff.ask.1": LARGE}) == 1, "reserved tags have room of their own"
+    assert await play.engine.set_tags(held.handle, {"ff.show": LARGE}) == 1, "reserved tags have room of their own"
 
 
 async def test_the_tags_of_a_flow_are_bounded_and_its_reserved_ones_are_not_set(flow: Flowing) -> None:
