@@ -174,6 +174,7 @@ class Sweeper:
         while not self._stopping.is_set():
             pause_s = interval_ms / 1000 + late_s
             hint = self._engine.wakes.expect(due_topic(sweep.row, sweep.column))
+            self._plan(sweep, pause_s)  # an instant that is written while the pass is under way counts as well
             try:
                 if held_ms := await self._hold(sweep, interval_ms):
                     pause_s = held_ms / 1000 + late_s
@@ -211,14 +212,19 @@ class Sweeper:
 
     async def _sleep(self, sweep: Sweep, pause_s: float, hint: asyncio.Future[None]) -> None:
         """Until the pause is over, something falls due earlier, or it is time to stop."""
-        planned = self._engine.planned.setdefault(sweep.row, {})
-        if sweep.column:
-            planned[sweep.column] = self._engine.estimate.now() + int(pause_s * 1000)
+        planned = self._plan(sweep, pause_s)
         try:
             await self._rest(pause_s, hint)
         finally:
             planned.pop(sweep.column, None)
             hint.cancel()
+
+    def _plan(self, sweep: Sweep, pause_s: float) -> dict[str, int]:
+        """Say when the sweep looks next, so that a write of an earlier instant wakes it up."""
+        planned = self._engine.planned.setdefault(sweep.row, {})
+        if sweep.column:
+            planned[sweep.column] = self._engine.estimate.now() + int(pause_s * 1000)
+        return planned
 
     async def _rest(self, pause_s: float, *hints: asyncio.Future[None]) -> None:
         stopping = asyncio.create_task(self._stopping.wait())
