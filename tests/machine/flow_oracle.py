@@ -49,6 +49,10 @@ class Join:
         self.state = "pending"
         self.siblings: list[str] | None = None  # to be cancelled
 
+    @property
+    def asks_too_much(self) -> bool:
+        return self.kind != "all_of" and self.k > self.n
+
     def evaluate(self) -> str:
         bad, needed = self.failed + self.skipped, self.n if self.kind == "all_of" else self.k
         if self.succeeded >= needed:
@@ -111,6 +115,10 @@ class FlowOracle:
         was, member.state = member.state, "waiting"
         member.result, member.attempt, member.replays = None, "pending_replay_attempt", member.replays + 1
         if was != "skipped":
+            return
+        if self.joins[name].asks_too_much:  # it is skipped again, and its join stays as it is
+            member.state, member.attempt = "skipped", "none"
+            self._over(name)
             return
         inbound = [edge for edge in self.edges.values() if edge.downstream == name]
         for edge in inbound:
