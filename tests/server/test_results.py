@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import httpx2
 import pytest
 
@@ -59,9 +61,9 @@ async def test_no_more_results_are_loaded_than_are_told(ask: Asking, engine: Eng
     loaded: list[int] = []
     read = engine.read_results
 
-    async def read_results(some: list[str]) -> dict[str, bytes | None]:
+    async def read_results(some: list[str], **ways: Any) -> dict[str, bytes | None]:
         loaded.append(len(some))
-        return await read(some)
+        return await read(some, **ways)
 
     engine.read_results = read_results  # type: ignore[method-assign, assignment]
     await ask.post("/v1/executions/results", {"execution_ids": executions})

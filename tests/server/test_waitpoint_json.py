@@ -243,9 +243,14 @@ async def test_a_schema_out_of_bounds_is_refused_on_every_way_in(ask: Asking) ->
         await ask.post("/v1/executions", ask.creation(tags=bad)),
         await ask.put(path(execution_id, "tags"), {"tags": bad}),
     ]
-    assert [(answer.status_code, "schema: " in answer.text) for answer in ways] == [(400, True)] * len(ways)
+    assert [(answer.status_code, "reserved" in answer.text) for answer in ways] == [(400, True)] * len(ways)
     bulk = await ask.post("/v1/executions/bulk", {"executions": [ask.creation(tags=bad)]})
-    assert "schema: " in bulk.text
+    assert "reserved" in bulk.text
+    held = await ask.claimed()
+    handle = await ask.app.handles.sign(held.handle)
+    answer = await ask.post("/v1/leases/tags", {"handle": handle, "tags": bad})
+    assert (answer.status_code, "schema: " in answer.text) == (400, True)
     with pytest.raises(InvalidInput, match="schema: "):
-        await ask.engine.set_execution_tag(execution_id, ask_tag("paid"), bad[ask_tag("paid")])
-    assert (await ask.engine.describe_execution(execution_id)).tags == {}  # type: ignore[union-attr]
+        await ask.engine.set_tags(held.handle, bad)
+    for one in (execution_id, held.execution_id):
+        assert (await ask.engine.describe_execution(one)).tags == {}  # type: ignore[union-attr]
