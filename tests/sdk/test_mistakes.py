@@ -443,7 +443,7 @@ async def test_an_app_that_cannot_see_to_its_keys_leaves_no_engine_behind(
     before = threading.active_count()
 
     with pytest.raises(errors.StoreUnavailable):
-        await app.engine()
+        await app.claim()
 
     assert threading.active_count() == before
 

@@ -194,7 +194,8 @@ async def test_a_handler_whose_work_was_taken_over_cannot_write_any_more(caplog:
         assert first.failure_reason == "lease_expired"
         memos = await world.engine.read_steps(run.id)
         assert [memo.attempt_index for memo in memos] == [second.attempt_index]
-    assert "its end was refused" in caplog.text
+    assert "is over: execution_not_active" in caplog.text
+    assert not any(one.exc_info for one in caplog.records)
 
 
 @pytest.mark.parametrize("lasts", ["3s", "40s"])
