@@ -9,7 +9,6 @@ batch is loaded and decided again.
 from __future__ import annotations
 
 import asyncio
-import random
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
@@ -135,7 +134,7 @@ class Chain(Generic[S]):
                 self._core.note(change, [], committed_at)
                 return answers
             misses += 1
-            await asyncio.sleep(random.random() * min(0.1, 0.001 * 2**misses))
+            await asyncio.sleep(self._core.chance() * min(0.1, 0.001 * 2**misses))
 
 
 class Chains(Generic[S]):

@@ -31,6 +31,7 @@ from flowfabric.stores.base import Loaded, Scan, Store, Want
 from flowfabric.stores.rows import TABLE
 
 A = TypeVar("A")
+_RANDOM = random.SystemRandom()  # the application's own generator is left alone
 PATIENCE_S = 15.0
 LASTING = (errors.StoreFault.OTHER, errors.StoreFault.AUTH)  # faults that no waiting cures
 MINTED = (Waitpoint, Remembered, Frame, Edge)  # rows whose ids or places are one call's own, if it inserts them
@@ -69,7 +70,7 @@ class Core(Noting):
         self.partitions = settings.partitions
         self.poll_s = settings.poll_ms / 1000
         self.loads = Loads(store)
-        self.chance: Callable[[], float] = random.random
+        self.chance: Callable[[], float] = _RANDOM.random
         self._looked_at: dict[str, int] = {}  # when this process last looked around in a lane
         self._lapses_at: dict[str, int] = {}  # by lane: the first end of a lease that it knows of, unless renewed
         self.carrier: Carrier | None = None
@@ -160,7 +161,7 @@ class Core(Noting):
                 return decision.unwrap(committed)
             misses += fresh
             if misses > 2:  # a hot root: let the others pass
-                await asyncio.sleep(random.random() * min(0.1, 0.002 * 2 ** min(misses, 10)))
+                await asyncio.sleep(self.chance() * min(0.1, 0.002 * 2 ** min(misses, 10)))
             rows = None
 
     def settle_execution(
@@ -315,4 +316,4 @@ class Pause:
         elif now >= self._until:
             raise
         self._tries += 1
-        await asyncio.sleep(random.random() * min(1.0, 0.02 * 2**self._tries))
+        await asyncio.sleep(_RANDOM.random() * min(1.0, 0.02 * 2**self._tries))

@@ -28,6 +28,7 @@ PATIENCE_S = 30.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
 QUICK_CONNECTIONS = 24
 IDLE_S = 30.0
+_RANDOM = random.SystemRandom()  # the application's own generator is left alone
 DOUBTED = "it may have been heard before, without an answer"
 
 _NOT_SENT = (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.PoolTimeout)
@@ -142,7 +143,7 @@ class Wire:
                 pause_s = max(pause_s, _asked_pause(answer))
             if clock() + pause_s >= until:
                 raise fault
-            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+            await asyncio.sleep(pause_s * _RANDOM.uniform(0.5, 1.0))
             pause_s = min(pause_s * 2, LONGEST_PAUSE_S)
 
     async def _once(self, request: httpx2.Request, waits: bool) -> tuple[int, Mapping[str, str], bytes]:

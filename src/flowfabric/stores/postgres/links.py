@@ -36,6 +36,7 @@ from flowfabric.stores.postgres.faults import BROKEN, SHOWN, Fault, Undone, tran
 from flowfabric.stores.postgres.schema import Watch
 
 T = TypeVar("T")
+_RANDOM = random.SystemRandom()  # the application's own generator is left alone
 Work = Callable[[Any], Awaitable[T]]
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.05, 2.0
@@ -118,7 +119,7 @@ class Links:
             try:
                 return await self._run(work, twice=twice, alone=alone, command_s=command_s)
             except Undone:
-                await asyncio.sleep(random.uniform(0, 0.002 * 2**sent))
+                await asyncio.sleep(_RANDOM.uniform(0, 0.002 * 2**sent))
         return await self._run(work, twice=twice, alone=alone, command_s=command_s)
 
     def in_time(self, command_s: float | None = None) -> asyncio.Timeout:
@@ -193,7 +194,7 @@ class Links:
             if isinstance(error, ValueError | OverflowError) and not isinstance(error, OSError):
                 raise InvalidInput(f"url: {error}") from error  # the driver cannot make sense of it
             self._pause = min(LONGEST_PAUSE, max(SHORTEST_PAUSE, self._pause * 2))
-            self._not_before = loop.time() + self._pause * random.uniform(0.5, 1)
+            self._not_before = loop.time() + self._pause * _RANDOM.uniform(0.5, 1)
             raise translated(error, Fault(connecting=True), gone=True) from error
         self._pause = 0.0
         if self.watch is not None:
