@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from functools import cached_property
 
 from flowfabric import errors
-from flowfabric.engine.executions import Executions
+from flowfabric.engine.fair_turns import FairTurns
 from flowfabric.model import answers
 from flowfabric.model.execution import Execution, LineKey
 from flowfabric.rules import capabilities, claim, fairness
@@ -34,14 +34,10 @@ MOST_KEYS = 8  # whose work is taken key by key: each costs a trip of its own
 MOST_COMPARED = 1024  # whose first rows are looked at to see which come first, and how many rows of all of them
 
 
-class Lines(Executions):
+class Lines(FairTurns):
     """What a claim needs to know of the lines of its lane."""
 
     _rotation: int = 0
-
-    @cached_property
-    def _fair_turns(self) -> dict[str, dict[str, int]]:
-        return {}
 
     @cached_property
     def _unreadable(self) -> set[str]:
@@ -211,14 +207,6 @@ class Lines(Executions):
             self.pass_over(row.execution_id, fault)
             return False
         return True
-
-    def turns_of(self, lane_id: str) -> fairness.Turns:
-        """Whose turn it is in a lane, for this process."""
-        return self._fair_turns.get(lane_id, {})
-
-    def keep_turns(self, lane_id: str, turns: dict[str, int]) -> None:
-        """Remember whose turn it is after a claim."""
-        self._fair_turns[lane_id] = turns
 
     async def forget_decided(self, lane_id: str) -> None:
         """Stop expecting decided work in a lane, unless there is some: granted, or beyond the worker that looked."""

@@ -19,6 +19,7 @@ from flowfabric import errors, ids
 from flowfabric.engine import intake
 from flowfabric.engine.admitting import Admitted, Admitting, Seen
 from flowfabric.engine.claims import Claims, signed_claim, signed_reclaim
+from flowfabric.engine.fair_turns import Rival
 from flowfabric.engine.intake import ClaimOrder
 from flowfabric.engine.lines import CANDIDATES, HOUSEKEEPING_MS, MOST_KEYS, MOST_LINES
 from flowfabric.engine.taking import claimed_of
@@ -27,7 +28,7 @@ from flowfabric.engine.workers import LiveWorkers, Workers
 from flowfabric.handles import HandleKind
 from flowfabric.model import answers
 from flowfabric.model.execution import Execution, LineKey
-from flowfabric.model.states import EligibilityState
+from flowfabric.model.states import BlockingReason, EligibilityState
 from flowfabric.rules import capabilities, claim, fairness, operate, reclaim
 from flowfabric.rules.claim import GrantOrder
 from flowfabric.stores.base import Want, Where
@@ -118,6 +119,13 @@ class Scheduler(Claims, Admitting, Workers):
                 return
             tried.update(row.execution_id for row in refused)
             size = min(2 * size, PAGE)
+
+    async def _let_blocked_go_first(self, rows: Sequence[Execution], rival: Rival) -> None:
+        is_quota = rival.reason is BlockingReason.WAITING_FOR_QUOTA
+        wake = self.wake_quota if is_quota else self.wake_budget
+        await wake(rival.limit.id, namespace=rival.limit.namespace)
+        seen = Seen(full={rival.limit} if is_quota else set())
+        await self._refuse_first([row for row in rows if rival.holds_up(row)], seen)
 
     async def _claim_admitted(self, admitted: Admitted, order: ClaimOrder) -> answers.Claimed | None:
         # An error leaves the admission where it is: the claim may have been written after all. If it was not, the next

@@ -13,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence, Set
+from itertools import takewhile
 from typing import Any
 
 import msgspec
@@ -21,6 +22,7 @@ import msgspec
 from flowfabric import errors
 from flowfabric.engine import intake
 from flowfabric.engine.core import Pause
+from flowfabric.engine.fair_turns import Rival
 from flowfabric.engine.intake import ClaimOrder
 from flowfabric.engine.late_claims import LateClaims
 from flowfabric.engine.lines import MOST_KEYS, Lines, most_of
@@ -34,6 +36,7 @@ from flowfabric.rules import fairness, lease, limits, reclaim
 from flowfabric.rules.change import Decision
 from flowfabric.rules.claim import Acquired
 from flowfabric.rules.lease import Holder
+from flowfabric.rules.operate import is_eligible
 from flowfabric.stores.base import Scan, Stamp, Take, Want, Where
 
 logger = logging.getLogger("flowfabric.taking")
@@ -43,7 +46,18 @@ _FRESH, _INITIAL, _RECLAIM = HandleKind.FRESH, AttemptType.INITIAL, AttemptType.
 
 MOST_AT_ONCE = 10_000  # executions that one claim may ask for
 MOST_TRIES = 2  # of one claim for a row: what a limit refused may be unblocked meanwhile, and it is still its turn
+MOST_ROUNDS = 8  # of one claim in which blocked work whose turn it is goes first
 MANY = 16  # identities that it is worth making beforehand
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """What to claim next, and who takes part in the turns: claimable rows and the first blocked ones."""
+
+    picks: Sequence[Execution]
+    after: dict[str, int]  # the turns if all of them are claimed
+    present: Sequence[Execution]
+    cut: Set[str]
+    now: int
 
 
 class Taking(Lines):
@@ -139,9 +153,14 @@ class Taking(Lines):
         return []
 
     async def _claim_planned(self, order: ClaimOrder, lines: Sequence[LineKey], limit: int) -> list[answers.Claimed]:
-        """Claim from both kinds of lines in the order that fairness plans."""
+        """Claim from both kinds of lines in the order that fairness plans.
+
+        Blocked keys that wait for the same limits take part in the turns. If it is the turn of one of them, it is
+        unblocked if there is capacity; otherwise what needs that limit waits with it.
+        """
         claimed: list[answers.Claimed] = []
         tries = Counter[str]()
+        rounds = 0
         while len(claimed) < limit:
             tried = {name for name, count in tries.items() if count >= MOST_TRIES}
             wanted = limit - len(claimed)
@@ -153,23 +172,54 @@ class Taking(Lines):
                 if not _take_turns(uniform):
                     return claimed + await self._take(uniform, order, wanted)
             more, cut_too = await self.contenders(order.lane_id, uniform, wanted)
-            now, turns = self.estimate.now(), self.turns_of(order.lane_id)
-            picks, after = fairness.plan(waiting + more, turns, now, wanted, cut=cut | cut_too)
-            self.keep_turns(order.lane_id, fairness.keep_absent(turns, after) if decided else after)
+            turn = await self._next_turn(order, waiting + more, cut | cut_too, wanted, yields=rounds < MOST_ROUNDS)
+            if turn is None:
+                rounds += 1
+                continue
+            picks = turn.picks
+            if not decided:
+                self.keep_turns(order.lane_id, turn.after)
             tries.update(row.execution_id for row in picks if _is_decided(row))
             try:
                 taken = await self._claim_picks(picks, uniform, order)
-                if decided and len(taken) < len(picks):  # what a limit refused keeps its turn
-                    _, after = fairness.plan(waiting + more, turns, now, len(taken), cut=cut | cut_too)
-                    self.keep_turns(order.lane_id, fairness.keep_absent(turns, after))
             except errors.StoreUnavailable:
                 if claimed:
                     return claimed  # these are held already: the next call may meet the error
                 raise
+            if decided:
+                self._use_up(turn, order, taken)
             claimed += taken
             if not taken and not any(map(_is_decided, picks)):
                 return claimed  # others were faster
         return claimed
+
+    async def _next_turn(
+        self, order: ClaimOrder, rows: Sequence[Execution], cut: Set[str], wanted: int, *, yields: bool
+    ) -> Turn | None:
+        """Which of these rows to claim now; None if blocked work came first, so that they have to be read again."""
+        rivals = self.rivals(order, [row for row in rows if is_eligible(row)]) if order.admission else {}
+        blocked = [rival.row for rival in rivals.values()]
+        present, cut = [*rows, *blocked], cut | {fairness.key_of(row) for row in blocked}
+        now, turns = self.estimate.now(), self.turns_of(order.lane_id)
+        picks, after = fairness.plan(present, turns, now, wanted, cut=cut)
+        if rivals and picks:
+            if yields and (rival := rivals.get(picks[0].execution_id)):
+                await self._let_blocked_go_first(rows, rival)
+                return None
+            picks = list(takewhile(lambda row: row.execution_id not in rivals, picks))
+            picks = picks or fairness.plan(rows, turns, now, 1)[0]
+        return Turn(picks, after, present, cut, now)
+
+    def _use_up(self, turn: Turn, order: ClaimOrder, taken: Sequence[answers.Claimed]) -> None:
+        """Use up the turns of what was claimed; what a limit refused keeps its turn."""
+        if taken:
+            turns = self.turns_of(order.lane_id)
+            after = fairness.charge(turn.present, turns, turn.now, _rows_of(taken, turn.picks), cut=turn.cut)
+            self.keep_turns(order.lane_id, fairness.keep_absent(turns, after))
+
+    async def _let_blocked_go_first(self, rows: Sequence[Execution], rival: Rival) -> None:
+        """It is the turn of blocked work: unblock it, or let those of the rows that need its limit wait, too."""
+        raise NotImplementedError
 
     async def _claim_picks(
         self, picks: Sequence[Execution], uniform: Sequence[LineKey], order: ClaimOrder
@@ -394,6 +444,13 @@ async def claimed_of(*claims: Awaitable[answers.Claimed | list[answers.Claimed] 
         if isinstance(failed, BaseException) and (not claimed or not isinstance(failed, errors.FabricError)):
             raise failed
     return claimed
+
+
+def _rows_of(taken: Sequence[answers.Claimed], picks: Sequence[Execution]) -> list[Execution]:
+    """The rows of what was claimed; a store may have taken another row of the same key than the one that was picked."""
+    by_id = {row.execution_id: row for row in picks}
+    others = (row for row in picks if row.execution_id not in {one.execution_id for one in taken})
+    return [by_id.get(one.execution_id) or next(others) for one in taken]
 
 
 def _is_decided(row: Execution) -> bool:

@@ -16,10 +16,10 @@ from functools import cached_property
 
 from flowfabric import errors
 from flowfabric.engine.books import Books
-from flowfabric.engine.executions import Executions
+from flowfabric.engine.fair_turns import FairTurns
 from flowfabric.model.budget import Budget
 from flowfabric.model.execution import Execution
-from flowfabric.model.owned import DEFAULT_NAMESPACE, OwnedId
+from flowfabric.model.owned import DEFAULT_NAMESPACE, OwnedId, parse_owned
 from flowfabric.model.quota import QuotaPolicy
 from flowfabric.model.states import BlockingReason
 from flowfabric.rules import admission, budgets, operate, owners, place, unblock_order
@@ -130,7 +130,7 @@ def _unfinished(rows: Sequence[Execution], depth: int) -> set[str]:
     return {name for name, count in counts.items() if name is not None and count >= depth}
 
 
-class Waiting(Books, Executions):
+class Waiting(Books, FairTurns):
     """Sets work free that waited for room."""
 
     _timers: dict[OwnedId, asyncio.TimerHandle] | None = None
@@ -152,6 +152,8 @@ class Waiting(Books, Executions):
         except errors.FabricError as failed:
             logger.info("%s is not blocked (%s): %s", row.execution_id, reason, failed)
             return False
+        if reason in place.LIMITS and on:
+            self.note_blocked(row, reason, parse_owned(on))
         return True
 
     async def let_go(self, execution_id: str, reason: BlockingReason) -> bool:
@@ -228,14 +230,16 @@ class Waiting(Books, Executions):
         lists = place.fair_lists(reason, limit)
         for _ in range(MOST_PAGES):
             rows = unkeyed + keyed
+            self.note_lists(reason, limit, rows, whole=lists not in self._last_lists)
             if not rows:
                 return left
             await room.learn(rows)
-            now, turns = self.estimate.now(), self._unblock_turns.get(lists, {})
+            now, turns = self.estimate.now(), self.unblock_turns(lists, rows)
             cut = _unfinished(keyed, depth) | _unfinished(unkeyed, PAGE)
             order = unblock_order.unblock_order(rows, turns, now, cut=cut)
             chosen = [row for row in order if room.admits(row)]
-            self._keep_unblock_turns(lists, unblock_order.turns_after(rows, turns, now, chosen, cut=cut))
+            after = unblock_order.turns_after(rows, turns, now, chosen, cut=cut)
+            self.keep_unblock_turns(lists, after, chosen)
             freed = sum(await asyncio.gather(*(self.let_go(row.execution_id, row.blocking_reason) for row in chosen)))
             left = left or freed < len(rows)
             if not freed or not cut or len(chosen) < len(order) or room.is_full(limit):
@@ -268,18 +272,8 @@ class Waiting(Books, Executions):
         return rows
 
     @cached_property
-    def _unblock_turns(self) -> dict[str, unblock_order.LaneTurns]:
-        return {}  # by the lists of a limit
-
-    @cached_property
     def _last_lists(self) -> dict[str, str]:
         return {}  # by the lists of a limit: where the next read begins, if the last one did not come to the end
-
-    def _keep_unblock_turns(self, lists: str, turns: unblock_order.LaneTurns) -> None:
-        if turns:
-            self._unblock_turns[lists] = turns
-        else:
-            self._unblock_turns.pop(lists, None)
 
     async def _wake_asleep(self, on: str, rows: list[Execution]) -> bool:
         """Resume what a budget put to sleep, beginning with the first page; True when something still waits."""

@@ -7,15 +7,15 @@ store, and it is claimed by decision. A look that took long and found nothing is
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
 
 from flowfabric import errors
 from flowfabric.engine.intake import ClaimOrder
-from flowfabric.engine.taking import Taking
+from flowfabric.engine.taking import MOST_ROUNDS, MOST_TRIES, Taking
 from flowfabric.model import answers
 from flowfabric.model.execution import LineKey
-from flowfabric.rules import fairness
 from flowfabric.stores.base import Where
 
 CHEAP_S = 0.01  # what a look may take to be repeated at will
@@ -58,13 +58,17 @@ class Within(Taking):
     ) -> None:
         """Claim from these lines as long as something is there, and less was claimed than is wanted."""
         own = (Where("namespace", "in", tuple(sorted(order.namespaces or ()))),)
-        tried: set[str] = set()
+        tries, rounds = Counter[str](), 0
         while (wanted := limit - len(claimed)) > 0:
+            tried = {name for name, count in tries.items() if count >= MOST_TRIES}
             rows, cut = await self.contenders(order.lane_id, lines, wanted, without=tried, where=own)
             if not rows:
                 return
-            now, turns = self.estimate.now(), self.turns_of(order.lane_id)
-            picks, turns = fairness.plan(rows, turns, now, wanted, cut=cut)
-            self.keep_turns(order.lane_id, turns)
-            tried.update(row.execution_id for row in picks)
-            claimed += await self._claim_decided(picks, order)
+            turn = await self._next_turn(order, rows, cut, wanted, yields=rounds < MOST_ROUNDS)
+            if turn is None:
+                rounds += 1
+                continue
+            tries.update(row.execution_id for row in turn.picks)
+            taken = await self._claim_decided(turn.picks, order)
+            self._use_up(turn, order, taken)
+            claimed += taken

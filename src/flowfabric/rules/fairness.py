@@ -50,6 +50,40 @@ def plan(
     return picks, in_turn.in_hand()
 
 
+def charge(
+    rows: Iterable[Execution],
+    turns: Turns,
+    now: int,
+    claimed: Iterable[Execution],
+    *,
+    cut: Set[str] = frozenset(),
+) -> dict[str, int]:
+    """The turns after these of the rows were claimed, in this order, whether or not it was their turn.
+
+    Every key of the same priority gets its weight in hand for each of them; the claimed key gives the sum of the weights.
+    """
+    queues: dict[str, deque[Execution]] = {}
+    for row in sorted(rows, key=lambda row: (row.rank, row.execution_id)):
+        queues.setdefault(key_of(row), deque()).append(row)
+    in_hand = {key: turns.get(key, 0) for key in queues}
+    for row in claimed:
+        level, taker = effective_priority(row, now), key_of(row)
+        weights = {
+            key: _weight(queue[0]) for key, queue in queues.items() if effective_priority(queue[0], now) == level
+        }
+        weights[taker] = _weight(row)
+        if len(weights) > 1:
+            for key, weight in weights.items():
+                in_hand[key] = in_hand.get(key, 0) + weight
+            in_hand[taker] -= sum(weights.values())
+        queue = queues.get(taker, deque())
+        if row in queue and (len(queue) > 1 or taker not in cut):
+            queue.remove(row)
+        if not queue:
+            queues.pop(taker, None)
+    return in_hand
+
+
 def keep_absent(before: Turns, after: Turns) -> dict[str, int]:
     """The turns after a claim, with those of keys that had no claimable row.
 
