@@ -115,15 +115,17 @@ class FairTurns(Executions):
             self._first_blocked.pop((reason, limit), None)
 
     def rivals(self, order: ClaimOrder, rows: Sequence[Execution]) -> dict[str, Rival]:
-        """The blocked executions that take turns with these claimable ones, by id: the first of each key."""
+        """The blocked executions that take turns with these claimable ones, by id: the first of each key.
+
+        One that was unblocked meanwhile may be among them. It stands for those behind it, of which nothing is known yet.
+        """
         if not self._first_blocked:
             return {}
-        claimable = {row.execution_id for row in rows}
         return {
             row.execution_id: Rival(reason, limit, row)
             for reason, limit in _limits_of(rows)
             for (lane, _), row in self._first_blocked.get((reason, limit), {}).items()
-            if lane == order.lane_id and row.execution_id not in claimable and _may_claim(order, row)
+            if lane == order.lane_id and _may_claim(order, row)
         }
 
 

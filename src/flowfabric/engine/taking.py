@@ -198,8 +198,10 @@ class Taking(Lines):
     ) -> Turn | None:
         """Which of these rows to claim now; None if blocked work came first, so that they have to be read again."""
         rivals = self.rivals(order, [row for row in rows if is_eligible(row)]) if order.admission else {}
-        blocked = [rival.row for rival in rivals.values()]
-        present, cut = [*rows, *blocked], cut | {fairness.key_of(row) for row in blocked}
+        cut = cut | {fairness.key_of(rival.row) for rival in rivals.values()}
+        for row in rows:
+            rivals.pop(row.execution_id, None)
+        present = [*rows, *(rival.row for rival in rivals.values())]
         now, turns = self.estimate.now(), self.turns_of(order.lane_id)
         picks, after = fairness.plan(present, turns, now, wanted, cut=cut)
         if rivals and picks:

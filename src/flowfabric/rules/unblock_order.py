@@ -3,9 +3,8 @@
 It is the order in which claims would have given them out: priority first, then weighted turns of the fairness keys of a
 lane, then age (`rules.fairness`). Lanes do not take turns with each other; between them it goes by priority and age.
 
-The turns are kept for each limit by the process that unblocks, apart from the turns of its claims. A turn is used up
-when an execution is unblocked, and the claim that follows usually finds it alone in its lane; with turns in common it
-would be counted twice, or lost with the keys that the claim did not see.
+The turns go on from those of the process's claims (`engine.fair_turns`). A turn is used up by the claim. Until then
+unblocking counts what it unblocked as claimed, so that the next freed slot is for the next key.
 """
 
 from __future__ import annotations
