@@ -41,9 +41,9 @@ def serving(folder: Path, **environ: str) -> Iterator[tuple[subprocess.Popen[str
             process.stderr.close()
 
 
-def got(port: int, path: str) -> Any:
+def got(port: int, path: str, patience_s: float = 30) -> Any:
     """The JSON behind a path, as soon as the server answers."""
-    until = time.monotonic() + 30
+    until = time.monotonic() + patience_s
     while True:
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
