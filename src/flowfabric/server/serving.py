@@ -36,6 +36,7 @@ class Server(uvicorn.Server):
                 host=settings.host,
                 port=settings.port,
                 log_config=None,
+                log_level="warning",  # what it does is logged here, in our words
                 access_log=False,
                 lifespan="off",
                 server_header=False,
@@ -104,6 +105,7 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept nothing more; tails and long polls end at once, other requests come to their end."""
+        logs.logger.info("stopping: requests under way are finished")
         self.app.begin_closing()
         engine = self.app.engine
         try:
