@@ -55,6 +55,8 @@ _BLANK_OR_CONTROL = re.compile(r"[\s\x00-\x1f\x7f-\x9f\ud800-\udfff]").search  #
 class InvalidUuid(InvalidInput):
     """This is not a UUID."""
 
+    explained_by_detail = True
+
 
 class MissingTag(InvalidInput):
     """An execution id begins with its partition, as in {fp:7}:…"""

@@ -6,8 +6,8 @@
     python -m tests.chaos.worker sweep URL                   runs the background sweeps
     python -m tests.chaos.worker spend URL                   works on what quotas admit, and spends from budgets
 
-It says what it does, a line each: `submitted ID`, `claimed ID EPOCH`, `completed ID EPOCH`, `holding`, `sweeping`, and
-`refused KIND` when a lease turned out to be somebody else's by then.
+It says what it does, a line each: `submitted ID`, `claimed ID EPOCH`, `completed ID EPOCH`, `holding`, `sweeping HOLDER`,
+and `refused KIND` when a lease turned out to be somebody else's by then.
 """
 
 from __future__ import annotations
@@ -26,7 +26,13 @@ from flowfabric.settings import Settings, Sweeps
 LANE = "default"
 QUICK = Settings(
     sweeps=Sweeps(
-        lease_expiry_ms=100, delayed_promoter_ms=100, attempt_timeout_ms=100, execution_deadline_ms=100, batch=5
+        lease_expiry_ms=100,
+        delayed_promoter_ms=100,
+        attempt_timeout_ms=100,
+        execution_deadline_ms=100,
+        suspension_timeout_ms=2000,
+        budget_reset_ms=2000,
+        batch=5,
     ),
     poll_ms=200,
 )
@@ -121,7 +127,8 @@ async def spend(engine: Engine, ttl: int) -> None:
 
 async def sweep(engine: Engine) -> None:
     engine.start_sweeps()
-    say("sweeping")
+    assert engine._sweeper is not None
+    say("sweeping", engine._sweeper._holder)
     await asyncio.Event().wait()
 
 

@@ -24,13 +24,17 @@ def test_lanes_that_share_a_partition_are_told_with_a_verdict() -> None:
 
     assert answer.exit_code == 0
     assert "a, b, c" in answer.stdout
-    assert "Remediate: 3 of 3 lanes share one of 1 partition with another" in answer.stdout
+    assert "Remediate: 3 of 3 lanes share a partition with another (3 lanes, 1 partition)" in answer.stdout
     assert json.loads(run("a,b,c", 1, "--json").stdout) == {
         "lanes": 3,
         "partitions": 1,
         "collisions": [{"partition": 0, "lanes": ["a", "b", "c"]}],
         "verdict": "Remediate",
     }
+
+
+def test_a_lane_that_shares_nothing_is_told_in_words() -> None:
+    assert run("a", 256).stdout == "Clean: no lanes share a partition (1 lane, 256 partitions)\n"
 
 
 @pytest.mark.parametrize(
@@ -55,7 +59,7 @@ def test_the_verdict_goes_by_the_share_of_lanes_that_collide(count: int, pairs: 
         ("a,b,a", 256, "named twice: a"),
         ("é", 256, "lane_id"),
         ("a", 0, "is not within"),
-        ("a", "x", "x"),
+        ("a", "x", "FF_FLOW_PARTITIONS: 'x' is not a whole number within 1..65535"),
         (",", 1, "at least one"),
     ],
 )
@@ -110,3 +114,11 @@ def test_a_rotation_that_cannot_be_changes_nothing(ff: Terminal, arguments: list
 
 def test_the_version_is_told_as_an_option_too() -> None:
     assert CliRunner().invoke(app, ["--version"]).stdout == CliRunner().invoke(app, ["version"]).stdout
+
+
+def test_a_key_id_that_is_taken_is_refused_with_what_to_do(ff: Terminal) -> None:
+    ff.says("admin", "rotate-secret", "k1")
+    said = ff.refuses("admin", "rotate-secret", "k1")
+
+    assert "rotation_conflict" in said
+    assert "Hint: give the new key a name of its own, or the secret that it had: --secret-file" in said

@@ -105,7 +105,7 @@ def test_people_get_a_table(missing: str | None, monkeypatch: pytest.MonkeyPatch
 
     assert answer.exit_code == 0, answer.stderr
     assert re.search(r"functions of 10 steps, 16 in flight +300.5/s", answer.stdout)
-    assert "10 jobs of 1000 bytes, 100 slots, 1 rounds, 2 cores" in answer.stdout
+    assert "10 jobs of 1000 bytes, 100 slots, 1 round, 2 cores" in answer.stdout
     assert "its load was 3.5 before" in answer.stdout
     assert ("huey 3" in answer.stdout) == (missing is None)
     assert answer.stderr == ("" if missing is None else f"ff: no peer: {missing}\n")

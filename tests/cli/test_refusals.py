@@ -151,3 +151,17 @@ def test_a_file_that_is_no_store_is_told_with_a_hint(tmp_path: Path) -> None:
 
 def test_an_unknown_kind_of_store_is_refused() -> None:
     assert "'mysql' is no known store" in Terminal("mysql://example.org").refuses("ls")
+
+
+def test_a_new_store_is_created_and_an_old_one_is_left_alone(tmp_path: Path) -> None:
+    terminal = Terminal(f"sqlite:///{tmp_path}/new.db")
+
+    assert ": created with schema version " in terminal.says("migrate")
+    assert ": already at schema version " in terminal.says("migrate")
+
+
+def test_a_budget_id_that_is_none_is_told_once(ff: Terminal) -> None:
+    said = ff.refuses("budgets", "xyz")
+
+    assert said.count("UUID") == 1
+    assert "`ff budgets` shows which budgets there are" in said

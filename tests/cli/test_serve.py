@@ -41,9 +41,9 @@ def serving(folder: Path, **environ: str) -> Iterator[tuple[subprocess.Popen[str
             process.stderr.close()
 
 
-def got(port: int, path: str) -> Any:
+def got(port: int, path: str, patience_s: float = 30) -> Any:
     """The JSON behind a path, as soon as the server answers."""
-    until = time.monotonic() + 30
+    until = time.monotonic() + patience_s
     while True:
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
@@ -64,6 +64,8 @@ def test_the_server_starts_answers_and_stops_when_told(tmp_path: Path, number: s
     assert process.returncode == 0, said
     lines = [json.loads(line) for line in said.splitlines()]
     assert "listening" in [line["event"] for line in lines]
+    assert lines[-1]["event"] == "stopping: requests under way are finished"
+    assert {line["target"] for line in lines} == {"flowfabric.server"}
     assert "bearer tokens are asked for" in [line["event"] for line in lines]
     assert "s3cret-token" not in said
 

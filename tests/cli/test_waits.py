@@ -148,7 +148,7 @@ def test_a_wrong_signal_is_told_with_a_hint(ff: Terminal, shop: Shop) -> None:
     assert "value: an object is needed" in ff.refuses("signal", listed["links"][0])
     assert "link: not one of an approval" in ff.refuses("signal", "http://x/v1/waitpoints/nonsense")
     for arguments, text in (
-        ((run,), "say which NAME"),
+        ((run,), "NAME is missing"),
         ((listed["links"][0], "vote"), "leave NAME out"),
         ((run, "steer", "--value", "left"), "a text wants its quotes"),
     ):

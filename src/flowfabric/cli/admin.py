@@ -78,8 +78,9 @@ def partition_collisions(json: JsonOption = False) -> None:
         return
     if found:
         table("", ("partition", "lanes"), [(number, ", ".join(names)) for number, names in found.items()])
-    share = f"{colliding} of {counted(len(lanes), 'lane')} {'shares' if colliding == 1 else 'share'}"
-    typer.echo(f"{verdict}: {share} one of {counted(count, 'partition')} with another")
+    sharing = f"{colliding} of {len(lanes)} lanes share a partition with another"
+    said = sharing if found else "no lanes share a partition"
+    typer.echo(f"{verdict}: {said} ({counted(len(lanes), 'lane')}, {counted(count, 'partition')})")
 
 
 def _configured() -> tuple[list[str], int]:
@@ -88,7 +89,10 @@ def _configured() -> tuple[list[str], int]:
 
     lanes = [one.strip() for one in os.environ.get("FF_LANES", "default").split(",") if one.strip()]
     try:
-        count = int(os.environ.get("FF_FLOW_PARTITIONS", "256"))
+        given = os.environ.get("FF_FLOW_PARTITIONS", "256")
+        if not given.strip().isdecimal():
+            raise InvalidInput(f"FF_FLOW_PARTITIONS: {given!r} is not a whole number within 1..65535")
+        count = int(given)
         if not 0 < count <= 65_535:
             raise InvalidInput(f"FF_FLOW_PARTITIONS: {count} is not within 1..65535")
         if not lanes:

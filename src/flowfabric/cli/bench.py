@@ -10,6 +10,7 @@ import typer
 
 from flowfabric.cli.stores import StoreOption, chosen_store
 from flowfabric.cli.telling import JsonOption, console, document, table, telling_errors
+from flowfabric.model.wording import counted
 
 if TYPE_CHECKING:
     from flowfabric.bench.capability import CapabilityReport, Routing
@@ -117,7 +118,7 @@ def _print_waits(report: WaitReport) -> None:
     ]
     table("", ("", "p50", "p99"), rows)
     typer.echo(f"frames to one execution: {report.frames_per_s:,}/s ({report.frames:,} frames)")
-    typer.echo(f"{report.rounds} rounds, {report.tails} tails, {report.cores} cores")
+    typer.echo(f"{counted(report.rounds, 'round')}, {counted(report.tails, 'tail')}, {counted(report.cores, 'core')}")
     typer.echo(f"durability: {report.durability}")
 
 
@@ -236,7 +237,7 @@ def _print_flow(report: FlowReport) -> None:
     ]
     table("", ("", "engine", "control", "ratio"), rows)
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
-    typer.echo(f"{report.rounds} rounds, {fan.samples} samples, {report.cores} cores")
+    typer.echo(f"{counted(report.rounds, 'round')}, {counted(fan.samples, 'sample')}, {counted(report.cores, 'core')}")
     typer.echo(f"versions: {versions}")
     typer.echo(f"durability: {report.durability}")
 
@@ -257,7 +258,7 @@ def _print_sdk(report: SdkReport) -> None:
     table("", ("", "flowfabric", f"{peer.name} {peer.version}" if peer else "", "ratio"), rows)
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
     jobs = f"{report.jobs:,} jobs of {report.payload_bytes} bytes, {report.slots} slots"
-    typer.echo(f"{jobs}, {report.rounds} rounds, {report.cores} cores")
+    typer.echo(f"{jobs}, {counted(report.rounds, 'round')}, {counted(report.cores, 'core')}")
     typer.echo(f"versions: {versions}")
     typer.echo(f"durability: {report.durability}")
     if report.load > 0.5:
@@ -275,7 +276,7 @@ def _print_capability(report: CapabilityReport) -> None:
         rows.append((f"{name}: {routing.tasks:,} tasks, {routing.workers} workers", _routed(routing), routing.routed))
     table("", ("", "engine", "ratio"), rows)
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
-    typer.echo(f"{report.jobs:,} jobs, {report.rounds} rounds, {report.cores} cores")
+    typer.echo(f"{report.jobs:,} jobs, {counted(report.rounds, 'round')}, {counted(report.cores, 'core')}")
     typer.echo(f"versions: {versions}")
     typer.echo(f"durability: {report.durability}")
 
@@ -302,7 +303,8 @@ def _print(report: Report) -> None:
         rows.append((deep, f"{report.claim_at_depth_ms} ms", f"{report.claim_ms} ms", report.claim_cost_ratio))
     table("", ("", "engine", "control", "ratio"), rows)
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
-    typer.echo(f"{report.jobs:,} jobs of {report.payload_bytes} bytes, {report.rounds} rounds, {report.cores} cores")
+    times = f"{counted(report.rounds, 'round')}, {counted(report.cores, 'core')}"
+    typer.echo(f"{report.jobs:,} jobs of {report.payload_bytes} bytes, {times}")
     typer.echo(f"versions: {versions}")
     typer.echo(f"durability: {report.durability}")
 

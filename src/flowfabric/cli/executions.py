@@ -190,7 +190,7 @@ def cancel(
     store: StoreOrServerOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Cancel an execution, whatever it is doing; again is fine."""
+    """Cancel an execution, whatever it is doing. Cancelling it again changes nothing."""
 
     async def cancelled(engine: Engine, full_id: str) -> tuple[str, str]:
         return full_id, (await engine.cancel_execution(full_id, reason=reason)).public_state.value

@@ -177,6 +177,8 @@ def hint_for(error: FabricError) -> str | None:
             return "are the user and the password in the address right, and may they connect from here?"
         case errors.StoreUnavailable():
             return "is the address right and the server up? --store or FLOWFABRIC_URL names it"
+        case errors.RotationConflict():
+            return "give the new key a name of its own, or the secret that it had: --secret-file"
         case errors.InvalidToken():
             return "`ff approvals --links` shows the links that are open"
         case errors.Unauthorized():

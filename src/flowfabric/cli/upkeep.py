@@ -56,6 +56,8 @@ def migrate(store: StoreOption = None, json: JsonOption = False) -> None:
         document({"store": shown(chosen_store(store)), "from": found, "to": known, "compatible": compatible})
     elif found == known:
         typer.echo(f"✓ {shown(chosen_store(store))}: already at schema version {known}")
+    elif not found:
+        typer.echo(f"✓ {shown(chosen_store(store))}: created with schema version {known}")
     else:
         typer.echo(f"✓ {shown(chosen_store(store))}: schema version {found} → {known}")
     if not compatible:
@@ -182,7 +184,7 @@ async def _store_checks(engine: Engine) -> list[dict[str, Any]]:
 
 def _queues(unlisted: list[str]) -> dict[str, Any]:
     if not unlisted:
-        return _finding("queues", True, "every execution that can be claimed stands in a queue that claims find")
+        return _finding("queues", True, "no claimable execution is missing from its ready queue")
     names = ", ".join(unlisted[:NAMED]) + (" and others" if len(unlisted) > NAMED else "")
     return _finding(
         "queues",
@@ -220,8 +222,8 @@ async def _keystore(engine: Engine) -> dict[str, Any]:
         return _finding(
             "keystore",
             True,
-            "no signing key yet, so no grants; plain claims need none",
-            "a Fabric makes one when it first starts",
+            "no signing key yet: approval links and grants need one",
+            "the first worker, server or submit makes one",
             tell=True,
         )
     others = f"; {counted(len(kids.verifying), 'other key')} still verify tokens" if kids.verifying else ""

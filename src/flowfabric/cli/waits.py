@@ -43,7 +43,9 @@ def signal(
     payload = _json(value)
     is_link = LINK in target
     if is_link == bool(name):
-        raise typer.BadParameter("a link says what it answers: leave NAME out" if is_link else "say which NAME")
+        raise typer.BadParameter(
+            "a link says what it answers: leave NAME out" if is_link else "NAME is missing: what the message is for"
+        )
     if is_link:
         answer = on_store(store, _vote(target, payload, by, key))
     else:

@@ -125,6 +125,7 @@ class Sweeper:
         self._tasks: list[asyncio.Task[None]] = []
         self._forbearance: dict[str, Forbearance] = {}
         self._places: Places = {} if places is None else places
+        self._outdated = False
         self.restarts = 0
         self.sweeps = {sweep.name: sweep for sweep in (*_sweeps(engine), *more)}
 
@@ -157,7 +158,9 @@ class Sweeper:
             try:
                 await self._run(sweep, interval_ms)
             except errors.SchemaTooNew as newer:
-                logger.error("sweep %s: this process sweeps no more: %s", sweep.name, newer)
+                if not self._outdated:  # once, although each sweep finds out by itself
+                    self._outdated = True
+                    logger.error("this process sweeps no more: %s", newer)
                 return
             except Exception:
                 self.restarts += 1

@@ -234,11 +234,16 @@ class App:
         assert isinstance(reply, Live), operation.name  # whose end closes the feed
         return reply
 
-    def _problem(self, ask: Ask[Any], operation: Operation | None, error: errors.FabricError) -> Reply:
-        status, problem = problem_of(error)
-        if isinstance(error, errors.SchemaTooNew) and self.newer is None:
+    def note_newer_schema(self, error: errors.SchemaTooNew) -> None:
+        """Keep why this server can answer nothing any more, and let it be stopped."""
+        if self.newer is None:
             self.newer = error
             self.on_newer()
+
+    def _problem(self, ask: Ask[Any], operation: Operation | None, error: errors.FabricError) -> Reply:
+        status, problem = problem_of(error)
+        if isinstance(error, errors.SchemaTooNew):
+            self.note_newer_schema(error)
         self.engine.meters.count("ff_errors", kind=error.kind)
         if operation is not None and operation.audit:
             self._audit(ask, operation, f"refused: {error.kind}")

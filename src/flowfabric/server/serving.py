@@ -7,7 +7,7 @@ import signal
 import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 
 import uvicorn
 
@@ -21,6 +21,7 @@ from flowfabric.server.settings import ConfigError, ServerSettings
 from flowfabric.server.signing import seed as seed  # what a server does before it listens
 
 KEEP_ALIVE_S = 75
+SCHEMA_CHECK_S = 5.0
 
 
 class Server(uvicorn.Server):
@@ -35,6 +36,7 @@ class Server(uvicorn.Server):
                 host=settings.host,
                 port=settings.port,
                 log_config=None,
+                log_level="warning",  # what it does is logged here, in our words
                 access_log=False,
                 lifespan="off",
                 server_header=False,
@@ -51,8 +53,22 @@ class Server(uvicorn.Server):
 
     def _stop_for_newer_schema(self) -> None:
         """Stop: a newer release has changed the store in a way that this one does not understand."""
-        logs.logger.error("the schema of the store is newer than this release knows: the server stops")
+        newer = self.app.newer
+        versions = {} if newer is None else {"found": newer.found, "known": newer.known}
+        logs.logger.error(
+            "the schema of the store is newer than this release knows: the server stops", extra={"fields": versions}
+        )
         self.should_exit = True
+
+    async def watch_schema(self) -> None:
+        """Notice a newer schema although nobody asks this server anything."""
+        while self.app.newer is None:
+            await asyncio.sleep(SCHEMA_CHECK_S)
+            try:
+                with suppress(errors.StoreUnavailable):
+                    await self.app.engine.ping()
+            except errors.SchemaTooNew as newer:
+                self.app.note_newer_schema(newer)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen; `ConfigError` when the address cannot be had."""
@@ -89,6 +105,7 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept nothing more; tails and long polls end at once, other requests come to their end."""
+        logs.logger.info("stopping: requests under way are finished")
         self.app.begin_closing()
         engine = self.app.engine
         try:
@@ -120,6 +137,10 @@ async def serve(url: str, settings: ServerSettings) -> None:
         else:
             logs.logger.info("bearer tokens are asked for")
         server = Server(create_app(engine, settings))
-        await server.serve()
+        watching = asyncio.create_task(server.watch_schema())
+        try:
+            await server.serve()
+        finally:
+            watching.cancel()
         if server.app.newer is not None:
             raise server.app.newer

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import socket
 from typing import Any
 
 import asyncpg
@@ -52,6 +55,8 @@ class Fault:
 class Undone(StoreUnavailable):
     """The server undid a statement for the sake of another one; it may be sent again."""
 
+_REFUSED = re.compile(r"Connect call failed \('(?P<host>[^']*)', (?P<port>\d+)")  # how asyncio puts it
+
 
 def translated(error: Any, fault: Fault, *, gone: bool) -> Any:
     """The error as the port knows it; what did not come from the server or its connection stays what it is."""
@@ -82,7 +87,8 @@ def translated(error: Any, fault: Fault, *, gone: bool) -> Any:
 
 
 def _unavailable(error: BaseException, source: StoreFault, fault: Fault) -> StoreUnavailable:
-    detail = str(error) or ("no answer in time" if isinstance(error, TimeoutError) else type(error).__name__)
+    detail = _connection_words(error) or str(error)
+    detail = detail or ("no answer in time" if isinstance(error, TimeoutError) else type(error).__name__)
     code = getattr(error, "sqlstate", None)
     if code == _READ_ONLY:
         detail += "; the server is a standby, or default_transaction_read_only is on"
@@ -95,3 +101,15 @@ def _unavailable(error: BaseException, source: StoreFault, fault: Fault) -> Stor
         source=source,
         in_doubt=fault.lost and fault.sent,
     )
+
+
+def _connection_words(error: BaseException) -> str:
+    """What the system says about a connection that was not made, without Python's numbers and tuples."""
+    if not isinstance(error, OSError) or isinstance(error, TimeoutError):
+        return ""
+    if isinstance(error, socket.gaierror):
+        return f"the name of the host could not be resolved: {(error.strerror or '').lower()}"
+    found = _REFUSED.search(str(error))
+    if found is None or error.errno is None:
+        return ""
+    return f"{found['host']}:{found['port']}: {os.strerror(error.errno).lower()}"

@@ -17,7 +17,7 @@ from flowfabric.model.keys import SigningKey
 from flowfabric.stores.base import Due, FeedPage, Loaded, Scan, Tally, Want, Where, after_prefix
 from flowfabric.stores.codec import CODEC, encode, tallied
 from flowfabric.stores.rows import TABLE
-from flowfabric.stores.sqlite import sql
+from flowfabric.stores.sqlite import schema, sql
 from flowfabric.stores.sqlite.lines import Lines
 from flowfabric.stores.sqlite.writing import many
 
@@ -26,8 +26,9 @@ _RARE = (SigningKey,)  # rows of which there are never many
 
 
 def ping(db: apsw.Connection, now: int) -> int:
-    """The time, when the file can be read."""
+    """The time, when the file can be read and has a schema that this release runs on."""
     db.execute("SELECT 1 FROM ff_schema_version")
+    schema.check(db)
     return now
 
 

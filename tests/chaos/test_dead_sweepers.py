@@ -1,0 +1,134 @@
+"""A killed process that held a sweep: what falls due afterwards is late by one interval of the sweep at most.
+
+All instants are of the store's clock. The same work in the same run without a kill shows how late this machine is anyway.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+import flowfabric
+from flowfabric.engine.engine import Engine
+from flowfabric.model.budget import Budget
+from flowfabric.model.suspension import Suspension
+from flowfabric.model.sweep import SweepLease
+from flowfabric.engine.asks import Fresh, SuspendArgs, TimeoutOnly
+from flowfabric.server.serving import seed
+from flowfabric.server.settings import ServerSettings
+from flowfabric.stores.base import Scan
+from tests.chaos.crew import Hand, crew
+from tests.chaos.test_sweepers import ME, until
+from tests.chaos.worker import QUICK
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+INTERVAL_MS = QUICK.sweeps.suspension_timeout_ms
+AHEAD_MS = INTERVAL_MS * 7 // 4  # long enough that the holder of the sweep sees the instant coming
+
+Done = Callable[[], Awaitable[int | None]]
+
+
+async def suspend(engine: Engine) -> tuple[int, Done]:
+    """A suspension that times out; when, and a look at when it did."""
+    await engine.create_execution(execution_id=engine.new_execution_id())
+    [held] = await engine.claim_many("default", 1, **ME, lease_ttl_ms=60_000)
+    now = await engine.ping()
+    await engine.suspend(
+        held.handle,
+        SuspendArgs(
+            suspension_id=str(uuid.uuid4()),
+            waitpoints=(Fresh(str(uuid.uuid4()), "k"),),
+            resume_condition=TimeoutOnly(),
+            reason_code="waiting_for_signal",
+            timeout_at=now + AHEAD_MS,
+            now=now,
+        ),
+    )
+
+    async def closed_at() -> int | None:
+        [row] = [row for row in await every(engine, Suspension) if row.execution_id == held.execution_id]
+        at: int | None = row.closed_at
+        return at
+
+    return now + AHEAD_MS, closed_at
+
+
+async def allot(engine: Engine) -> tuple[int, Done]:
+    """A budget that resets; when, and a look at when it did."""
+    name = str(uuid.uuid4())
+    await engine.create_budget(
+        name, dimensions=["calls"], hard_limits=[1], soft_limits=[0], reset_interval_ms=AHEAD_MS
+    )
+
+    async def row() -> Budget:
+        [found] = [row for row in await every(engine, Budget) if row.budget_id.endswith(name)]
+        assert isinstance(found, Budget)
+        return found
+
+    async def reset_at() -> int | None:
+        return (await row()).last_reset_at
+
+    due_at = (await row()).next_reset_at
+    assert due_at is not None
+    return due_at, reset_at
+
+
+async def every(engine: Engine, row: type[Any]) -> list[Any]:
+    found: list[Any] = await engine.scan(Scan(row, limit=100))
+    return found
+
+
+async def lateness_ms(due_at: int, done_at: Done) -> int:
+    """How long after its instant something was done."""
+
+    async def is_done() -> bool:
+        return await done_at() is not None
+
+    await until(is_done)
+    at = await done_at()
+    assert at is not None
+    return at - due_at
+
+
+async def holder(engine: Engine, sweep: str, hands: dict[str, Hand], *, not_before: int) -> Hand:
+    """The process that holds the sweep, and goes on to hold it for a while."""
+    found: list[Hand] = []
+
+    async def is_held() -> bool:
+        [lease] = [row for row in await every(engine, SweepLease) if row.sweep == sweep]
+        now = await engine.ping()
+        if now >= not_before and lease.lease_until - now >= INTERVAL_MS // 4:
+            found.append(hands[lease.holder])
+        return bool(found)
+
+    await until(is_held)
+    return found[0]
+
+
+@pytest.mark.parametrize(("sweep", "plan"), [("suspension_timeout", suspend), ("budget_reset", allot)])
+async def test_what_a_killed_holder_had_to_do_is_late_by_one_interval_at_most(
+    url: str, sweep: str, plan: Callable[[Engine], Awaitable[tuple[int, Done]]]
+) -> None:
+    async with await flowfabric.connect(url) as engine:
+        await seed(engine, ServerSettings())
+        with crew() as hire:
+            hands: dict[str, Hand] = {}
+            for _ in range(2):
+                sweeper = hire("sweep", url)
+                await asyncio.to_thread(sweeper.until, lambda: bool(sweeper.heard("sweeping")))  # noqa: B023
+                hands[sweeper.heard("sweeping")[0][0]] = sweeper
+            usual_ms = await lateness_ms(*await plan(engine))
+
+            due_at, done_at = await plan(engine)
+            victim = await holder(engine, sweep, hands, not_before=due_at - INTERVAL_MS * 3 // 4)
+            await asyncio.to_thread(victim.kill)
+            assert await engine.ping() < due_at, "it was killed before the instant came"
+            late_ms = await lateness_ms(due_at, done_at)
+
+        assert late_ms <= INTERVAL_MS + usual_ms
+        assert [hand.complaints for hand in hands.values()] == [[], []]
