@@ -64,7 +64,35 @@ TRUST = (
         "tests/stores/test_sqlite_trouble.py"
         "::test_a_cursor_into_what_a_restored_file_has_lost_is_told_of_and_misses_nothing",
     ),
+    Fault(
+        "a cursor that the feed cannot continue is not told of the gap",
+        "stores/postgres/feed.py",
+        'diverged = diverged or not answer["known"]',
+        "diverged = False",
+        "tests/stores/test_contract_feed.py::test_a_place_beyond_the_feed_is_told_and_reading_goes_on_at_the_end",
+    ),
     # Answers of others, and connections.
+    Fault(
+        "a statement may take as long as a silent connection lasts",
+        "stores/postgres/links.py",
+        "asyncio.timeout((self.deadlines.command_s if command_s is None else command_s) or None)",
+        "asyncio.timeout(command_s)",
+        "tests/chaos/test_black_holes.py::test_a_write_whose_deadline_has_passed_is_in_doubt_and_a_read_is_sent_again",
+    ),
+    Fault(
+        "idle connections that went silent are tried one after the other",
+        "stores/postgres/links.py",
+        "                self._close_idle()\n",
+        "                pass\n",
+        "tests/chaos/test_black_holes.py::test_idle_connections_of_the_same_age_are_not_tried_one_after_the_other",
+    ),
+    Fault(
+        "a worker gives a command more time than its lease has",
+        "sdk/worker.py",
+        "                engine.limit_commands(self._ttl_ms * COMMAND_SHARE / 1000)\n",
+        "",
+        "tests/engine/test_deadlines.py::test_a_worker_keeps_commands_below_its_lease",
+    ),
     Fault(
         "a refusal of something before the server is taken for the server's",
         "remote/wire.py",
@@ -177,6 +205,13 @@ TRUST = (
         "wall",
         f"{CLOCK}::test_after_a_boot_time_is_never_before_what_the_file_has_seen",
     ),
+    Fault(
+        "a backup leaves out what is not yet in the file itself",
+        "stores/sqlite/backup.py",
+        '        with made.backup("main", kept, "main") as backup:\n            backup.step(-1)\n',
+        '        __import__("shutil").copyfile(source, partial)\n',
+        "tests/stores/test_sqlite_backup.py::test_copies_that_are_made_under_load_are_whole_and_of_one_moment",
+    ),
     # Flows, limits, claims, sweeps.
     Fault(
         "the event of a cancelled flow names nothing",
@@ -278,5 +313,27 @@ TRUST = (
         "if held_ms := await self._hold(sweep, interval_ms):",
         "if held_ms := await self._hold(sweep, 3 * interval_ms):",
         "tests/engine/test_sweeper.py::test_a_dead_holder_is_noticed_within_one_interval",
+    ),
+    # Decisions and words.
+    Fault(
+        "JSON that is posted to an approval's link is read as a form",
+        "server/routes/waitpoint_pages.py",
+        "await _answer_form(ask) if token is None else await _answer_json(ask, token)",
+        "await _answer_form(ask)",
+        "tests/server/test_waitpoint_json.py::test_a_program_posts_its_decision_to_the_link_and_is_answered_in_json",
+    ),
+    Fault(
+        "a message ends in facts that nobody can act on",
+        "errors/base.py",
+        "for name in _SHOWN if self.facts.get(name) is not None)",
+        "for name in self.facts if self.facts.get(name) is not None)",
+        "tests/rules/test_errors.py::test_no_message_carries_an_internal_field",
+    ),
+    Fault(
+        "an approval's link holds raw braces",
+        "sdk/approvals.py",
+        "quote(run_id, safe=':')",
+        "run_id",
+        "tests/server/test_waitpoint_json.py::test_a_link_holds_only_characters_of_a_url",
     ),
 )
