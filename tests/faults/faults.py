@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from tests.faults.engine import ENGINE
 from tests.faults.rules import RULES
+from tests.faults.security import SECURITY
 from tests.faults.stores import STORES
+from tests.faults.trust import TRUST
 
-FAULTS = (*RULES, *ENGINE, *STORES)
+FAULTS = (*RULES, *ENGINE, *STORES, *SECURITY, *TRUST)

@@ -27,9 +27,9 @@ UUID = "11111111-1111-4111-8111-111111111111"
 READS = {"observe_signals"}  # it changes nothing, and a suspended holder may ask
 
 
-def unsigned(handle: Handle) -> str:
-    """An engine's handle in the text form of the wire, without a signature."""
-    return f"{handle.kind.value}.{base64.urlsafe_b64encode(handle.opaque).decode()}"
+def unsigned(handle: Handle, made_up: bytes = b"") -> str:
+    """An engine's handle in the text form of the wire, without a signature or with one that nobody made."""
+    return f"{handle.kind.value}.{base64.urlsafe_b64encode(handle.opaque + made_up).decode()}"
 
 
 def flipped(text: str, place: int) -> str:
@@ -354,13 +354,14 @@ async def test_a_grant_is_redeemed_only_with_the_key_that_was_issued(
     assert "Claimed" in taken.json()
 
 
-async def test_a_scope_that_reads_cannot_build_a_handle(engine: Engine) -> None:
+@pytest.mark.parametrize("made_up", [b"", bytes(32), bytes(range(32))], ids=["none", "zeros", "counted"])
+async def test_a_scope_that_reads_cannot_build_a_handle(engine: Engine, made_up: bytes) -> None:
     """All parts of a handle can be read; without the key that is no handle."""
     ask = Asking(engine, ServerSettings(api_token=Secret("s3cret")), Authorization="Bearer s3cret")
     held = await ask.claimed()
     token = (await engine.make_api_token("t", [Scope.WORK])).token
     headers = {"Authorization": f"Bearer {token}"}
-    answer = await ask.post("/v1/leases/cancel", {"handle": unsigned(held.handle)}, headers=headers)
+    answer = await ask.post("/v1/leases/cancel", {"handle": unsigned(held.handle, made_up)}, headers=headers)
 
     assert answer.status_code == 400
     assert await ask.state(held.execution_id) == "active"
