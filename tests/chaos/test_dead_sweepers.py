@@ -1,6 +1,6 @@
 """A killed process that held a sweep: what falls due afterwards is late by one interval of the sweep at most.
 
-All instants are of the store's clock. The same work in the same run without a kill shows how late this machine is anyway.
+All instants are of the store's clock. The same work without a kill, in the same run, shows how late this machine is.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 import flowfabric
+from flowfabric.engine.asks import Fresh, SuspendArgs, TimeoutOnly
 from flowfabric.engine.engine import Engine
 from flowfabric.model.budget import Budget
 from flowfabric.model.suspension import Suspension
 from flowfabric.model.sweep import SweepLease
-from flowfabric.engine.asks import Fresh, SuspendArgs, TimeoutOnly
 from flowfabric.server.serving import seed
 from flowfabric.server.settings import ServerSettings
 from flowfabric.stores.base import Scan
@@ -61,9 +61,7 @@ async def suspend(engine: Engine) -> tuple[int, Done]:
 async def allot(engine: Engine) -> tuple[int, Done]:
     """A budget that resets; when, and a look at when it did."""
     name = str(uuid.uuid4())
-    await engine.create_budget(
-        name, dimensions=["calls"], hard_limits=[1], soft_limits=[0], reset_interval_ms=AHEAD_MS
-    )
+    await engine.create_budget(name, dimensions=["calls"], hard_limits=[1], soft_limits=[0], reset_interval_ms=AHEAD_MS)
 
     async def row() -> Budget:
         [found] = [row for row in await every(engine, Budget) if row.budget_id.endswith(name)]

@@ -6,8 +6,8 @@
     python -m tests.chaos.worker sweep URL                   runs the background sweeps
     python -m tests.chaos.worker spend URL                   works on what quotas admit, and spends from budgets
 
-It says what it does, a line each: `submitted ID`, `claimed ID EPOCH`, `completed ID EPOCH`, `holding`, `sweeping HOLDER`,
-and `refused KIND` when a lease turned out to be somebody else's by then.
+It prints what it does, a line each: `submitted ID`, `claimed ID EPOCH`, `completed ID EPOCH`, `holding`,
+`sweeping HOLDER`, and `refused KIND` when a lease turned out to be somebody else's by then.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Retention in every table: after an app has worked for a while, each table of each store is as small as after one round.
+"""Retention in every table: after much work, each table of each store is as small as after one round.
 
 What has ended is kept for a second, and what lives longer by a constant for two. The figures are printed.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from time import monotonic
 
@@ -32,10 +32,9 @@ KEPT_MS = 1000
 LIFE_MS = 2000
 OFTEN_MS = 500
 REST_S = 20  # in which all that ended is due and swept many times
-SWEEPS = Sweeps(**{
-    name: OFTEN_MS if isinstance(default, int) and name.endswith("_ms") else default
-    for name, default in ((name, getattr(Sweeps(), name)) for name in Sweeps.__struct_fields__)
-})
+SWEEPS = msgspec.structs.replace(
+    Sweeps(), **{name: OFTEN_MS for name in Sweeps.__struct_fields__ if name.endswith("_ms")}
+)
 
 
 def make_app(url: str) -> tuple[Fabric, Callable[[str], Awaitable[None]]]:
@@ -108,23 +107,25 @@ async def rows_of(app: Fabric, url: str) -> dict[str, int]:
             db.close()
     connection = await asyncpg.connect(url)
     try:
-        names = [name for (name,) in await connection.fetch("select tablename from pg_tables where schemaname='public'")]
+        names = [
+            name for (name,) in await connection.fetch("select tablename from pg_tables where schemaname='public'")
+        ]
         return {one: await connection.fetchval(f'select count(*) from "{one}"') for one in names}
     finally:
         await connection.close()
 
 
 @pytest.fixture(params=["memory", "sqlite", "postgres"])
-def soak_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+def soak_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     match request.param:
         case "memory":
-            return "memory://"
+            yield "memory://"
         case "sqlite":
-            return f"sqlite:///{tmp_path / 'ff.db'}"
+            yield f"sqlite:///{tmp_path / 'ff.db'}"
         case _:
             server, name = postgres(), f"soak_tables_{os.getpid()}"
-            request.addfinalizer(lambda: server.drop_database(name))
-            return server.create_database(name)
+            yield server.create_database(name)
+            server.drop_database(name)
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import msgspec
@@ -23,22 +23,26 @@ class Trace(msgspec.Struct, frozen=True, array_like=True):
     run: str
     step: str
     pid: int
-    at_ms: int
+    attempt: int
 
 
 @app.task(name="order", lane="orders", retry=Retry(max=0))
 async def order(ctx: Context, number: int, step_s: float) -> int:
     """Three steps, each of which takes a while and may be the last thing that its process does."""
     for name in STEPS:
-        number += await ctx.step(effect, ctx.run_id, name, step_s, name=name)
+        number += await ctx.step(effect(ctx, name, step_s), name=name)
     return number
 
 
-async def effect(run: str, step: str, step_s: float) -> int:
-    """Do something outside that cannot be undone."""
-    await asyncio.sleep(step_s)
-    leave(Trace(run, step, os.getpid(), int(time.time() * 1000)))
-    return 1
+def effect(ctx: Context, step: str, step_s: float) -> Callable[[], Awaitable[int]]:
+    """Make a function that does something outside that cannot be undone."""
+
+    async def leave_trace() -> int:
+        await asyncio.sleep(step_s)
+        leave(Trace(ctx.run_id, step, os.getpid(), ctx.attempt))
+        return 1
+
+    return leave_trace
 
 
 def leave(trace: Trace) -> None:

@@ -1,7 +1,7 @@
 """A control beside the workers: how much slower this machine is right now than when it is idle.
 
-The process does the same small piece of work again and again, with pauses. It touches no store. What it loses is lost to
-other processes, so a bound in wall time may be stretched by it without hiding a wait of the engine's own.
+The process does the same small piece of work again and again, with pauses. It touches no store. What it loses is lost
+to other processes, so a bound in wall time may be stretched by it without hiding a wait of the engine's own.
 """
 
 from __future__ import annotations

@@ -33,7 +33,11 @@ def test_a_key_that_was_passed_by_is_next() -> None:
     turns = charge(rows, {}, NOW, [rows[2]], cut={"b"})
 
     assert turns == {"a": 1, "b": -1}
-    assert [one.execution_id for one in plan(rows[:2] + [row("b2", "b", age=6)], turns, NOW, 3)[0]] == ["a1", "a2", "b2"]
+    assert [one.execution_id for one in plan([*rows[:2], row("b2", "b", age=6)], turns, NOW, 3)[0]] == [
+        "a1",
+        "a2",
+        "b2",
+    ]
 
 
 def test_a_key_alone_pays_nothing() -> None:

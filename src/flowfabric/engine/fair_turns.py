@@ -1,7 +1,7 @@
 """Fair turns of this process: what each fairness key has in hand, and which keys wait for a limit.
 
-A turn is used up when an execution is claimed, and only then. Keys whose work waits for a limit take part in the turns of
-claims that need the same limit: they keep their place in the rotation, whatever was refused or unblocked in between.
+A turn is used up when an execution is claimed, and only then. Keys whose work waits for a limit take part in the turns
+of claims that need the same limit: they keep their place in the rotation, whatever was refused or unblocked in between.
 What is known of them comes from refusals and from the lists that unblocking reads, so it may be out of date. A claim
 reads the lists again before it lets a blocked key go first.
 """
@@ -117,7 +117,7 @@ class FairTurns(Executions):
     def rivals(self, order: ClaimOrder, rows: Sequence[Execution]) -> dict[str, Rival]:
         """The blocked executions that take turns with these claimable ones, by id: the first of each key.
 
-        One that was unblocked meanwhile may be among them. It stands for those behind it, of which nothing is known yet.
+        One that was unblocked meanwhile may be among them. It stands for the rows behind it, which are not known yet.
         """
         if not self._first_blocked:
             return {}
@@ -136,7 +136,7 @@ def _may_claim(order: ClaimOrder, row: Execution) -> bool:
 
 
 def _limits_of(rows: Iterable[Execution]) -> set[tuple[BlockingReason, OwnedId]]:
-    found = set()
+    found: set[tuple[BlockingReason, OwnedId]] = set()
     for row in rows:
         terms = decode_terms(row.terms)
         for reason, names in (

@@ -60,7 +60,7 @@ def charge(
 ) -> dict[str, int]:
     """The turns after these of the rows were claimed, in this order, whether or not it was their turn.
 
-    Every key of the same priority gets its weight in hand for each of them; the claimed key gives the sum of the weights.
+    For each of them every key of the same priority gets its weight; the claimed key gives the sum of the weights.
     """
     queues: dict[str, deque[Execution]] = {}
     for row in sorted(rows, key=lambda row: (row.rank, row.execution_id)):

@@ -55,6 +55,7 @@ class Fault:
 class Undone(StoreUnavailable):
     """The server undid a statement for the sake of another one; it may be sent again."""
 
+
 _REFUSED = re.compile(r"Connect call failed \('(?P<host>[^']*)', (?P<port>\d+)")  # how asyncio puts it
 
 
