@@ -73,9 +73,7 @@ def meter(pg: PostgresStore) -> Meter:
 
 
 async def claim(engine: Engine, count: int) -> list[str]:
-    claimed = await engine.claim_many(
-        "mail", count, worker_id="w", worker_instance_id="w-1", lease_ttl_ms=10_000_000
-    )
+    claimed = await engine.claim_many("mail", count, worker_id="w", worker_instance_id="w-1", lease_ttl_ms=10_000_000)
     return [one.execution_id for one in claimed]
 
 

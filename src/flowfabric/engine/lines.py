@@ -190,7 +190,9 @@ class Lines(Executions):
         found: list[Execution] = []
         size = limit + CANDIDATES
         while True:
-            page = await self.scan(Scan(Execution, (Where("line", "=", line), *where), BY_RANK, after, size, partial=True))
+            page = await self.scan(
+                Scan(Execution, (Where("line", "=", line), *where), BY_RANK, after, size, partial=True)
+            )
             found += self._claimable(page, without)
             if len(found) >= limit or len(page) < size:
                 return found[:limit]

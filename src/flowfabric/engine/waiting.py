@@ -244,7 +244,8 @@ class Waiting(Books, Executions):
             depth = max(1, min(PAGE, MOST_LISTS // max(1, len({row.blocked_on for row in keyed}))))
             where = (Where("blocked_on", "=", place.blocked_on(reason, str(limit))),)
             unkeyed, keyed = await asyncio.gather(
-                self._listed(Scan(Execution, where, BY_RANK, limit=PAGE, partial=True)), self._first_of_keys(limit, reason, depth)
+                self._listed(Scan(Execution, where, BY_RANK, limit=PAGE, partial=True)),
+                self._first_of_keys(limit, reason, depth),
             )
         return True
 

@@ -149,7 +149,7 @@ def _near_the_end(whole: Slice) -> list[Slice]:
 
 
 class Part(NamedTuple):
-    """A part that is read and counted by itself: a slice, or what is behind the floor, or all of a queue without one."""
+    """A part that is read and counted by itself: a slice, what is behind the floor, or a whole queue without one."""
 
     key: Hashable
     range: Range

@@ -14,7 +14,15 @@ from typing import Any
 from flowfabric.model.execution import Execution, LineKey
 from flowfabric.stores.base import Scan, Where
 from flowfabric.stores.codec import CODEC, encode
-from flowfabric.stores.postgres.dead_entries import BLOATED, DeadEntries, Part, Position, Range, floor_of_heads, share_of
+from flowfabric.stores.postgres.dead_entries import (
+    BLOATED,
+    DeadEntries,
+    Part,
+    Position,
+    Range,
+    floor_of_heads,
+    share_of,
+)
 from flowfabric.stores.postgres.lines import Lines, number_of
 from flowfabric.stores.postgres.links import Links
 from flowfabric.stores.postgres.pieces import CLOCK
@@ -28,7 +36,7 @@ COLUMNS = ("line", "blocked_on")  # of executions, each with an index by positio
 _ENTRIES = COUNTER.format(index="ff_exec_core_line")
 _NOW = CLOCK.format(given=":clock::bigint")
 _STATEMENTS = pieces("lines.sql")
-_STANDING = numbered(_STATEMENTS["standing_within"].format(clock=_NOW, entries=_ENTRIES), ("clock", "lows", "highs"))
+STANDING = numbered(_STATEMENTS["standing_within"].format(clock=_NOW, entries=_ENTRIES), ("clock", "lows", "highs"))
 _FIRST = numbered(
     _STATEMENTS["first_positions"].format(clock=_NOW, entries=_ENTRIES),
     ("clock", "lines", "low_ranks", "low_ids", "high_ranks", "high_ids"),
@@ -127,7 +135,7 @@ class QueueReads:
         tracked = self.dead_entries.tracked_numbers()
         bounds = [_SMALLEST, *tracked, _LARGEST]
         answer = await self._links.read(
-            lambda connection: connection.fetchrow(_STANDING, self._clock(), bounds[:-1], bounds[1:])
+            lambda connection: connection.fetchrow(STANDING, self._clock(), bounds[:-1], bounds[1:])
         )
         numbers = [*answer["numbers"]]
         entries = answer["ended"] - answer["began"]
