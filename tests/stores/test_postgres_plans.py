@@ -37,8 +37,8 @@ from flowfabric.stores.postgres.batch import Batch
 from flowfabric.stores.postgres.commit import commit
 from flowfabric.stores.postgres.habits import Habits
 from flowfabric.stores.postgres.hand import handing
-from flowfabric.stores.postgres.lines import STANDING
 from flowfabric.stores.postgres.links import TUNING
+from flowfabric.stores.postgres.queue_reads import STANDING
 from flowfabric.stores.postgres.schema import migrations
 from tests.conftest import migrate
 from tests.servers import postgres
@@ -202,7 +202,9 @@ async def test_a_take_reads_few_pages_whatever_the_table_holds(planner: Planner,
 
 
 async def test_lines_with_work_are_found_from_one_to_the_next(planner: Planner) -> None:
-    plan = await planner.connection.fetchval(f"explain (analyze, buffers, format json) {STANDING}", "mail")
+    plan = await planner.connection.fetchval(
+        f"explain (analyze, buffers, format json) {STANDING}", None, [-1], [2**63 - 1]
+    )
 
     read = json.loads(plan)[0]["Plan"]
     assert read["Shared Hit Blocks"] + read["Shared Read Blocks"] < 100, plan

@@ -171,7 +171,7 @@ class Lines(FairTurns):
             return []
         size = limit + (CANDIDATES if len(lines) <= MOST_LINES else 0)
         conditions = (Where("line", "in", tuple(lines)), *where)
-        page = await self.scan(Scan(Execution, conditions, BY_RANK, None, size, each="line"))
+        page = await self.scan(Scan(Execution, conditions, BY_RANK, None, size, each="line", partial=True))
         rows = self._claimable(page, without)
         found, seen = Counter(row.line for row in rows), Counter(row.line for row in page)
         for line in lines:  # many of its first rows were passed over: look further
@@ -186,7 +186,9 @@ class Lines(FairTurns):
         found: list[Execution] = []
         size = limit + CANDIDATES
         while True:
-            page = await self.scan(Scan(Execution, (Where("line", "=", line), *where), BY_RANK, after, size))
+            page = await self.scan(
+                Scan(Execution, (Where("line", "=", line), *where), BY_RANK, after, size, partial=True)
+            )
             found += self._claimable(page, without)
             if len(found) >= limit or len(page) < size:
                 return found[:limit]
@@ -213,7 +215,8 @@ class Lines(FairTurns):
         if lane_id not in self._decided_lanes and lane_id not in self._takeovers:
             return
         for line in await self.lines_of(lane_id):
-            if line.decided and await self.scan(Scan(Execution, (Where("line", "=", line),), limit=1)):
+            first = Scan(Execution, (Where("line", "=", line),), BY_RANK, limit=1, partial=True)
+            if line.decided and await self.scan(first):
                 return
         self._decided_lanes.discard(lane_id)
         self._takeovers.discard(lane_id)

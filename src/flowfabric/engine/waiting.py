@@ -210,7 +210,8 @@ class Waiting(Books, FairTurns):
         One freed slot costs two reads of lists at once, one of the limit, and the unblocked row with its commit.
         """
         unkeyed = place.blocked_on(reason, str(limit))
-        scan = Scan(Execution, (Where("blocked_on", "in", (unkeyed, asleep)),), BY_RANK, limit=PAGE, each="blocked_on")
+        lists = (Where("blocked_on", "in", (unkeyed, asleep)),)
+        scan = Scan(Execution, lists, BY_RANK, limit=PAGE, each="blocked_on", partial=True)
         try:
             rows, keyed = await asyncio.gather(self._listed(scan), self._first_of_keys(limit, reason, 1))
             first = [row for row in rows if row.blocked_on == unkeyed]
@@ -247,7 +248,8 @@ class Waiting(Books, FairTurns):
             depth = max(1, min(PAGE, MOST_LISTS // max(1, len({row.blocked_on for row in keyed}))))
             where = (Where("blocked_on", "=", place.blocked_on(reason, str(limit))),)
             unkeyed, keyed = await asyncio.gather(
-                self._listed(Scan(Execution, where, BY_RANK, limit=PAGE)), self._first_of_keys(limit, reason, depth)
+                self._listed(Scan(Execution, where, BY_RANK, limit=PAGE, partial=True)),
+                self._first_of_keys(limit, reason, depth),
             )
         return True
 

@@ -190,6 +190,9 @@ class Scan(msgspec.Struct, frozen=True):
 
     A row that cannot be read fails the list with `Corruption`, unless it is `tolerant`: then an `Unreadable` stands in
     its place.
+
+    A `partial` list of the first rows of some queues may leave out rows where it would cost too much to find them. A
+    later list finds them: Postgres says when (its `dead_entries.py`), and the other stores leave out nothing.
     """
 
     row: type[msgspec.Struct]
@@ -200,6 +203,7 @@ class Scan(msgspec.Struct, frozen=True):
     each: str | None = None
     tolerant: bool = False
     values: int | None = None
+    partial: bool = False
 
     @property
     def full_order(self) -> tuple[str, ...]:

@@ -15,18 +15,21 @@ changes: a claim reads its queues from the head. Beyond that this page decides w
 So a claim reads a bounded number of entries, and a row that can be claimed waits no longer than the whole round takes:
 one second for each `RATE` dead entries, and the poll interval of a worker.
 
-The index of leases has the same trouble, since every claim looks for leases that have ended. There a position is the
-instant when a lease ends, and the floor lies just before the time of the last look that found nothing.
+Every other read of an ordered index works alike. A list of the first rows of several queues (claims by plan), and the
+search for queues that have work, count each part that they read (`parts`, `note_part`). Such a read claims nothing, so
+the floor stays before the first row that it found. Rows that it finds in a slice are wanted next: that slice is read
+again, up to `REREADS` times, before the next one has its turn. The look for due rows of any table is the same with
+instants as positions. There the floor lies before the first row found, or just before the time of the look.
 
 When a round finds few entries, because the transaction has ended, claims read from the head again. A process that
-starts beside many dead entries walks over all of them once, and halves slices that turn out to be too large.
+starts beside many dead entries walks over all of them once, and divides slices that turn out to be too large.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from time import monotonic
 from typing import Any, NamedTuple
 
@@ -37,6 +40,9 @@ SLICE = 1024  # entries of a slice before the floor
 RATE = 10_000  # entries before floors that a process reads in a second
 LEEWAY_MS = 200
 KEPT_S = 1.0
+REREADS = 3  # of a slice with rows that somebody may want to claim
+MOST_PORTIONS = 64  # that a slice is divided into at once
+LEAST_COST = 16  # entries that a slice is taken to have at least, so that a read has few slices
 
 Position = tuple[int, str]
 
@@ -58,31 +64,35 @@ class Range(NamedTuple):
 class Slice:
     """A part before the floor, and how many entries it had when it was last read."""
 
-    __slots__ = ("entries", "high", "low")
+    __slots__ = ("entries", "high", "low", "rereads")
 
     def __init__(self, low: Position, high: Position, entries: int) -> None:
         self.low = low
         self.high = high
         self.entries = entries
+        self.rereads = 0  # since it was found to have rows
 
-    def halves(self) -> list[Slice]:
-        """The same as two slices, or as one when it cannot be divided."""
-        middle = (self.low[0] + self.high[0]) // 2
-        if not self.low[0] < middle < self.high[0]:
+    def divided(self) -> list[Slice]:
+        """The same as slices of about `SLICE` entries, if these lie evenly; as one when it cannot be divided."""
+        count = min(self.entries // SLICE + 1, MOST_PORTIONS, self.high[0] - self.low[0])
+        if count < 2:
             return [self]
-        half = self.entries // 2
-        return [Slice(self.low, (middle, ""), half), Slice((middle, ""), self.high, half)]
+        step = (self.high[0] - self.low[0]) // count
+        bounds = [self.low, *((self.low[0] + step * number, "") for number in range(1, count)), self.high]
+        return [Slice(low, high, self.entries // count) for low, high in itertools.pairwise(bounds)]
 
 
 class Queue:
     """What is known of one queue with many dead entries: the floor, and slices that lead up to it in turns."""
 
-    __slots__ = ("floor", "newest", "slices", "unread")
+    __slots__ = ("bloated", "floor", "newest", "slices", "unread")
 
-    def __init__(self, floor: Position, entries: int) -> None:
+    def __init__(self, floor: Position, entries: int, bloated: int = BLOATED) -> None:
+        """`bloated` is the number of entries that is too much for this queue."""
         self.floor = floor
-        bounds = [LOWEST, *((floor[0] - distance, "") for distance in DISTANCES), floor]
-        self.slices = deque(Slice(low, high, entries) for low, high in itertools.pairwise(bounds))
+        self.bloated = bloated
+        whole = Slice(LOWEST, floor, entries)
+        self.slices = deque([whole] if entries <= SLICE else _near_the_end(whole))
         self.newest = self.slices[-1]
         self.unread = len(self.slices)  # of this round
 
@@ -97,22 +107,54 @@ class Queue:
         self.newest.high = self.floor = floor
         self.newest.entries += entries
 
-    def was_read(self, part: Slice, entries: int) -> None:
-        """Note what reading the first slice cost; it comes up again in the next round."""
+    def was_read(self, part: Slice, entries: int, *, is_wanted: bool = False) -> None:
+        """Note what reading a slice cost; it comes up again in the next round, or next if its rows are wanted."""
         part.entries = entries
-        self.slices.popleft()
-        self.slices.extend(part.halves() if entries > 2 * SLICE else [part])
+        if is_wanted and part.rereads < REREADS:
+            part.rereads += 1
+            return
+        try:
+            self.slices.remove(part)
+        except ValueError:  # somebody else has read it at the same time, and divided it
+            return
+        part.rereads = 0
+        is_whole = not self.slices
+        divided = [part] if entries <= 2 * SLICE else _near_the_end(part) if is_whole else part.divided()
+        self.slices.extend(divided)
+        if part is self.newest:
+            self.newest = self.slices[-1]
         self.unread -= 1
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether the next slice has rows that somebody may want to claim."""
+        return self.slices[0].rereads > 0
 
     @property
     def is_clean(self) -> bool:
         """Whether a whole round found few entries."""
-        return self.unread <= 0 and sum(part.entries for part in self.slices) < BLOATED // 2
+        return self.unread <= 0 and sum(part.entries for part in self.slices) < self.bloated // 2
 
     def begin_round(self) -> None:
         """Read every slice once more."""
         if self.unread <= 0:
             self.unread = len(self.slices)
+
+
+def _near_the_end(whole: Slice) -> list[Slice]:
+    """Slices that become shorter towards the end, where most entries are."""
+    high = whole.high
+    bounds = [whole.low, *((high[0] - distance, "") for distance in DISTANCES), high]
+    return [Slice(low, high, whole.entries) for low, high in itertools.pairwise(bounds)]
+
+
+class Part(NamedTuple):
+    """A part that is read and counted by itself: a slice, what is behind the floor, or a whole queue without one."""
+
+    key: Hashable
+    range: Range
+    queue: Queue | None = None
+    slice: Slice | None = None
 
 
 class DeadEntries:
@@ -132,9 +174,11 @@ class DeadEntries:
         known = [(line, self._queues.get(line)) for line in lines]
         parts = [Range(line) if queue is None else Range(line, queue.floor) for line, queue in known]
         waiting = [(line, queue) for line, queue in known if queue is not None]
-        if not waiting or not self._affords():
+        if not waiting:
             return parts, None
-        line, queue = max(waiting, key=lambda one: one[1].unread)
+        line, queue = max(waiting, key=lambda one: (one[1].is_wanted, one[1].unread))
+        if not queue.is_wanted and not self._affords():
+            return parts, None
         queue.begin_round()
         part = queue.slices[0]
         return [Range(line, part.low, part.high), *parts], (queue, part)
@@ -162,6 +206,65 @@ class DeadEntries:
                     del self._queues[line]
             elif part is None and entries > BLOATED + 4 * found:
                 self._queues[line] = Queue(floor, entries)
+
+    def tracked_numbers(self) -> list[int]:
+        """The ready queues that have a floor, by number."""
+        return sorted(key for key in self._queues if isinstance(key, int))
+
+    def parts(self, values: Mapping[Hashable, Any]) -> list[Part]:
+        """What a read of these queues shall read, each part counted by itself; `values` are what the index has.
+
+        The first slices of as many of them come along as have about `SLICE` entries together.
+        """
+        known = [(key, value, self._queues.get(key)) for key, value in values.items()]
+        found = [Part(key, Range(value, queue.floor if queue else LOWEST), queue) for key, value, queue in known]
+        waiting = [(key, value, queue) for key, value, queue in known if queue is not None]
+        waiting.sort(key=lambda one: (one[2].is_wanted, one[2].unread), reverse=True)
+        budget = SLICE if self._affords() else 0
+        for key, value, queue in waiting:
+            if budget <= 0 and not queue.is_wanted:
+                break
+            queue.begin_round()
+            part = queue.slices[0]
+            found.append(Part(key, Range(value, part.low, part.high), queue, part))
+            budget -= max(part.entries, LEAST_COST)
+        return found
+
+    def note_part(self, part: Part, entries: int, found: int, floor: Position, share: int = BLOATED) -> None:
+        """Learn from a part how many entries it has, how many rows were found and stay, and where nothing is before.
+
+        `share` is the number of dead entries that one queue may have.
+        """
+        dead = max(0, entries - found)
+        if part.queue is None:
+            if dead > share + 3 * found and part.key not in self._queues:
+                self._queues[part.key] = Queue(floor, dead, share)
+        elif part.slice is None:
+            part.queue.raise_to(floor, dead)
+        else:
+            self._allowance -= dead
+            part.queue.was_read(part.slice, dead, is_wanted=found > 0)
+            if part.queue.is_clean and self._queues.get(part.key) is part.queue:
+                del self._queues[part.key]
+
+    def note_all(self, keys: Sequence[Hashable], entries: int, found: int, floor: Position) -> None:
+        """Learn from a read of the heads of some queues how many entries they have together.
+
+        If these are too many, the next read counts each queue by itself.
+        """
+        if entries - found > BLOATED + 3 * found:
+            share = share_of(len(keys))
+            for key in keys:
+                self._queues.setdefault(key, Queue(floor, (entries - found) // len(keys), share))
+
+    def spend(self, entries: int) -> None:
+        """Take entries that were read before floors from what this process may afford."""
+        self._allowance -= entries
+
+    @property
+    def affords_more(self) -> bool:
+        """Whether this process may read entries before floors."""
+        return self._affords()
 
     def affords(self, lines: Sequence[Hashable]) -> bool:
         """Whether a claim that found nothing may read a further slice of these queues, of which some is unread."""
@@ -207,7 +310,27 @@ def floor_of_claim(rows: Sequence[Execution], *, full: bool, now: int) -> Positi
     return (last.rank - youth, "" if youth else last.execution_id)
 
 
-def floor_of_due(rows: Sequence[Any], column: str, now: int) -> Position:
-    """Where a look for due rows left nothing before: just before the first of them, or before now."""
+def share_of(queues: int) -> int:
+    """How many dead entries one of so many queues may have that are read together."""
+    return max(4, BLOATED // max(1, queues))
+
+
+def floor_of_heads(ranks: Sequence[int], now: int, *, full: bool, dead: int) -> Position:
+    """Where a read that claimed nothing shall begin the next time: before its first row, and before now.
+
+    If it stepped over more than a slice has, rows that stay keep the floor too low. Then it is behind the last row, and
+    those before it are found in slices.
+    """
+    latest = now - LEEWAY_MS
+    if not ranks:
+        return (latest, "")
+    if dead <= SLICE:
+        return (min(ranks[0], latest), "")
+    return (min(ranks[-1], latest) if full else latest, "")
+
+
+def floor_of_due(rows: Sequence[Any], column: str, now: int, *, full: bool, dead: int) -> Position:
+    """The same for a look for due rows, whose positions are instants; a slice may be part of it."""
     instants = [getattr(row, column) for row in rows]
-    return (min([*instants, now - LEEWAY_MS]) - 1, "")
+    instant, _ = floor_of_heads(instants, now, full=full, dead=dead - 2 * SLICE)
+    return (instant - 1, "")

@@ -39,7 +39,6 @@ _NONE: frozenset[int] = frozenset()
 ENSURE = _STATEMENTS["ensure"]
 MOST_ROWS = 1000  # sets of queues whose rows are kept ready to be sent
 _READ = numbered(_STATEMENTS["read"], ("lane_id",))
-STANDING = numbered(_STATEMENTS["standing"], ("lane_id",))
 _LANES = numbered(_STATEMENTS["lanes"], ("after", "limit"))
 
 
@@ -131,9 +130,12 @@ class Lines:
         found = await self._links.read(lambda connection: connection.fetch(_READ, lane_id))
         return sorted(self._learn(found))
 
-    async def standing(self, lane_id: str) -> list[LineKey]:
-        """The lines of a lane in which something stands, in order."""
-        return sorted(self._learn(await self._links.read(lambda connection: connection.fetch(STANDING, lane_id))))
+    async def keys_of(self, numbers: Iterable[int]) -> list[LineKey]:
+        """The queues behind some numbers, as far as the table has them."""
+        asked = set(numbers)
+        if unknown := sorted(asked - self._keys.keys()):
+            self._learn(await self._links.read(lambda connection: connection.fetch(_FIND, unknown)))
+        return [self._keys[number] for number in asked if number in self._keys]
 
     async def decoded(self, decode: Callable[[LineAt], T]) -> T:
         """Decode rows; when one stands in a queue that another process made, learn the queues first.

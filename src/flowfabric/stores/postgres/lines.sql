@@ -53,18 +53,46 @@ select line, lane_id, required, fairness_key, fairness_weight, decided
   from ff_line
  where :lane_id::text is null or lane_id = :lane_id;
 
--- name: standing
--- The lines of a lane in which something stands: from line to line, each found by one step through the index.
-with recursive taken as (
-    (select e.line from ff_exec_core e where e.line is not null order by e.line limit 1)
-    union all
-    select (select e.line from ff_exec_core e where e.line > taken.line order by e.line limit 1)
-      from taken
-     where taken.line is not null
-)
-select l.line, l.lane_id, l.required, l.fairness_key, l.fairness_weight, l.decided
-  from taken
- cross join lateral (select * from ff_line l where l.line = taken.line and l.lane_id = :lane_id offset 0) l;
+-- name: standing_within
+-- The numbers of queues that have work, between some numbers, with the entries that were counted before and after.
+select {clock} as now, {entries} as began,
+       array(
+           select stepped.line
+             from unnest(:lows::bigint[], :highs::bigint[]) as gap (low, high)
+            cross join lateral (
+                  with recursive taken as (
+                      (select e.line from ff_exec_core e
+                        where e.line > gap.low and e.line < gap.high order by e.line limit 1)
+                      union all
+                      select (select e.line from ff_exec_core e
+                               where e.line > taken.line and e.line < gap.high order by e.line limit 1)
+                        from taken
+                       where taken.line is not null
+                  )
+                  select taken.line from taken where taken.line is not null) stepped) as numbers,
+       {entries} as ended
+  from unnest(array[1]) as once;
+
+-- name: first_positions
+-- The first position in each part of a queue, with the entries that were counted before and after.
+select part.line, {clock} as now, {entries} as began,
+       (select e.rank from ff_exec_core e
+         where e.line = part.line
+           and (e.rank, e.execution_id) > (part.low_rank, part.low_id)
+           and (e.rank, e.execution_id) <= (part.high_rank, part.high_id)
+         order by e.rank, e.execution_id
+         limit 1) as first_rank,
+       {entries} as ended
+  from unnest(:lines::bigint[], :low_ranks::bigint[], :low_ids::text[], :high_ranks::bigint[], :high_ids::text[])
+       as part (line, low_rank, low_id, high_rank, high_id);
+
+-- name: queue_sizes
+-- The first position in each queue but the known ones, with the entries that were counted before and after.
+select l.line, {clock} as now, {entries} as began,
+       (select e.rank from ff_exec_core e where e.line = l.line order by e.rank, e.execution_id limit 1) as first_rank,
+       {entries} as ended
+  from ff_line l
+ where l.line <> all (:known::bigint[]);
 
 -- name: lanes
 -- The lanes that have a line, ascending, after a given one: each found by one step through the index.

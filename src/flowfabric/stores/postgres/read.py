@@ -22,7 +22,6 @@ from flowfabric.stores.postgres.sql import Parameters, Row, column_type, columns
 from flowfabric.stores.rows import TABLE, index_of
 
 MANY = 50  # wants of one kind
-COUNTED = ("lease_expires_at",)  # columns of executions that every claim looks for due rows by
 # Entries of an index that this transaction has stepped over, dead ones as well; 0 where the server does not count.
 COUNTER = "coalesce(pg_stat_get_xact_tuples_returned('{index}'::regclass), 0)"
 
@@ -224,21 +223,19 @@ def due_words(
     and_where = "".join(f" and {conditions.meets(one)}" for one in where)
     index = next((index.columns for index in table.indexes if index.columns[0] == column), (column,))
     order = quoted([*index, *(name for name in table.key if name not in index)], "t.")
-    entries = f"(select {COUNTER.format(index=f'{table.name}_{column}')})" if column in COUNTED else "0"
-    found = f"{table.name} t"
+    is_indexed = any(index.columns[0] == column for index in table.indexes)
+    entries = f"(select {COUNTER.format(index=f'{table.name}_{column}')})" if is_indexed else "0"
+    is_due = f't."{column}" <= (select now from clock){and_where}'
+    found = f"{table.name} t where {is_due} order by {order} limit {most}"
     if ranges:
-        lows, highs = [part.low for part in ranges], [part.high for part in ranges]
         bounds = [
-            conditions.given([instant for instant, _ in lows], "bigint[]"),
-            conditions.given([name for _, name in lows], "text[]"),
-            conditions.given([instant for instant, _ in highs], "bigint[]"),
-            conditions.given([name for _, name in highs], "text[]"),
+            conditions.given([part.low[0] for part in ranges], "bigint[]"),
+            conditions.given([part.high[0] for part in ranges], "bigint[]"),
         ]
-        place = f'(i."{column}", i."{table.key[0]}")'
         found = (
-            f"unnest({', '.join(bounds)}) as r (low, low_key, high, high_key), lateral (select * from {table.name} i"
-            f" where {place} > (r.low, r.low_key) and {place} <= (r.high, r.high_key)"
-            f' and i."{column}" <= (select now from clock) order by i."{column}", i."{table.key[0]}" offset 0) t'
+            f"unnest({', '.join(bounds)}) as r (low, high), lateral (select * from {table.name} t"
+            f' where t."{column}" >= r.low and t."{column}" < r.high and {is_due} order by {order} limit {most}) t'
+            f" order by {order} limit {most}"
         )
     ahead = (
         f'(select t."{column}" from {table.name} t where t."{column}" > (select now from clock){and_where}'
@@ -246,8 +243,8 @@ def due_words(
     )
     words = (
         f"with clock as materialized (select {now} as now)"
-        f" select {entries} as began, now, array(select row({columns_of(table, 't.')}) from {found}"
-        f' where t."{column}" <= (select now from clock){and_where} order by {order} limit {most}) as rows,'
+        f" select {entries} as began, now, array(select row({columns_of(table, 't.')}) from {found})"
+        f" as rows,"
         f" {entries} as ended, {ahead if looks_ahead else 'null'} as next_at, {entries} as last from clock"
     )
     return words, conditions.values

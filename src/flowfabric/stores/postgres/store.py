@@ -3,7 +3,8 @@
 links.py     connections, and what their errors mean (faults.py)
 batch.py     changes as shapes and arrays; pieces.py has the words for a shape, commit.py the statement
 take.py      claiming and renewing (take.sql); claimed.py has what is said of claimed rows
-dead_entries.py where a claim begins to read a ready queue
+dead_entries.py where a claim or another read of an ordered index begins
+queue_reads.py the first rows of ready queues, and which of them have work
 hand.py      a commit that claims what it would put into lines
 read.py      load, due and scan, composed from the catalogue
 feed.py      how events get their places (feed.sql)
@@ -56,6 +57,7 @@ from flowfabric.stores.postgres.hand import handing
 from flowfabric.stores.postgres.lines import Lines, UnknownLine, number_of
 from flowfabric.stores.postgres.links import Links, in_transaction
 from flowfabric.stores.postgres.pieces import CLOCK
+from flowfabric.stores.postgres.queue_reads import QueueReads, is_bounded
 from flowfabric.stores.postgres.sql import numbered, pieces
 from flowfabric.stores.postgres.wake import Wake
 from flowfabric.stores.postgres.within import Within, link_to
@@ -93,6 +95,7 @@ class PostgresStore:
         self._lines = Lines(self._links)
         self._habits = Habits(self._lines.number)
         self._dead_entries = DeadEntries()
+        self._queue_reads = QueueReads(self._links, self._lines, self._dead_entries, self._now)
         self._next_instants = NextInstants()
         self._feed = Feed(self._links)
         self._wake = Wake(self._links)
@@ -213,31 +216,26 @@ class PostgresStore:
         return await self._links.write(lambda connection: taking.renew(connection, leases, self._now()))
 
     async def due(self, row: type[msgspec.Struct], column: str, *, limit: int, where: tuple[Where, ...] = ()) -> Due:
-        if row is Execution and column in read.COUNTED:
-            return await self._counted_due(column, limit, where)
-        words, values = read.due_words(row, column, limit, where, self._now(), number_of)
-        answer = await self._links.read(lambda connection: connection.fetchrow(words, *values))
-        return await self._lines.decoded(lambda line_at: read.due(answer, row, line_at))
-
-    async def _counted_due(self, column: str, limit: int, where: tuple[Where, ...]) -> Due:
-        """The same where claims ask for it, and dead entries must not add up."""
-        key = [(column, where)]
+        key = [(row, column, where)]
         ranges, part = self._dead_entries.ranges(key) if self._dead_entries.hide(key) else ([], None)
         known = self._next_instants.knows(key[0])
         words, values = read.due_words(
-            Execution, column, limit, where, self._now(), number_of, ranges=ranges, looks_ahead=not known
+            row, column, limit, where, self._now(), number_of, ranges=ranges, looks_ahead=not known
         )
         answer = await self._links.read(lambda connection: connection.fetchrow(words, *values))
-        found = await self._lines.decoded(lambda line_at: read.due(answer, Execution, line_at))
+        found = await self._lines.decoded(lambda line_at: read.due(answer, row, line_at))
         began, ended, last = answer["began"], answer["ended"], answer["last"]
-        floor = floor_of_due(found.rows, column, found.now)
-        self._dead_entries.note(key, part, ended - began, len(found.rows), floor)
+        count = len(found.rows)
+        floor = floor_of_due(found.rows, column, found.now, full=count >= limit, dead=ended - began - count)
+        self._dead_entries.note(key, part, ended - began, count, floor)
         if known:
             return Due(found.now, found.rows, self._next_instants.get(key[0]))
         self._next_instants.keep(key[0], found.next_at, last - ended)
         return found
 
     async def scan(self, scan: Scan) -> list[Any]:
+        if is_bounded(scan):
+            return await self._queue_reads.scan(scan)
         words, values = read.scan_words(scan, number_of)
         found = await self._links.read(lambda connection: connection.fetch(words, *values))
         decode = CODEC[scan.row].decode_of
@@ -251,7 +249,7 @@ class PostgresStore:
         return await self._lines.read(lane_id)
 
     async def standing(self, lane_id: str) -> list[LineKey]:
-        return await self._lines.standing(lane_id)
+        return await self._queue_reads.standing(lane_id)
 
     async def unlisted(self, limit: int) -> list[str]:
         return await self._lines.unlisted(limit)

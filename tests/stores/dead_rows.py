@@ -1,0 +1,90 @@
+"""Dead index entries to try reads with, and a meter of the entries that reads step over, as the server counts them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import asyncpg
+import msgspec
+
+from flowfabric.model.execution import LineKey
+from flowfabric.stores.postgres import PostgresStore
+from flowfabric.stores.postgres.links import in_transaction
+from flowfabric.stores.postgres.sql import column_type
+from flowfabric.stores.rows import TABLE
+
+_COUNT = (
+    "select coalesce(sum(pg_stat_get_xact_tuples_returned(i.indexrelid)), 0)::bigint"
+    " from pg_index i join pg_class c on c.oid = i.indexrelid where c.relname like 'ff\\_%'"
+)
+_ZERO = {"bigint": "0", "smallint": "0", "text": "''", "bytea": "''::bytea", "boolean": "false"}
+_ZERO["double precision"] = "0"
+
+
+class Meter:
+    """Counts the index entries that the statements of a store step over."""
+
+    def __init__(self, store: PostgresStore) -> None:
+        self.entries = 0
+        links: Any = store._links
+        links.read, links.write = self._metered(links.read), self._metered(links.write)
+
+    def _metered(self, send: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        async def metered(work: Callable[[Any], Awaitable[Any]], **more: Any) -> Any:
+            async def counted(connection: Any) -> Any:
+                before = await connection.fetchval(_COUNT)
+                answer = await work(connection)
+                self.entries += await connection.fetchval(_COUNT) - before
+                return answer
+
+            return await send(lambda connection: in_transaction(connection, counted), **more)
+
+        return metered
+
+    async def cost(self, work: Awaitable[Any]) -> int:
+        """How many entries this steps over."""
+        before = self.entries
+        await work
+        return self.entries - before
+
+
+@asynccontextmanager
+async def connected(dsn: str) -> AsyncIterator[Any]:
+    connection: Any = await asyncpg.connect(dsn)
+    try:
+        yield connection
+    finally:
+        await connection.close()
+
+
+async def insert_rows(dsn: str, row: type[msgspec.Struct], prefix: str, count: int, **values: str) -> None:
+    """Insert rows with these expressions as values, in which `n` is the number of the row; the others mean nothing."""
+    table = TABLE[row]
+    given = {}
+    for column in table.columns:
+        if column.name in values:
+            given[column.name] = values[column.name]
+        elif column.name in table.key and column.kind is str:
+            given[column.name] = f"'{prefix}' || lpad(n::text, 8, '0')"
+        elif not column.optional:
+            given[column.name] = _ZERO[column_type(column)]
+    names = ", ".join(f'"{name}"' for name in given)
+    async with connected(dsn) as connection:
+        await connection.execute(
+            f"insert into {table.name} ({names}) select {', '.join(given.values())} from generate_series(1, {count}) n"
+        )
+
+
+async def leave_dead(dsn: str, row: type[msgspec.Struct], count: int, **values: str) -> None:
+    """Insert rows and delete them: their index entries stay while somebody holds a snapshot."""
+    await insert_rows(dsn, row, "dead-", count, **values)
+    key = next(column.name for column in TABLE[row].columns if column.name in TABLE[row].key and column.kind is str)
+    async with connected(dsn) as connection:
+        await connection.execute(f"delete from {TABLE[row].name} where \"{key}\" like 'dead-%'")
+
+
+def keyed(*names: str) -> list[LineKey]:
+    """Ready queues of one lane, one for each fairness key."""
+    return [LineKey("mail", fairness_key=name) for name in names]

@@ -1,0 +1,253 @@
+"""Claims by plan, lists of blocked work, and looks for due rows beside many dead index entries: bounded, and complete
+after some reads."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from flowfabric.clock import ManualClock
+from flowfabric.engine import lines
+from flowfabric.engine.engine import Engine
+from flowfabric.ids import SeededMinter
+from flowfabric.model.budget import Budget, UsageKey
+from flowfabric.model.execution import Execution, IdempotencyKey, LineKey
+from flowfabric.model.flow import Flow
+from flowfabric.model.gate import ChildEnd
+from flowfabric.model.outbox import Message
+from flowfabric.model.suspension import Suspension, Waitpoint
+from flowfabric.model.worker import Worker, WorkerEvent
+from flowfabric.stores.base import Scan, Where
+from flowfabric.stores.postgres import PostgresStore
+from flowfabric.stores.postgres.dead_entries import BLOATED, RATE, SLICE
+from flowfabric.stores.postgres.lines import number_of
+from tests.stores.dead_rows import Meter, connected, insert_rows, keyed, leave_dead
+from tests.stores.samples import line_up, waiting
+
+pytestmark = pytest.mark.slow
+
+DEAD = 6000  # of each queue; the second measurement has four times as many
+MOST = BLOATED + 2 * SLICE  # entries of one read of a queue
+WARM_UP = 40  # reads in which slices become small
+ROUNDS = 60  # reads that are more than a round has
+DUE = [
+    (Execution, "lease_expires_at"),
+    (Execution, "delay_until"),
+    (Execution, "attempt_timeout_at"),
+    (Execution, "deadline_at"),
+    (Execution, "purge_at"),
+    (Suspension, "due_at"),
+    (Waitpoint, "pending_until"),
+    (ChildEnd, "due_at"),
+    (Budget, "next_reset_at"),
+    (Budget, "lapse_at"),
+    (Worker, "lapses_at"),
+    (WorkerEvent, "expires_at"),
+    (Message, "due_at"),
+    (IdempotencyKey, "expires_at"),
+    (UsageKey, "expires_at"),
+    (Flow, "purge_check_at"),
+]
+
+
+@pytest.fixture
+async def holder(database: str) -> AsyncIterator[None]:
+    """Somebody with an idle transaction that has a snapshot."""
+    async with connected(database) as connection:
+        await connection.execute("begin isolation level repeatable read")
+        await connection.fetch("select count(*) from ff_exec_core")
+        yield
+
+
+@pytest.fixture
+async def engine(pg: PostgresStore) -> Engine:
+    return Engine(pg, minter=SeededMinter(1))
+
+
+@pytest.fixture
+def meter(pg: PostgresStore) -> Meter:
+    return Meter(pg)
+
+
+async def claim(engine: Engine, count: int) -> list[str]:
+    claimed = await engine.claim_many("mail", count, worker_id="w", worker_instance_id="w-1", lease_ttl_ms=10_000_000)
+    return [one.execution_id for one in claimed]
+
+
+async def dead_work(pg: PostgresStore, clock: ManualClock, queues: list[LineKey]) -> None:
+    """Leave `DEAD` entries of work that is gone in each queue, a millisecond apart."""
+    await pg._lines.add(queues)
+    for queue in queues:
+        rank = f"{clock.now} + n"
+        await leave_dead(pg._links.dsn, Execution, DEAD, line=str(number_of(queue)), rank=rank, lane_id="'mail'")
+    clock.pass_ms(DEAD + 1000)
+
+
+class Claims:
+    """New work in some queues, each time claimed at once."""
+
+    def __init__(self, engine: Engine, clock: ManualClock, queues: list[LineKey], meter: Meter) -> None:
+        self.engine, self.clock, self.queues, self.meter = engine, clock, queues, meter
+        self.count = 0
+
+    async def costs(self, count: int) -> list[int]:
+        return [await self.meter.cost(self.one()) for _ in range(count)]
+
+    async def one(self) -> None:
+        self.clock.pass_ms(300)
+        self.count += 1
+        store: Any = self.engine.store
+        names = [f"{self.count:06}-{place}" for place, _ in enumerate(self.queues)]
+        rows = zip(names, self.queues, strict=True)
+        await line_up(store, *(waiting(name, self.clock.now, line=queue) for name, queue in rows))
+        afford(store)
+        assert sorted(await claim(self.engine, len(names))) == names
+
+
+def afford(pg: PostgresStore) -> None:
+    """Let time pass, as far as it limits what a process reads."""
+    pg._dead_entries._allowance = RATE
+
+
+async def until_found(pg: PostgresStore, read: Callable[[], Awaitable[list[str]]], wanted: str) -> None:
+    """Read until the row is found, or a whole round has not found it."""
+    found = list[str]()
+    for _ in range(ROUNDS):
+        afford(pg)
+        found = await read()
+        if wanted in found:
+            return
+    raise AssertionError(f"{wanted} was not found, but {found}")
+
+
+@pytest.mark.parametrize("decided", [False, True], ids=["fairness keys", "work with limits or ended leases"])
+async def test_a_claim_by_plan_steps_over_a_bounded_number_of_entries(
+    pg: PostgresStore, clock: ManualClock, engine: Engine, holder: None, meter: Meter, decided: bool
+) -> None:
+    queues = [msgspec.structs.replace(queue, decided=decided) for queue in keyed("a", "b", "c")]
+    most = (1 + 2 * len(queues)) * MOST
+    claims = Claims(engine, clock, queues, meter)
+    await dead_work(pg, clock, queues)
+    await claims.costs(WARM_UP)
+    before = await claims.costs(10)
+    for _ in range(3):
+        await dead_work(pg, clock, queues)
+    await claims.costs(WARM_UP)
+    after = await claims.costs(10)
+
+    assert max(before) < most
+    assert max(after) < most
+
+    early = waiting("returned", 1_600_000_000_000, line=queues[1])
+    await line_up(pg, early)
+    await until_found(pg, lambda: claim(engine, 1), "returned")
+
+
+async def test_which_queues_have_work_is_found_in_a_bounded_number_of_entries(
+    pg: PostgresStore, clock: ManualClock, holder: None, meter: Meter
+) -> None:
+    queues = keyed("a", "b", "c")
+    await dead_work(pg, clock, queues)
+
+    async def look() -> list[str]:
+        afford(pg)
+        return [queue.fairness_key for queue in await pg.standing("mail")]
+
+    await line_up(pg, waiting("new", clock.now, line=queues[2]))
+    for _ in range(WARM_UP):
+        assert await look() == ["c"]
+    before = max([await meter.cost(look()) for _ in range(10)])
+    for _ in range(3):
+        await dead_work(pg, clock, queues)
+    for _ in range(WARM_UP):
+        await look()
+    after = max([await meter.cost(look()) for _ in range(10)])
+
+    assert before < 2 * MOST
+    assert after < 2 * MOST
+    await line_up(pg, waiting("returned", 1_600_000_000_000, line=queues[0]))
+    await until_found(pg, look, "a")
+
+
+async def test_claims_among_very_many_queues_step_over_a_bounded_number_of_entries(
+    pg: PostgresStore, clock: ManualClock, engine: Engine, holder: None, meter: Meter
+) -> None:
+    """With a key for each user the queues are searched for those that have work."""
+    queues = keyed(*(f"user-{number:03}" for number in range(lines.MOST_LINES + 6)))
+    await pg._lines.add(queues)
+    await dead_work(pg, clock, queues[:2])
+    claims = Claims(engine, clock, queues[:3], meter)
+    await claims.costs(WARM_UP)
+    before = await claims.costs(10)
+    for _ in range(3):
+        await dead_work(pg, clock, queues[:2])
+    await claims.costs(WARM_UP)
+    after = await claims.costs(10)
+
+    assert max(before) < 10 * MOST
+    assert max(after) < 10 * MOST
+    await line_up(pg, waiting("returned", 1_600_000_000_000, line=queues[0]))
+    await until_found(pg, lambda: claim(engine, 1), "returned")
+
+
+async def test_blocked_work_is_listed_in_a_bounded_number_of_entries(
+    pg: PostgresStore, clock: ManualClock, holder: None, meter: Meter
+) -> None:
+    where = (Where("blocked_on", "in", ("quota:q", "asleep:q")),)
+    scan = Scan(Execution, where, ("rank", "execution_id"), limit=10, each="blocked_on", partial=True)
+
+    async def listed() -> list[str]:
+        afford(pg)
+        return [row.execution_id for row in await pg.scan(scan)]
+
+    async def dead(times: int) -> int:
+        for _ in range(times):
+            rank = f"{clock.now} + n"
+            await leave_dead(pg._links.dsn, Execution, DEAD, blocked_on="'quota:q'", rank=rank)
+            clock.pass_ms(DEAD + 1000)
+        await line_up(pg, waiting(f"new-{times}", clock.now, line=None, blocked_on="quota:q"))
+        for _ in range(WARM_UP):
+            assert f"new-{times}" in await listed()
+        return max([await meter.cost(listed()) for _ in range(10)])
+
+    before, after = await dead(1), await dead(3)
+
+    assert before < 2 * MOST
+    assert after < 2 * MOST
+    await line_up(pg, waiting("returned", 1_600_000_000_000, line=None, blocked_on="quota:q"))
+    await until_found(pg, listed, "returned")
+
+
+@pytest.mark.parametrize(("row", "column"), DUE, ids=[f"{row.__name__}-{column}" for row, column in DUE])
+async def test_due_rows_are_found_in_a_bounded_number_of_entries(
+    pg: PostgresStore, clock: ManualClock, holder: None, meter: Meter, row: Any, column: str
+) -> None:
+    dsn = pg._links.dsn
+
+    async def look() -> list[Any]:
+        afford(pg)
+        return [getattr(one, column) for one in (await pg.due(row, column, limit=10)).rows]
+
+    async def dead(times: int) -> int:
+        for _ in range(times):
+            await leave_dead(dsn, row, DEAD, **{column: f"{clock.now} + n"})
+            clock.pass_ms(DEAD + 1000)
+        for _ in range(WARM_UP):
+            await look()
+        return max([await meter.cost(look()) for _ in range(10)])
+
+    before, after = await dead(1), await dead(3)
+
+    assert before < MOST
+    assert after < MOST
+    old, new = 1_600_000_000_000, clock.now - 5
+    await insert_rows(dsn, row, "live-", 1, **{column: f"{new}"})
+    assert await look() == [new]
+    await insert_rows(dsn, row, "old-", 1, **{column: f"{old}"})
+    found = list[int]()
+    for _ in range(ROUNDS):
+        found += await look()
+    assert {old, new} == {*found}
