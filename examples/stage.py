@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from flowfabric import Fabric, Run
-from flowfabric.sdk.worker import Worker
+from flowfabric.sdk.worker.worker import Worker
 
 _began = time.monotonic()
 logging.getLogger("flowfabric").setLevel(logging.ERROR)  # the examples tell their story themselves

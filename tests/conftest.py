@@ -19,10 +19,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from flowfabric.clock import ManualClock
-from flowfabric.stores.base import Store
-from flowfabric.stores.memory import MemoryStore
+from flowfabric.stores.memory.store import MemoryStore
+from flowfabric.stores.port import Store
 from flowfabric.stores.postgres import PostgresStore
-from flowfabric.stores.postgres.schema import migrations
+from flowfabric.stores.postgres.migrator import migrations
 from flowfabric.stores.sqlite import SQLiteStore
 from tests.servers import postgres
 

@@ -9,30 +9,31 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flowfabric.connecting import connect as connect
+    from flowfabric.connector import connect as connect
     from flowfabric.engine.engine import Engine as Engine
     from flowfabric.errors import FabricError as FabricError
     from flowfabric.errors import InvalidInput as InvalidInput
     from flowfabric.errors import StoreUnavailable as StoreUnavailable
     from flowfabric.handles import Handle as Handle
     from flowfabric.handles import HandleKind as HandleKind
-    from flowfabric.rules.create import CreateExecution as CreateExecution
-    from flowfabric.rules.lease import Fence as Fence
+    from flowfabric.rules.execution.create import CreateExecution as CreateExecution
+    from flowfabric.rules.execution.lease import Fence as Fence
     from flowfabric.sdk.approvals import Approval as Approval
     from flowfabric.sdk.approvals import Votes as Votes
     from flowfabric.sdk.context import Context as Context
     from flowfabric.sdk.context import current as current
-    from flowfabric.sdk.durable import NonDeterministic as NonDeterministic
+    from flowfabric.sdk.durable.attempt import NonDeterministic as NonDeterministic
+    from flowfabric.sdk.durable.budgets import Reservation as Reservation
+    from flowfabric.sdk.durable.output import Output as Output
+    from flowfabric.sdk.exceptions import BudgetExceeded as BudgetExceeded
+    from flowfabric.sdk.exceptions import Fatal as Fatal
+    from flowfabric.sdk.exceptions import RetryAfter as RetryAfter
+    from flowfabric.sdk.exceptions import RunCancelled as RunCancelled
+    from flowfabric.sdk.exceptions import RunEnded as RunEnded
+    from flowfabric.sdk.exceptions import RunExpired as RunExpired
+    from flowfabric.sdk.exceptions import RunFailed as RunFailed
+    from flowfabric.sdk.exceptions import RunSkipped as RunSkipped
     from flowfabric.sdk.fabric import Fabric as Fabric
-    from flowfabric.sdk.failing import BudgetExceeded as BudgetExceeded
-    from flowfabric.sdk.failing import Fatal as Fatal
-    from flowfabric.sdk.failing import Retry as Retry
-    from flowfabric.sdk.failing import RetryAfter as RetryAfter
-    from flowfabric.sdk.failing import RunCancelled as RunCancelled
-    from flowfabric.sdk.failing import RunEnded as RunEnded
-    from flowfabric.sdk.failing import RunExpired as RunExpired
-    from flowfabric.sdk.failing import RunFailed as RunFailed
-    from flowfabric.sdk.failing import RunSkipped as RunSkipped
     from flowfabric.sdk.flows import Flow as Flow
     from flowfabric.sdk.flows import FlowRun as FlowRun
     from flowfabric.sdk.joins import AllOf as AllOf
@@ -40,12 +41,11 @@ if TYPE_CHECKING:
     from flowfabric.sdk.joins import Quorum as Quorum
     from flowfabric.sdk.limits import Budget as Budget
     from flowfabric.sdk.limits import Limit as Limit
-    from flowfabric.sdk.output import Output as Output
+    from flowfabric.sdk.retry import Retry as Retry
     from flowfabric.sdk.run import Reset as Reset
     from flowfabric.sdk.run import Run as Run
-    from flowfabric.sdk.spending import Reservation as Reservation
     from flowfabric.sdk.task import Task as Task
-    from flowfabric.sdk.worker import Worker as Worker
+    from flowfabric.sdk.worker.worker import Worker as Worker
     from flowfabric.settings import Deadlines as Deadlines
     from flowfabric.settings import Settings as Settings
 
@@ -56,40 +56,40 @@ _PAGES = {
     "AnyOf": "flowfabric.sdk.joins",
     "Approval": "flowfabric.sdk.approvals",
     "Budget": "flowfabric.sdk.limits",
-    "BudgetExceeded": "flowfabric.sdk.failing",
+    "BudgetExceeded": "flowfabric.sdk.exceptions",
     "Context": "flowfabric.sdk.context",
-    "CreateExecution": "flowfabric.rules.create",
+    "CreateExecution": "flowfabric.rules.execution.create",
     "Deadlines": "flowfabric.settings",
     "Engine": "flowfabric.engine.engine",
     "Fabric": "flowfabric.sdk.fabric",
     "FabricError": "flowfabric.errors",
-    "Fatal": "flowfabric.sdk.failing",
-    "Fence": "flowfabric.rules.lease",
+    "Fatal": "flowfabric.sdk.exceptions",
+    "Fence": "flowfabric.rules.execution.lease",
     "Flow": "flowfabric.sdk.flows",
     "FlowRun": "flowfabric.sdk.flows",
     "Handle": "flowfabric.handles",
     "HandleKind": "flowfabric.handles",
     "InvalidInput": "flowfabric.errors",
     "Limit": "flowfabric.sdk.limits",
-    "NonDeterministic": "flowfabric.sdk.durable",
-    "Output": "flowfabric.sdk.output",
+    "NonDeterministic": "flowfabric.sdk.durable.attempt",
+    "Output": "flowfabric.sdk.durable.output",
     "Quorum": "flowfabric.sdk.joins",
-    "Reservation": "flowfabric.sdk.spending",
+    "Reservation": "flowfabric.sdk.durable.budgets",
     "Reset": "flowfabric.sdk.run",
-    "Retry": "flowfabric.sdk.failing",
-    "RetryAfter": "flowfabric.sdk.failing",
+    "Retry": "flowfabric.sdk.exceptions",
+    "RetryAfter": "flowfabric.sdk.exceptions",
     "Run": "flowfabric.sdk.run",
-    "RunCancelled": "flowfabric.sdk.failing",
-    "RunEnded": "flowfabric.sdk.failing",
-    "RunExpired": "flowfabric.sdk.failing",
-    "RunFailed": "flowfabric.sdk.failing",
-    "RunSkipped": "flowfabric.sdk.failing",
+    "RunCancelled": "flowfabric.sdk.exceptions",
+    "RunEnded": "flowfabric.sdk.exceptions",
+    "RunExpired": "flowfabric.sdk.exceptions",
+    "RunFailed": "flowfabric.sdk.exceptions",
+    "RunSkipped": "flowfabric.sdk.exceptions",
     "Settings": "flowfabric.settings",
     "StoreUnavailable": "flowfabric.errors",
     "Task": "flowfabric.sdk.task",
     "Votes": "flowfabric.sdk.approvals",
-    "Worker": "flowfabric.sdk.worker",
-    "connect": "flowfabric.connecting",
+    "Worker": "flowfabric.sdk.worker.worker",
+    "connect": "flowfabric.connector",
     "current": "flowfabric.sdk.context",
 }
 

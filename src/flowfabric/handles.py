@@ -8,7 +8,7 @@ Opaque to everyone but the store that gave it out. All integers are little-endia
 An older form, 0x01 followed directly by `execution_id`, is still read and means Valkey; it is never written.
 A handle made in this process knows its fields and is not encoded before someone wants its bytes.
 
-Over HTTP a server appends an HMAC to the bytes and checks it when they come back (`rules/signed_handles.py`). Clients
+Over HTTP a server appends an HMAC to the bytes and checks it when they come back (`rules/security/signed_handle.py`). Clients
 carry it beside the bytes as `signature`; an engine neither makes nor reads it.
 """
 

@@ -18,8 +18,8 @@ from flowfabric.model.states import PublicState
 from flowfabric.settings import Deadlines, Settings
 from flowfabric.stores.postgres import PostgresStore
 from tests.blackhole import BlackHole, black_hole
+from tests.client.serving import serving
 from tests.conftest import emptied
-from tests.remote.serving import serving
 from tests.sdk.conftest import until_so, working
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 import flowfabric
-from flowfabric.engine.asks import Fresh, SuspendArgs, TimeoutOnly
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.types import Fresh, SuspendArgs, TimeoutOnly
 from flowfabric.model.budget import Budget
 from flowfabric.model.suspension import Suspension
 from flowfabric.model.sweep import SweepLease
-from flowfabric.server.serving import seed
+from flowfabric.server.lifecycle import seed
 from flowfabric.server.settings import ServerSettings
-from flowfabric.stores.base import Scan
+from flowfabric.stores.queries import Scan
 from tests.chaos.crew import Hand, crew
 from tests.chaos.test_sweepers import ME, until
 from tests.chaos.worker import QUICK

@@ -11,8 +11,8 @@ import pytest
 import flowfabric
 from flowfabric import errors
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.subscriptions import Subscription
-from flowfabric.rules.feeds import Completion
+from flowfabric.engine.operations.subscriptions import Subscription
+from flowfabric.rules.feed import Completion
 from flowfabric.testing.invariants import check_invariants
 from tests.servers import PostgresServer, leave, postgres
 

@@ -11,10 +11,10 @@ from flowfabric import connect
 from flowfabric.ids import FlowId
 from flowfabric.model.flow import EdgeGroup
 from flowfabric.settings import Settings
-from flowfabric.stores.base import Want
+from flowfabric.stores.queries import Want
 from flowfabric.testing.flow_invariants import check_flow_invariants
 from flowfabric.testing.invariants import check_invariants
-from tests.engine.test_flow_processes import PROCESSES, fan_in, started
+from tests.engine.flows.test_processes import PROCESSES, fan_in, started
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 

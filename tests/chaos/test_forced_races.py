@@ -17,7 +17,7 @@ import pytest
 
 from flowfabric import errors
 from flowfabric.engine.engine import Engine
-from flowfabric.model.answers import Claimed
+from flowfabric.model.answers.execution import Claimed
 from flowfabric.model.event import Topic
 from flowfabric.model.states import AttemptType
 from flowfabric.stores.postgres import PostgresStore

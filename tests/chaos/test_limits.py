@@ -13,7 +13,7 @@ from flowfabric.engine.engine import Engine
 from flowfabric.model.execution import Execution
 from flowfabric.model.quota import QuotaPolicy, QuotaSlot
 from flowfabric.model.states import LifecyclePhase, OwnershipState, PublicState
-from flowfabric.stores.base import Scan, Want, Where
+from flowfabric.stores.queries import Scan, Want, Where
 from flowfabric.testing.invariants import check_invariants, every
 from flowfabric.testing.limit_invariants import check_limit_invariants
 from tests.chaos.crew import Hand, crew

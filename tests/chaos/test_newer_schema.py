@@ -15,7 +15,7 @@ import pytest
 
 from tests.chaos.test_sweepers import until
 from tests.cli.test_serve import FF, free_port, got
-from tests.engine.test_releases import BREAKING, SILENT, Place, place
+from tests.engine.operations.test_schema_versions import BREAKING, SILENT, Place, place
 
 __all__ = ["place"]
 

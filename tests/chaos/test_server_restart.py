@@ -12,7 +12,7 @@ import pytest
 import flowfabric
 from flowfabric.engine.engine import Engine
 from flowfabric.errors import ExecutionNotActive, LeaseExpired, StaleLease, StoreUnavailable
-from flowfabric.model.answers import Claimed
+from flowfabric.model.answers.execution import Claimed
 from flowfabric.model.execution import Execution
 from flowfabric.model.states import PublicState
 from flowfabric.testing.invariants import check_invariants, every

@@ -17,10 +17,10 @@ import asyncio
 import os
 
 import flowfabric
+from flowfabric.engine.claiming.poller import CreateExecution
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.pulling import CreateExecution
 from flowfabric.errors import ExecutionNotActive, LeaseExpired, StaleLease
-from flowfabric.model.answers import Claimed
+from flowfabric.model.answers.execution import Claimed
 from flowfabric.settings import Settings, Sweeps
 
 LANE = "default"

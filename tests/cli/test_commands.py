@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from flowfabric import Engine
 from flowfabric.cli import app
+from flowfabric.cli.output import STATES
 from flowfabric.cli.stores import chosen_store, shown
-from flowfabric.cli.telling import STATES
 from flowfabric.errors import InvalidInput
 from flowfabric.model.states import PublicState
 from tests.cli.terminal import Terminal

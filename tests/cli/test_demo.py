@@ -16,10 +16,10 @@ from rich.console import Console
 
 import flowfabric
 from flowfabric.demo import release
+from flowfabric.demo.checks import Play, judged
 from flowfabric.demo.orders import LANE, ORDERS, receipt
-from flowfabric.demo.scene import submit
+from flowfabric.demo.scenario import submit
 from flowfabric.demo.screen import Screen, Sight, drawn
-from flowfabric.demo.verdict import Play, judged
 
 HELD = [
     "each order completed exactly once: 8 completions, 8 orders",

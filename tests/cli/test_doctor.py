@@ -8,7 +8,7 @@ from typing import Any
 import asyncpg
 import pytest
 
-from flowfabric.cli import upkeep
+from flowfabric.cli import maintenance
 from flowfabric.model.deployment import SnapshotHolder
 from tests.cli.terminal import Terminal
 
@@ -38,7 +38,7 @@ async def test_doctor_names_an_idle_transaction(database: str) -> None:
     ids=["transaction", "prepared", "slot"],
 )
 def test_a_snapshot_that_is_held_for_long_is_a_fault(holder: SnapshotHolder, says: str) -> None:
-    found = upkeep._snapshots([holder])
+    found = maintenance._snapshots([holder])
 
     assert not found["ok"]
     assert says in found["says"]
@@ -47,4 +47,4 @@ def test_a_snapshot_that_is_held_for_long_is_a_fault(holder: SnapshotHolder, say
 
 
 def test_short_transactions_are_not_named() -> None:
-    assert upkeep._snapshots([SnapshotHolder("transaction", "pid 7", "flowfabric", "shop", "active", 0, 3)])["ok"]
+    assert maintenance._snapshots([SnapshotHolder("transaction", "pid 7", "flowfabric", "shop", "active", 0, 3)])["ok"]

@@ -16,9 +16,9 @@ from tests.cli.terminal import Terminal
     ("command", "url", "page", "extra"),
     [
         ("ls", "postgresql://localhost/none", "flowfabric.stores.postgres", "flowfabric[postgres]"),
-        ("ls", "http://localhost:9", "flowfabric.remote", "flowfabric[client]"),
+        ("ls", "http://localhost:9", "flowfabric.client", "flowfabric[client]"),
         ("bench sdk", "postgresql://localhost/none", "flowfabric.bench.postgres", "flowfabric[postgres]"),
-        ("serve", "memory://", "flowfabric.server.serving", "flowfabric[server]"),
+        ("serve", "memory://", "flowfabric.server.lifecycle", "flowfabric[server]"),
     ],
 )
 def test_a_missing_extra_is_named(

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from flowfabric.cli import telling
+from flowfabric.cli import output
 
 ID = "{fp:86}:01a1e7bd-8f87-75d8-bbdb-180222233dd3"
 COLUMNS = ("execution", "task", "state", "created", "why it waits")
@@ -17,8 +17,8 @@ ROW = (ID, "shop.purchase", "delayed", "2026-11-17 04:22:02.375Z", "because " * 
 def printed(monkeypatch: pytest.MonkeyPatch, width: int, *rows: tuple[object, ...], terminal: bool = True) -> list[str]:
     out = io.StringIO()
     drawn = Console(file=out, width=width, force_terminal=terminal, color_system=None, highlight=False)
-    monkeypatch.setattr(telling, "console", lambda: drawn)
-    telling.table("Runs", COLUMNS, rows)
+    monkeypatch.setattr(output, "console", lambda: drawn)
+    output.table("Runs", COLUMNS, rows)
     return out.getvalue().splitlines()
 
 
@@ -47,6 +47,6 @@ def test_a_pipe_gets_a_table_as_wide_as_it_takes(monkeypatch: pytest.MonkeyPatch
 
 def test_of_a_failure_people_get_what_it_says() -> None:
     told = 'retry backoff until 1700000000000 (attempt 0 failed: ValueError: no\n  File "x.py", line 1\n)'
-    assert telling.first_line(told) == "retry backoff until 2023-11-14 22:13:20.000Z (attempt 0 failed: ValueError: no)"
-    assert telling.first_line("ValueError: no (really)\n  File") == "ValueError: no (really)"
-    assert telling.first_line(None) == ""
+    assert output.first_line(told) == "retry backoff until 2023-11-14 22:13:20.000Z (attempt 0 failed: ValueError: no)"
+    assert output.first_line("ValueError: no (really)\n  File") == "ValueError: no (really)"
+    assert output.first_line(None) == ""

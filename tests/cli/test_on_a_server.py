@@ -14,7 +14,7 @@ from flowfabric.model.api_token import Scope
 from flowfabric.server import ServerSettings
 from flowfabric.settings import Secret
 from tests.cli.terminal import Terminal
-from tests.remote.serving import Serving, serving
+from tests.client.serving import Serving, serving
 from tests.sdk.conftest import until, working
 
 ROOT = "a-long-secret-that-nobody-guesses"

@@ -8,7 +8,7 @@ import apsw
 import pytest
 
 from flowfabric import Engine, StoreUnavailable
-from flowfabric.cli.telling import hint_for
+from flowfabric.cli.output import hint_for
 from tests.cli.terminal import Terminal
 
 UNKNOWN = "{fp:1}:1a255fe9-f16a-4af0-8cb6-6085de2ea47d"

@@ -10,7 +10,7 @@ import pytest
 
 from flowfabric import Engine
 from tests.cli.terminal import Terminal
-from tests.remote.serving import serving
+from tests.client.serving import serving
 
 
 @pytest.fixture(params=["store", "server"])

@@ -8,7 +8,7 @@ import pytest
 
 from flowfabric import Engine
 from tests.cli.terminal import Terminal
-from tests.remote.serving import serving
+from tests.client.serving import serving
 
 ONE = "{fp:86}:0197aaaa-0000-7000-8000-000000000001"
 TWO = "{fp:86}:0197aaaa-1111-7000-8000-000000000002"

@@ -15,9 +15,9 @@ from urllib.parse import quote
 import pytest
 
 from flowfabric import Context, Engine, Fabric, Fatal, Run
-from flowfabric.sdk.worker import Worker
+from flowfabric.sdk.worker.worker import Worker
 from tests.cli.terminal import Terminal
-from tests.remote.serving import serving
+from tests.client.serving import serving
 
 
 @dataclass
@@ -189,7 +189,7 @@ def test_show_says_in_words_what_it_waits_for(ff: Terminal, shop: Shop) -> None:
 
 
 def test_tail_says_why_nothing_comes(ff: Terminal, shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flowfabric.cli.watching.BLOCK_MS", 50)
+    monkeypatch.setattr("flowfabric.cli.tail.BLOCK_MS", 50)
     run = shop.submit(lambda: shop.ask.submit(False))
     heard: list[Any] = []
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from flowfabric.cli.reloading import stamps
+from flowfabric.cli.reload import stamps
 from tests.cli.terminal import Terminal
 from tests.postgres_install import ROOT
 

@@ -6,7 +6,7 @@ python -m tests.docs.security      writes it anew
 from __future__ import annotations
 
 from flowfabric.server.routes import PAGES
-from flowfabric.server.table import Operation, Subject
+from flowfabric.server.routing import Operation, Subject
 from tests.postgres_install import ROOT
 
 PAGE = ROOT / "docs" / "security.md"

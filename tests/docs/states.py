@@ -15,11 +15,11 @@ from typing import Any
 
 from flowfabric import CreateExecution, Engine, FabricError, Handle
 from flowfabric.clock import ManualClock
-from flowfabric.engine.asks import ByName, Fresh, Single, SuspendArgs
-from flowfabric.engine.flows import GraphEdge
+from flowfabric.engine.operations.flows import GraphEdge
+from flowfabric.engine.types import ByName, Fresh, Single, SuspendArgs
 from flowfabric.ids import FlowId, SeededMinter, mint_for_flow
 from flowfabric.settings import Settings, Sweeps
-from flowfabric.stores.memory import MemoryStore
+from flowfabric.stores.memory.store import MemoryStore
 from tests.postgres_install import ROOT
 
 PAGE = ROOT / "docs" / "concepts.md"

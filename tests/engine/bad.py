@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 
 from flowfabric.handles import BackendTag, Handle, HandleKind, encode
-from flowfabric.model.answers import Claimed, ClaimGrant
-from flowfabric.rules.feeds import Filter
-from flowfabric.rules.lease import Fence
-from flowfabric.rules.limits import MAX_DURATION_MS, MAX_INSTANT_MS, MAX_NAME_BYTES, MAX_TEXT_BYTES
+from flowfabric.model.answers.execution import Claimed, ClaimGrant
+from flowfabric.rules.execution.lease import Fence
+from flowfabric.rules.feed import Filter
+from flowfabric.rules.validation import MAX_DURATION_MS, MAX_INSTANT_MS, MAX_NAME_BYTES, MAX_TEXT_BYTES
 
 UUID = "11111111-1111-4111-8111-111111111111"
 SECRET = "00112233445566778899aabbccddeeff" * 2

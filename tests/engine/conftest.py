@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flowfabric.clock import ManualClock
-from flowfabric.stores.base import Store
+from flowfabric.stores.port import Store
 from tests.engine.crew import Crew
 
 

@@ -7,12 +7,13 @@ from uuid import UUID
 
 from flowfabric import CreateExecution
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.flows import GraphEdge
+from flowfabric.engine.operations.flows import GraphEdge
 from flowfabric.ids import FlowId, SeededMinter, mint_for_flow
-from flowfabric.model.answers import Claimed
+from flowfabric.model.answers.execution import Claimed
 from flowfabric.model.flow import Dependency, Dispatch, EdgeGroup
 from flowfabric.settings import Settings
-from flowfabric.stores.base import Scan, Store, Want
+from flowfabric.stores.port import Store
+from flowfabric.stores.queries import Scan, Want
 from flowfabric.testing.faults import FlakyStore
 
 LANE = "default"

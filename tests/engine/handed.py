@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from flowfabric import connect
-from flowfabric.rules.change import Change
-from flowfabric.stores.base import Handed, Take
+from flowfabric.model.change import Change
+from flowfabric.stores.claims import Handed, Take
 
 
 async def stop(*names: str) -> None:

@@ -7,8 +7,10 @@ from enum import Enum
 from typing import Any, TypeVar
 
 from flowfabric.errors import StoreFault, StoreUnavailable
-from flowfabric.rules.change import Change
-from flowfabric.stores.base import Handed, Held, Loaded, Scan, Store, Take, Taken, Want
+from flowfabric.model.change import Change
+from flowfabric.stores.claims import Handed, Held, Take, Taken
+from flowfabric.stores.port import Store
+from flowfabric.stores.queries import Loaded, Scan, Want
 
 A = TypeVar("A")
 

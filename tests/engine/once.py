@@ -8,11 +8,11 @@ import msgspec
 
 from flowfabric.clock import ManualClock
 from flowfabric.model.budget import UsageKey
-from flowfabric.stores.base import Store
-from flowfabric.stores.memory import MemoryStore
-from tests.engine import test_lost_answers as lost
+from flowfabric.stores.memory.store import MemoryStore
+from flowfabric.stores.port import Store
 from tests.engine.losing import LosingStore, Loss
-from tests.engine.test_lost_answers import Case, plain, scene_on
+from tests.engine.runtime import test_lost_replies as lost
+from tests.engine.runtime.test_lost_replies import Case, plain, scene_on
 from tests.scenarios.watched import dump
 
 

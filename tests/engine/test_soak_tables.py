@@ -17,12 +17,15 @@ import msgspec
 import pytest
 
 from flowfabric import Budget, Context, Fabric, Limit, Quorum, Retry
-from flowfabric.engine import books
-from flowfabric.rules import admission, budgets, policy, workers
-from flowfabric.sdk.worker import Worker
+from flowfabric.engine.limits import aggregates
+from flowfabric.rules.execution import policy
+from flowfabric.rules.limits import budget as budget_rules
+from flowfabric.rules.limits import quota
+from flowfabric.rules.scheduling import workers
+from flowfabric.sdk.worker.worker import Worker
 from flowfabric.settings import Settings, Sweeps
-from flowfabric.stores.base import Scan
-from flowfabric.stores.rows import TABLE
+from flowfabric.stores.catalog import TABLE
+from flowfabric.stores.queries import Scan
 from tests.servers import postgres
 
 pytestmark = [pytest.mark.soak, pytest.mark.serial, pytest.mark.timeout(900)]
@@ -131,10 +134,10 @@ def soak_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 @pytest.fixture
 def short_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let what lives for a minute, a day or a week by a constant live for two seconds."""
-    monkeypatch.setattr(budgets, "DEDUP_LIFE_MS", LIFE_MS)
-    monkeypatch.setattr(books, "TRACE_LIFE_MS", LIFE_MS)
+    monkeypatch.setattr(budget_rules, "DEDUP_LIFE_MS", LIFE_MS)
+    monkeypatch.setattr(aggregates, "TRACE_LIFE_MS", LIFE_MS)
     monkeypatch.setattr(workers, "EVENT_LIFE_MS", LIFE_MS)
-    monkeypatch.setattr(admission, "DEFAULT_WINDOW_MS", LIFE_MS)
+    monkeypatch.setattr(quota, "DEFAULT_WINDOW_MS", LIFE_MS)
     terms = msgspec.structs.replace(policy.DEFAULT_TERMS, dedup_window_ms=LIFE_MS)
     monkeypatch.setattr(policy, "DEFAULT_TERMS", terms)
 

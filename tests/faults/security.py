@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from tests.faults.fault import Fault
 
-SCHEMAS = "tests/rules/test_schemas.py"
-OWNED_IDS = "tests/scenarios/test_owned_ids.py"
-OWNED_LIMITS = "tests/scenarios/test_owned_limits.py"
-HOLDER = "tests/scenarios/test_holder.py"
-TAGS = "tests/scenarios/test_reserved_tags.py"
-HANDLES = "tests/server/test_handles.py"
+SCHEMAS = "tests/rules/durable/test_schema_limits.py"
+OWNED_IDS = "tests/scenarios/execution/test_owned_ids.py"
+OWNED_LIMITS = "tests/scenarios/limits/test_owned_limits.py"
+HOLDER = "tests/scenarios/execution/test_holder.py"
+TAGS = "tests/scenarios/execution/test_reserved_tags.py"
+HANDLES = "tests/server/routes/test_handles.py"
 EDGE = "tests/server/test_edge.py"
 READMISSION = "tests/server/test_readmission.py"
-PRIVATE = "tests/stores/test_sqlite_private.py"
+PRIVATE = "tests/stores/sqlite/test_permissions.py"
 
 SECURITY = (
     # Schemas of others, and the work of reading them.
     Fault(
         "a pattern from outside is run by an engine that backtracks",
-        "rules/fitting.py",
+        "rules/durable/json_schema.py",
         "            yield from _unreadable(value, schema, name)\n",
         "            yield from _unreadable(value, schema, name)\n"
         '            if "pattern" in schema and not __import__("re").search(schema["pattern"], value[-9:]):\n'
@@ -27,49 +27,49 @@ SECURITY = (
     ),
     Fault(
         "a check of a value goes on however many steps it takes",
-        "rules/fitting.py",
+        "rules/durable/json_schema.py",
         "        if self.steps > self._max_steps:\n",
         "        if self.steps > 4 * self._max_steps:\n",
         f"{SCHEMAS}::test_a_stored_schema_costs_a_bounded_number_of_steps",
     ),
     Fault(
         "a schema of any number of bytes is taken",
-        "rules/schemas.py",
+        "rules/durable/schema_limits.py",
         "    if size > MAX_BYTES:\n",
         "    if False:\n",
         f"{SCHEMAS}::test_a_schema_out_of_bounds_is_refused_in_a_tag",
     ),
     Fault(
         "a schema of any number of nodes is taken",
-        "rules/schemas.py",
+        "rules/durable/schema_limits.py",
         "        if nodes > MAX_NODES:\n",
         "        if False:\n",
         f"{SCHEMAS}::test_a_schema_out_of_bounds_is_refused_in_a_tag",
     ),
     Fault(
         "a schema of any depth is taken",
-        "rules/schemas.py",
+        "rules/durable/schema_limits.py",
         "        if depth > MAX_DEPTH:\n",
         "        if False:\n",
         f"{SCHEMAS}::test_a_schema_out_of_bounds_is_refused_in_a_tag",
     ),
     Fault(
         "references in a schema may double without end",
-        "rules/schemas.py",
+        "rules/durable/schema_limits.py",
         "        if expanded > MAX_EXPANDED:\n",
         "        if expanded > 4 * MAX_EXPANDED:\n",
         f"{SCHEMAS}::test_a_schema_out_of_bounds_is_refused_in_a_tag",
     ),
     Fault(
         "a schema in a tag is not looked at",
-        "rules/tags.py",
+        "rules/execution/tags.py",
         "        if key.startswith(schemas.ASK) and (odd := schemas.check_schema(value)):\n",
         "        if False:\n",
-        "tests/server/test_waitpoint_json.py::test_a_schema_out_of_bounds_is_refused_on_every_way_in",
+        "tests/server/routes/test_approval_json.py::test_a_schema_out_of_bounds_is_refused_on_every_way_in",
     ),
     Fault(
         "a form has as many fields as a schema asks for",
-        "server/forms.py",
+        "server/approval_form.py",
         "        if self._fields > MAX_FIELDS or self._options > MAX_OPTIONS:\n",
         "        if False:\n",
         f"{SCHEMAS}::test_a_form_stays_small_whatever_the_schema",
@@ -77,28 +77,28 @@ SECURITY = (
     # Ids of other namespaces.
     Fault(
         "a flow of another namespace is taken for one's own",
-        "rules/flows.py",
+        "rules/flow/build.py",
         "        if existing.namespace != namespace:\n",
         "        if False:\n",
         f"{OWNED_IDS}::test_creating_a_flow_whose_id_exists_in_another_namespace_is_a_conflict",
     ),
     Fault(
         "an execution of another namespace becomes a member of a flow",
-        "rules/flows.py",
+        "rules/flow/build.py",
         "    if row.namespace != flow.namespace:\n",
         "    if False:\n",
         f"{OWNED_IDS}::test_an_execution_of_another_namespace_does_not_become_a_member",
     ),
     Fault(
         "a graph is satisfied by a flow of another namespace",
-        "rules/graph.py",
+        "rules/flow/graph.py",
         "        if flow.namespace != ask.namespace:\n",
         "        if False:\n",
         f"{OWNED_IDS}::test_a_graph_is_not_satisfied_by_a_flow_of_another_namespace",
     ),
     Fault(
         "a node of a graph is satisfied by an execution of another namespace",
-        "rules/graph.py",
+        "rules/flow/graph.py",
         "        if known.namespace != namespaces.get(known.execution_id, ask.namespace):\n",
         "        if False:\n",
         f"{OWNED_IDS}::test_a_graph_whose_node_exists_in_another_namespace_is_refused_whole",
@@ -112,7 +112,7 @@ SECURITY = (
     ),
     Fault(
         "a node reads its input from an execution of another namespace",
-        "sdk/inputs.py",
+        "sdk/serialization/inputs.py",
         "tuple(dict.fromkeys(named)), namespace=namespace)",
         "tuple(dict.fromkeys(named)))",
         "tests/sdk/test_owned_ids.py::test_a_node_does_not_read_the_result_of_another_namespace",
@@ -120,51 +120,51 @@ SECURITY = (
     # Budgets and quotas of other namespaces.
     Fault(
         "an id in a policy stands for the shared budget although the namespace has its own",
-        "rules/owners.py",
+        "rules/limits/owner.py",
         "    if own.is_shared or is_defined(roots.get(own)) or not is_defined(roots.get(own.shared)):\n",
         "    if own.is_shared or not is_defined(roots.get(own.shared)):\n",
         f"{OWNED_LIMITS}::test_an_execution_spends_in_its_own_namespace_then_in_the_shared_one",
     ),
     Fault(
         "a bound token names the budget of any namespace",
-        "server/ask.py",
+        "server/request.py",
         "        namespace = only if given is None else given\n        self.within(namespace)\n",
         "        namespace = only if given is None else given\n",
-        "tests/server/test_owned_limits.py::test_a_token_of_some_namespaces_reaches_no_budget_beyond_them",
+        "tests/server/routes/test_owned_limits.py::test_a_token_of_some_namespaces_reaches_no_budget_beyond_them",
     ),
     Fault(
         "a bound worker spends in the shared budgets",
-        "server/ask.py",
+        "server/request.py",
         "        return self.principal.namespaces is None\n",
         "        return True\n",
-        "tests/server/test_owned_limits.py"
+        "tests/server/routes/test_owned_limits.py"
         "::test_a_bound_worker_spends_reserves_and_refunds_in_the_namespace_of_its_work",
     ),
     # Handles: the lease, the signature, the budget's verbs.
     Fault(
         "a handle cancels whatever is not active",
-        "rules/holder.py",
+        "rules/execution/holder.py",
         "    if not is_last or not lease.has_open_attempt(row):\n",
         "    if False:\n",
         f"{HOLDER}::test_a_made_up_handle_cancels_nothing",
     ),
     Fault(
         "a handle of an attempt that is over cancels a replay",
-        "rules/holder.py",
+        "rules/execution/holder.py",
         " or not lease.has_open_attempt(row):",
         ":",
         f"{HANDLES}::test_a_handle_of_a_former_life_does_not_cancel_a_replay",
     ),
     Fault(
         "a holder's cancel is not audited",
-        "server/routes/work.py",
+        "server/routes/leases.py",
         '@holding("cancel", variants(answers.Cancelled), HolderCancelBody, audit=True)',
         '@holding("cancel", variants(answers.Cancelled), HolderCancelBody)',
         f"{HANDLES}::test_a_holders_cancel_is_audited_with_its_execution",
     ),
     Fault(
         "usage is reported without the lease",
-        "server/routes/spending.py",
+        "server/routes/lease_usage.py",
         "    body = ask.body\n    await ask.engine.require_lease(ask.holder)\n    return tagged(\n"
         "        await ask.engine.report_usage(",
         "    body = ask.body\n    return tagged(\n        await ask.engine.report_usage(",
@@ -172,42 +172,42 @@ SECURITY = (
     ),
     Fault(
         "money is spent without the lease",
-        "server/routes/spending.py",
+        "server/routes/lease_usage.py",
         "    await ask.engine.require_lease(handle)\n    return tagged(\n        await ask.engine.record_spend(",
         "    return tagged(\n        await ask.engine.record_spend(",
         f"{HANDLES}::test_budgets_are_closed_to_a_lease_that_lapsed",
     ),
     Fault(
         "room is reserved without the lease",
-        "server/routes/spending.py",
+        "server/routes/lease_usage.py",
         "    await ask.engine.require_lease(handle)\n    return tagged(\n        await ask.engine.reserve_budget(",
         "    return tagged(\n        await ask.engine.reserve_budget(",
         f"{HANDLES}::test_budgets_are_closed_to_a_lease_that_lapsed",
     ),
     Fault(
         "a reservation is refunded without the lease",
-        "server/routes/spending.py",
+        "server/routes/lease_usage.py",
         "    await ask.engine.require_lease(ask.holder)\n    body, execution_id",
         "    body, execution_id",
         f"{HANDLES}::test_budgets_are_closed_to_a_lease_that_lapsed",
     ),
     Fault(
         "a holder refunds the reservation of another execution",
-        "rules/reserving.py",
+        "rules/limits/reservation.py",
         "    if execution_id is not None and (refused := _of_another(mine, execution_id)):\n",
         "    if execution_id is None and (refused := _of_another(mine, execution_id or '')):\n",
         f"{HANDLES}::test_a_refund_touches_only_reservations_of_its_own_execution",
     ),
     Fault(
         "a server takes any signature of a handle",
-        "server/signing.py",
+        "server/handle_signer.py",
         "            answers[place] = errors.Corruption(NOT_OURS)\n",
         "            pass\n",
         f"{HANDLES}::test_a_scope_that_reads_cannot_build_a_handle",
     ),
     Fault(
         "the kind of a handle can be altered",
-        "rules/signed_handles.py",
+        "rules/security/signed_handle.py",
         '    return handle.kind.value.encode() + b"\\0" + handle.opaque\n',
         "    return handle.opaque\n",
         f"{HANDLES}::test_the_kind_of_a_handle_is_signed_too",
@@ -215,14 +215,14 @@ SECURITY = (
     # Reserved tags.
     Fault(
         "a batch of tags may hold reserved ones",
-        "rules/tags.py",
+        "rules/execution/tags.py",
         "        if not reserved and is_reserved(key):\n",
         "        if False:\n",
         f"{TAGS}::test_nobody_sets_a_reserved_tag_without_the_lease",
     ),
     Fault(
         "a single tag may be a reserved one",
-        "rules/tags.py",
+        "rules/execution/tags.py",
         "    return _reserved(key) if is_reserved(key) else None\n",
         "    return None\n",
         f"{TAGS}::test_the_tags_of_a_flow_are_bounded_and_its_reserved_ones_are_not_set",
@@ -232,18 +232,18 @@ SECURITY = (
         "server/routes/executions.py",
         "    if traces.TAG in body.tags:",
         "    if False:",
-        "tests/server/test_reserved_tags.py::test_a_create_with_a_reserved_tag_is_refused",
+        "tests/server/routes/test_reserved_tags.py::test_a_create_with_a_reserved_tag_is_refused",
     ),
     Fault(
         "tags grow without bound, one call after the other",
-        "rules/notes.py",
+        "rules/execution/progress.py",
         "    if too_large := check_tags_size(merged):\n",
         "    if too_large := None:\n",
         f"{TAGS}::test_the_tags_of_an_execution_do_not_grow_beyond_their_bound",
     ),
     Fault(
         "a create carries tags of any size",
-        "rules/tags.py",
+        "rules/execution/tags.py",
         "    return check_tags(given) or check_tags_size(tags)\n",
         "    return check_tags(given)\n",
         f"{TAGS}::test_the_tags_of_an_execution_do_not_grow_beyond_their_bound",
@@ -251,7 +251,7 @@ SECURITY = (
     # Tokens that are over, rates, sizes.
     Fault(
         "a feed goes on although its token was revoked",
-        "server/ask.py",
+        "server/request.py",
         "                await self.check_admission(after_s=0)\n",
         "                pass\n",
         f"{READMISSION}::test_a_feed_ends_when_its_token_is_revoked",
@@ -279,17 +279,17 @@ SECURITY = (
     ),
     Fault(
         "numbers of any length are read",
-        "untrusted.py",
+        "json_limits.py",
         "            raise NumberTooLong()\n",
         "            return\n",
         f"{EDGE}::test_no_route_reads_a_number_of_many_digits_or_falls_over_deep_json",
     ),
     Fault(
         "an answer holds as many bytes of results as were asked for",
-        "server/routes/lookups.py",
+        "server/routes/queries.py",
         "            if found and size > MAX_RESULT_BYTES:\n",
         "            if False:\n",
-        "tests/server/test_results.py::test_an_answer_holds_so_many_bytes_and_names_the_rest",
+        "tests/server/routes/test_results.py::test_an_answer_holds_so_many_bytes_and_names_the_rest",
     ),
     Fault(
         "wrong tokens are not counted",
@@ -307,7 +307,7 @@ SECURITY = (
     ),
     Fault(
         "connections have no limit",
-        "server/protocol.py",
+        "server/connection_limits.py",
         "            self.app = too_many_connections\n",
         "            pass\n",
         "tests/server/test_limits.py::test_connections_beyond_their_number_are_turned_away_and_the_first_ones_go_on",
@@ -315,28 +315,28 @@ SECURITY = (
     # SQLite files, the name of a server, its edge.
     Fault(
         "a new database is readable by others",
-        "stores/sqlite/private.py",
+        "stores/sqlite/permissions.py",
         "                target, _OWNER | stat.S_IFREG\n",
         "                target, 0o644 | stat.S_IFREG\n",
         f"{PRIVATE}::test_everything_that_is_created_belongs_to_its_user_alone",
     ),
     Fault(
         "the lock file of a stranger is used",
-        "stores/sqlite/private.py",
+        "stores/sqlite/permissions.py",
         "    if not _is_trusted(found, root):\n        return False\n",
         "",
         f"{PRIVATE}::test_a_lock_file_that_a_stranger_has_put_there_is_refused",
     ),
     Fault(
         "a write waits for the lock for ever",
-        "stores/sqlite/desk.py",
+        "stores/sqlite/connection_thread.py",
         "                job.give_up()\n",
         "                pass\n",
         f"{PRIVATE}::test_waiting_for_the_write_lock_is_bounded_and_what_was_given_up_is_never_written",
     ),
     Fault(
         "an open server answers to any name",
-        "server/hosts.py",
+        "server/host_filter.py",
         "        if not self._is_on or ",
         "        if True or ",
         f"{EDGE}::test_an_open_server_does_not_answer_to_a_foreign_host",
@@ -350,51 +350,51 @@ SECURITY = (
     ),
     Fault(
         "an Idempotency-Key holds for another body, too",
-        "server/once.py",
+        "server/idempotency.py",
         "    if known != content:\n",
         "    if False:\n",
         f"{EDGE}::test_a_key_with_another_body_query_or_fields_is_a_conflict",
     ),
     Fault(
         "a signing secret of a few bytes is installed",
-        "rules/tokens.py",
+        "rules/security/keystore.py",
         "    if len(secret_hex) < _LEAST_DIGITS:  #",
         "    if False:  #",
-        "tests/rules/test_tokens.py",
+        "tests/rules/security/test_keystore.py",
     ),
     Fault(
         "a rotation takes a signing secret of a few bytes",
-        "rules/tokens.py",
+        "rules/security/keystore.py",
         "    if len(secret_hex) < _LEAST_DIGITS:\n",
         "    if False:\n",
-        "tests/rules/test_tokens.py",
+        "tests/rules/security/test_keystore.py",
     ),
     Fault(
         "a grant is redeemed without the key that was issued with it",
-        "rules/claim.py",
+        "rules/execution/claim.py",
         "    if proof is not None and not proof.covers(grant, now):\n",
         "    if False:\n",
         f"{HANDLES}::test_a_grant_is_redeemed_only_with_the_key_that_was_issued",
     ),
     Fault(
         "a lost attempt is taken over without the key that was issued with its grant",
-        "rules/reclaim.py",
+        "rules/execution/reclaim.py",
         "    if proof is not None and not proof.covers(grant, now):\n",
         "    if False:\n",
         f"{HANDLES}::test_a_grant_is_redeemed_only_with_the_key_that_was_issued",
     ),
     Fault(
         "deep JSON in a form fails its page",
-        "server/forms.py",
+        "server/approval_form.py",
         "    except (ValueError, RecursionError):\n        raise NotFilledIn",
         "    except ValueError:\n        raise NotFilledIn",
-        "tests/server/test_waitpoint_json.py::test_no_stored_schema_makes_a_page_or_a_vote_fail",
+        "tests/server/routes/test_approval_json.py::test_no_stored_schema_makes_a_page_or_a_vote_fail",
     ),
     Fault(
         "deep JSON in an approval's facts fails its page",
-        "server/routes/waitpoint_pages.py",
+        "server/routes/approval_pages.py",
         "untrusted.decode(text)\n    except (msgspec.DecodeError, RecursionError):\n",
         "untrusted.decode(text)\n    except msgspec.DecodeError:\n",
-        "tests/server/test_waitpoint_json.py::test_whatever_is_shown_the_page_is_there",
+        "tests/server/routes/test_approval_json.py::test_whatever_is_shown_the_page_is_there",
     ),
 )

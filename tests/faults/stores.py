@@ -4,59 +4,59 @@ from __future__ import annotations
 
 from tests.faults.fault import Fault
 
-AGREEMENT = "tests/machine/test_agreement.py::test_a_long_life_is_the_same_on_every_store"
-TAKE = "tests/machine/test_take.py"
-GUARDS = "tests/stores/test_contract_guards.py"
-HANDING = "tests/stores/test_contract_handing.py"
-LEASES = "tests/stores/test_contract_leases.py"
+AGREEMENT = "tests/stateful/test_agreement.py::test_a_long_life_is_the_same_on_every_store"
+TAKE = "tests/stateful/test_take.py"
+GUARDS = "tests/stores/contract/test_guards.py"
+HANDING = "tests/stores/contract/test_commit_and_claim.py"
+LEASES = "tests/stores/contract/test_leases.py"
 RACES = "tests/chaos/test_forced_races.py"
 
 STORES = (
     Fault(
         "memory: the revision is not compared",
-        "stores/memory.py",
+        "stores/memory/store.py",
         "return row.revision == guard.revision and (",
         "return (",
         GUARDS,
     ),
     Fault(
         "memory: what must be absent may be there",
-        "stores/memory.py",
+        "stores/memory/store.py",
         "return row is None and guard.revision is None",
         "return guard.revision is None",
         GUARDS,
     ),
     Fault(
         "memory: a change comes before its time",
-        "stores/memory.py",
+        "stores/memory/store.py",
         "if change.not_before is not None and now < change.not_before:",
         "if change.not_before is not None and now < 0:",
         GUARDS,
     ),
     Fault(
         "memory: a renewal does not ask for the epoch",
-        "stores/memory.py",
+        "stores/memory/store.py",
         "row.lease_id != check.lease_id or row.lease_epoch != check.lease_epoch or",
         "row.lease_id != check.lease_id or",
         LEASES,
     ),
     Fault(
         "memory: a take ignores grants",
-        "stores/memory.py",
+        "stores/memory/store.py",
         "if granted_until is None or granted_until <= now:",
         "if True:",
         TAKE,
     ),
     Fault(
         "memory: the feed leaves an entry out between two pages",
-        "stores/memory.py",
+        "stores/memory/store.py",
         "return FeedPage(events, events[-1].position if events else after, lost)",
         "return FeedPage(events, events[-1].position + 1 if events else after, lost)",
         AGREEMENT,
     ),
     Fault(
         "a take does not raise the epoch",
-        "stores/base.py",
+        "stores/port.py",
         '"lease_epoch": row.lease_epoch + 1,',
         '"lease_epoch": row.lease_epoch,',
         TAKE,
@@ -77,28 +77,28 @@ STORES = (
     ),
     Fault(
         "what each root is supposed to hold of its own is not compared",
-        "stores/postgres/pieces.py",
+        "stores/postgres/commit/fragments.py",
         """f't."{column}" is not distinct from {given[f"own {column}"]}'""",
         """f't."{column}" is null or {given[f"own {column}"]} is null or true'""",
         GUARDS,
     ),
     Fault(
         "what each root is supposed to hold of its own is compared where it is set",
-        "stores/sqlite/sql.py",
+        "stores/sqlite/statements.py",
         'f"r.{name} IS g.column{place}"',
         'f"coalesce(r.{name} = g.column{place}, true)"',
         GUARDS,
     ),
     Fault(
         "postgres: the revision is not compared",
-        "stores/postgres/pieces.py",
+        "stores/postgres/commit/fragments.py",
         "f\"{given['revision']} = t.revision\"",
         "f\"{given['revision']} is not null\"",
         RACES,
     ),
     Fault(
         "postgres: what must be absent may be there",
-        "stores/postgres/pieces.py",
+        "stores/postgres/commit/fragments.py",
         "t.found is null as holds",
         "true as holds",
         GUARDS,
@@ -126,7 +126,7 @@ STORES = (
     ),
     Fault(
         "postgres: what a change writes beside the line is lost when its row is handed over",
-        "stores/postgres/hand.py",
+        "stores/postgres/commit/claim.py",
         "    if not replaced(becomes).issuperset(names):\n        return None\n",
         "",
         HANDING,

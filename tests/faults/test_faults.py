@@ -30,7 +30,7 @@ def test_there_are_many_faults_and_each_is_another_one() -> None:
 
 
 def test_a_fault_whose_text_has_moved_on_is_refused() -> None:
-    fault = Fault("a slip", "rules/lease.py", "old", "new", "tests")
+    fault = Fault("a slip", "rules/execution/lease.py", "old", "new", "tests")
     assert fault.applied("an old text") == "an new text"
     for text in ("a text", "old and old"):
         with pytest.raises(ValueError, match="a slip: its text stands"):

@@ -4,47 +4,47 @@ from __future__ import annotations
 
 from tests.faults.fault import Fault
 
-QUEUES = "tests/engine/test_missing_queues.py"
-QUEUE_NUMBERS = "tests/stores/test_postgres_queue_numbers.py"
+QUEUES = "tests/engine/claiming/test_missing_queues.py"
+QUEUE_NUMBERS = "tests/stores/postgres/test_queue_ids.py"
 FAILOVER = "tests/chaos/test_failover.py"
-FOREIGN = "tests/remote/test_foreign_answers.py"
-QUIET = "tests/sdk/test_quiet.py"
-PURGE = "tests/scenarios/test_flow_purge.py"
-CLOCK = "tests/stores/test_sqlite_clock.py"
+FOREIGN = "tests/client/test_foreign_answers.py"
+QUIET = "tests/sdk/worker/test_quiet_log.py"
+PURGE = "tests/scenarios/flow/test_purge.py"
+CLOCK = "tests/stores/sqlite/test_clock.py"
 
 TRUST = (
     # Queues and positions after a failover.
     Fault(
         "a commit takes the queue that it puts work into for granted",
-        "stores/postgres/lines.py",
+        "stores/postgres/queue_ids.py",
         "        return self._links.own_sessions and self._ensured",
         "        return True or self._ensured",
         f"{QUEUE_NUMBERS}::test_a_commit_adds_the_row_of_a_queue_that_was_lost_without_a_broken_connection",
     ),
     Fault(
         "queues that were checked once are not checked again after a connection broke",
-        "stores/postgres/lines.py",
+        "stores/postgres/queue_ids.py",
         "        self._checked.clear()\n",
         "        pass\n",
         f"{QUEUE_NUMBERS}::test_queues_are_checked_again_after_a_connection_broke",
     ),
     Fault(
         "an execution whose queue is missing from the file cannot be read",
-        "stores/sqlite/lines.py",
+        "stores/sqlite/queue_ids.py",
         "                return MISSING_QUEUE\n",
         "                raise LookupError(number)\n",
         f"{QUEUES}::test_an_execution_without_a_queue_can_be_read_explained_and_cancelled",
     ),
     Fault(
         "nobody restores a missing queue",
-        "engine/wait_sweeps.py",
+        "engine/sweeps/suspensions.py",
         "for execution_id in await engine.patiently(lambda: engine.store.unlisted(batch)):",
         "for execution_id in list[str]():",
         f"{QUEUES}::test_the_reconciler_puts_an_execution_back_into_its_queue",
     ),
     Fault(
         "the doctor does not name executions whose queue is missing",
-        "cli/upkeep.py",
+        "cli/maintenance.py",
         "    if not unlisted:\n",
         "    if True:\n",
         f"{QUEUES}::test_the_doctor_names_executions_without_a_queue",
@@ -58,44 +58,44 @@ TRUST = (
     ),
     Fault(
         "positions of a restored file go on after the last one in it",
-        "stores/sqlite/desk.py",
+        "stores/sqlite/connection_thread.py",
         "                if self.raises_positions:\n",
         "                if False:\n",
-        "tests/stores/test_sqlite_trouble.py"
+        "tests/stores/sqlite/test_errors.py"
         "::test_a_cursor_into_what_a_restored_file_has_lost_is_told_of_and_misses_nothing",
     ),
     Fault(
         "a cursor that the feed cannot continue is not told of the gap",
-        "stores/postgres/feed.py",
+        "stores/postgres/event_log.py",
         'diverged = diverged or not answer["known"]',
         "diverged = False",
-        "tests/stores/test_contract_feed.py::test_a_place_beyond_the_feed_is_told_and_reading_goes_on_at_the_end",
+        "tests/stores/contract/test_feed.py::test_a_place_beyond_the_feed_is_told_and_reading_goes_on_at_the_end",
     ),
     # Answers of others, and connections.
     Fault(
         "a statement may take as long as a silent connection lasts",
-        "stores/postgres/links.py",
+        "stores/postgres/pool.py",
         "asyncio.timeout((self.deadlines.command_s if command_s is None else command_s) or None)",
         "asyncio.timeout(command_s)",
         "tests/chaos/test_black_holes.py::test_a_write_whose_deadline_has_passed_is_in_doubt_and_a_read_is_sent_again",
     ),
     Fault(
         "idle connections that went silent are tried one after the other",
-        "stores/postgres/links.py",
+        "stores/postgres/pool.py",
         "                self._close_idle()\n",
         "                pass\n",
         "tests/chaos/test_black_holes.py::test_idle_connections_of_the_same_age_are_not_tried_one_after_the_other",
     ),
     Fault(
         "a worker gives a command more time than its lease has",
-        "sdk/worker.py",
+        "sdk/worker/worker.py",
         "                engine.limit_commands(self._ttl_ms * COMMAND_SHARE / 1000)\n",
         "",
-        "tests/engine/test_deadlines.py::test_a_worker_keeps_commands_below_its_lease",
+        "tests/engine/operations/test_deadlines.py::test_a_worker_keeps_commands_below_its_lease",
     ),
     Fault(
         "a refusal of something before the server is taken for the server's",
-        "remote/wire.py",
+        "client/transport.py",
         "                if refused is None:\n                    doubted, fault = True, foreign(status, body)\n",
         "                if refused is None and status < 500:\n"
         "                    raise errors.InvalidInput(str(status))\n"
@@ -104,14 +104,14 @@ TRUST = (
     ),
     Fault(
         "an authorization problem fails the attempt of a handler",
-        "sdk/outcomes.py",
+        "sdk/worker/outcome.py",
         "        case Unauthorized() | StoreUnavailable(source=StoreFault.AUTH):",
         "        case StoreUnavailable(source=StoreFault.AUTH):",
         f"{FOREIGN}::test_a_handler_that_is_not_authorized_goes_on_later",
     ),
     Fault(
         "an end that was not heard is not sent again",
-        "sdk/outcomes.py",
+        "sdk/worker/outcome.py",
         "return not isinstance(refusal, StoreUnavailable | Unauthorized | ResourceExhausted | OperationTimeout)",
         "return True",
         f"{FOREIGN}::test_a_run_whose_completion_is_refused_by_a_proxy_for_long_succeeds_in_the_end",
@@ -121,11 +121,11 @@ TRUST = (
         "stores/postgres/dead_entries.py",
         "            elif part is None and entries > BLOATED + 4 * found:\n",
         "            elif False:\n",
-        "tests/stores/test_postgres_dead_entries.py::test_a_claim_steps_over_a_bounded_number_of_entries",
+        "tests/stores/postgres/test_dead_entries.py::test_a_claim_steps_over_a_bounded_number_of_entries",
     ),
     Fault(
         "the doctor does not name who holds an old snapshot",
-        "cli/upkeep.py",
+        "cli/maintenance.py",
         "    if not shown:\n",
         "    if True:\n",
         "tests/cli/test_doctor.py::test_doctor_names_an_idle_transaction",
@@ -133,14 +133,14 @@ TRUST = (
     # Retention.
     Fault(
         "a flow stays when its last member is removed",
-        "engine/purging.py",
+        "engine/operations/purging.py",
         "        return await self.purge_flow(flow_id)\n",
         "        return False\n",
         f"{PURGE}::test_a_flow_goes_with_its_last_member_and_not_before",
     ),
     Fault(
         "a flow whose last member went before a crash stays",
-        "engine/flow_sweeps.py",
+        "engine/sweeps/flows.py",
         "lambda row: self._engine.purge_flow(row.flow_id), row=Flow)",
         "lambda row: self._reads.project_flow_summary(row.flow_id), row=Flow)",
         f"{PURGE}::test_a_flow_whose_last_member_went_before_a_crash_is_found_later",
@@ -156,39 +156,39 @@ TRUST = (
     ),
     Fault(
         "events are kept as long as the process that sweeps first says",
-        "engine/wait_sweeps.py",
+        "engine/sweeps/suspensions.py",
         'keeps = "" if kept_ms == FEED_RETENTION_MS else str(kept_ms)',
         'keeps = ""',
-        "tests/engine/test_feed_retention.py::test_a_feed_is_trimmed_beside_a_server_that_keeps_events_longer",
+        "tests/engine/sweeps/test_feed_retention.py::test_a_feed_is_trimmed_beside_a_server_that_keeps_events_longer",
     ),
     # Workers.
     Fault(
         "a worker takes its own park for a lost lease",
-        "sdk/worker.py",
+        "sdk/worker/worker.py",
         "        if _is_own_park(own.claimed, why):",
         "        if False:",
         f"{QUIET}::test_a_renewal_that_races_a_park_is_no_loss",
     ),
     Fault(
         "a lost lease is a failed attempt",
-        "sdk/attempts.py",
+        "sdk/worker/runner.py",
         "    if (lost := lost_lease(failure, claimed.execution_id)) is not None:\n",
         "    if (lost := None) is not None:\n",
         f"{QUIET}::test_a_step_that_meets_a_lost_lease_is_no_failed_attempt",
     ),
     Fault(
         "a worker whose connection breaks while it starts gives up",
-        "sdk/worker.py",
+        "sdk/worker/worker.py",
         "                if not away.retryable:\n                    raise\n",
         "                raise\n",
         f"{QUIET}::test_a_worker_whose_connection_breaks_while_it_starts_tries_again",
     ),
     Fault(
         "a worker of the release before writes on after a migration",
-        "stores/sqlite/desk.py",
+        "stores/sqlite/connection_thread.py",
         "                self._check(db)\n                began",
         "                began",
-        "tests/engine/test_releases.py::test_a_running_release_refuses_everything_once_the_schema_is_another",
+        "tests/engine/operations/test_schema_versions.py::test_a_running_release_refuses_everything_once_the_schema_is_another",
     ),
     # Clocks.
     Fault(
@@ -210,52 +210,52 @@ TRUST = (
         "stores/sqlite/backup.py",
         '        with made.backup("main", kept, "main") as backup:\n            backup.step(-1)\n',
         '        __import__("shutil").copyfile(source, partial)\n',
-        "tests/stores/test_sqlite_backup.py::test_copies_that_are_made_under_load_are_whole_and_of_one_moment",
+        "tests/stores/sqlite/test_backup.py::test_copies_that_are_made_under_load_are_whole_and_of_one_moment",
     ),
     # Flows, limits, claims, sweeps.
     Fault(
         "the event of a cancelled flow names nothing",
-        "rules/flow_cancel.py",
+        "rules/flow/cancel.py",
         "        execution_id=flow.flow_id,  #",
         '        execution_id="",  #',
-        "tests/scenarios/test_flow_cancel.py"
+        "tests/scenarios/flow/test_cancel.py"
         "::test_the_event_of_a_cancelled_flow_carries_its_uuid_in_the_execution_slot",
     ),
     Fault(
         "a replayed member whose join is impossible waits for ever",
-        "rules/dependents.py",
+        "rules/flow/dependencies.py",
         "    if state is GroupState.IMPOSSIBLE:\n        return _skipped_again(row, group)\n",
         "",
-        "tests/scenarios/test_flow_replay.py"
+        "tests/scenarios/flow/test_replay.py"
         "::test_a_replayed_member_whose_quorum_exceeds_its_edges_is_skipped_again_at_once",
     ),
     Fault(
         "a grant is redeemed although its slot went to another execution",
-        "engine/scheduler.py",
+        "engine/claiming/admitted_claimer.py",
         "if row is not None and claim.holds_admitted_grant(row) else []",
         "if False else []",
-        "tests/scenarios/test_slots.py::test_a_grant_whose_slot_went_to_another_execution_is_not_redeemed",
+        "tests/scenarios/limits/test_slots.py::test_a_grant_whose_slot_went_to_another_execution_is_not_redeemed",
     ),
     Fault(
         "a partition that does not exist is empty",
-        "engine/intake.py",
+        "engine/validation/execution.py",
         "least=0, most=counts.flow - 1)",
         "least=0, most=65_535)",
-        "tests/scenarios/test_flow_reads.py::test_reads_of_a_partition_that_does_not_exist_are_refused",
+        "tests/scenarios/flow/test_reads.py::test_reads_of_a_partition_that_does_not_exist_are_refused",
     ),
     Fault(
         "a declaration sets back what an operator set",
-        "rules/spending.py",
+        "rules/limits/usage.py",
         "        if ask.declaration in (None, sheet.root.declaration):\n",
         "        if ask.declaration is None:\n",
-        "tests/sdk/test_limits.py::test_a_limit_that_an_operator_set_stays_until_the_declaration_changes",
+        "tests/sdk/durable/test_limits.py::test_a_limit_that_an_operator_set_stays_until_the_declaration_changes",
     ),
     Fault(
         "a limit that has capacity again unblocks by age alone",
-        "engine/waiting.py",
+        "engine/limits/unblocker.py",
         "            order = unblock_order.unblock_order(rows, turns, now, cut=cut)\n",
         "            order = sorted(rows, key=lambda row: (row.rank, row.execution_id))\n",
-        "tests/scenarios/test_fair_limits.py::test_a_late_tenant_gets_every_second_turn",
+        "tests/scenarios/limits/test_fairness_beside_limits.py::test_a_late_tenant_gets_every_second_turn",
     ),
     Fault(
         "a world has settings of its own only",
@@ -273,67 +273,67 @@ TRUST = (
     ),
     Fault(
         "every loop opens an engine",
-        "sdk/connections.py",
+        "sdk/engine_provider.py",
         "            return self._running() or self._start_own_loop()\n",
         "            return self._running() or self._start_own_loop() if anywhere else asyncio.get_running_loop()\n",
         "tests/sdk/test_connections.py::test_loops_that_come_and_go_share_one_engine",
     ),
     Fault(
         "a join that cannot be read ends the pass of a sweep",
-        "engine/flow_sweeps.py",
+        "engine/sweeps/flows.py",
         "    unread = tuple(row for row in found if isinstance(row, Unreadable))\n",
         "    unread = tuple(row for row in found if isinstance(row, Unreadable))\n"
         "    for row in unread:\n        raise row.fault\n",
-        "tests/engine/test_unreadable_rows.py::test_the_reconciler_goes_on_past_a_join_that_cannot_be_read",
+        "tests/engine/sweeps/test_unreadable_rows.py::test_the_reconciler_goes_on_past_a_join_that_cannot_be_read",
     ),
     Fault(
         "of two handles of one execution the last one is completed first",
-        "engine/finishing.py",
+        "engine/operations/leases.py",
         "        await asyncio.gather(*map(in_order, waiting.values()))\n",
         "        await asyncio.gather(*(in_order(places[::-1]) for places in waiting.values()))\n",
-        "tests/engine/test_complete_many.py::test_handles_of_one_execution_are_answered_one_after_the_other",
+        "tests/engine/operations/test_complete_many.py::test_handles_of_one_execution_are_answered_one_after_the_other",
     ),
     Fault(
         "an end with many edges is counted after its replay",
-        "rules/successors.py",
+        "rules/flow/successors.py",
         "    writes += tuple(unsettle(edge.downstream_execution_id, edge.edge_id) for edge in edges)\n",
         "",
-        "tests/engine/test_replay_of_many.py::test_no_end_of_a_former_life_is_counted_once_the_upstream_lives_again",
+        "tests/engine/operations/test_replay_of_many.py::test_no_end_of_a_former_life_is_counted_once_the_upstream_lives_again",
     ),
     Fault(
         "what a late claim takes is left to its lease",
-        "engine/taking.py",
+        "engine/claiming/claimer.py",
         "                self.late_claims.watch(doubtful, got)\n",
         "                pass\n",
-        "tests/engine/test_late_claims.py::test_what_a_late_request_takes_is_claimable_again_soon",
+        "tests/engine/claiming/test_late_claims.py::test_what_a_late_request_takes_is_claimable_again_soon",
     ),
     Fault(
         "a dead holder of a sweep is noticed after three intervals",
-        "engine/sweeper.py",
+        "engine/sweeps/sweeper.py",
         "if held_ms := await self._hold(sweep, interval_ms):",
         "if held_ms := await self._hold(sweep, 3 * interval_ms):",
-        "tests/engine/test_sweeper.py::test_a_dead_holder_is_noticed_within_one_interval",
+        "tests/engine/sweeps/test_sweeper.py::test_a_dead_holder_is_noticed_within_one_interval",
     ),
     # Decisions and words.
     Fault(
         "JSON that is posted to an approval's link is read as a form",
-        "server/routes/waitpoint_pages.py",
+        "server/routes/approval_pages.py",
         "await _answer_form(ask) if token is None else await _answer_json(ask, token)",
         "await _answer_form(ask)",
-        "tests/server/test_waitpoint_json.py::test_a_program_posts_its_decision_to_the_link_and_is_answered_in_json",
+        "tests/server/routes/test_approval_json.py::test_a_program_posts_its_decision_to_the_link_and_is_answered_in_json",
     ),
     Fault(
         "a message ends in facts that nobody can act on",
         "errors/base.py",
         "for name in _SHOWN if self.facts.get(name) is not None)",
         "for name in self.facts if self.facts.get(name) is not None)",
-        "tests/rules/test_errors.py::test_no_message_carries_an_internal_field",
+        "tests/model/test_errors.py::test_no_message_carries_an_internal_field",
     ),
     Fault(
         "an approval's link holds raw braces",
         "sdk/approvals.py",
         "quote(run_id, safe=':')",
         "run_id",
-        "tests/server/test_waitpoint_json.py::test_a_link_holds_only_characters_of_a_url",
+        "tests/server/routes/test_approval_json.py::test_a_link_holds_only_characters_of_a_url",
     ),
 )

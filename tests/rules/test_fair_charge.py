@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowfabric.rules.fairness import charge, plan
-from tests.rules.test_fairness import NOW, row
+from flowfabric.rules.scheduling.fairness import charge, plan
+from tests.rules.scheduling.test_fairness import NOW, row
 
 ROWS = st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 1), st.integers(0, 50)), max_size=12)
 WEIGHTS = {"a": 1, "b": 2, "c": 5}

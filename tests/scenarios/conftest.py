@@ -8,7 +8,7 @@ from flowfabric.clock import ManualClock
 from flowfabric.engine.engine import Engine
 from flowfabric.ids import SeededMinter
 from flowfabric.settings import Settings
-from flowfabric.stores.base import Store
+from flowfabric.stores.port import Store
 from tests.scenarios.flowing import Flowing
 from tests.scenarios.functions import Function
 from tests.scenarios.play import Play

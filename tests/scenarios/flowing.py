@@ -11,18 +11,18 @@ from typing import Any
 
 from flowfabric.clock import ManualClock
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.flows import GraphEdge
-from flowfabric.engine.folding import Child
-from flowfabric.engine.suspensions import Suspended
+from flowfabric.engine.flows.join_resolver import Child
+from flowfabric.engine.operations.flows import GraphEdge
+from flowfabric.engine.operations.suspensions import Suspended
 from flowfabric.ids import FlowId, flow_partition, mint_for_flow
-from flowfabric.model import flow_answers
-from flowfabric.model.answers import Claimed
+from flowfabric.model.answers import flow as flow_answers
+from flowfabric.model.answers.execution import Claimed
+from flowfabric.model.change import Change, Guard, Write
 from flowfabric.model.execution import Execution
 from flowfabric.model.flow import CancelBacklog, Dependency, EdgeGroup, PendingCancel, PendingCancelGroup
-from flowfabric.rules.change import Change, Guard, Write
-from flowfabric.rules.create import CreateExecution
-from flowfabric.rules.suspend_args import Fresh, SuspendArgs
-from flowfabric.stores.base import Want
+from flowfabric.rules.execution.create import CreateExecution
+from flowfabric.rules.suspension.arguments import Fresh, SuspendArgs
+from flowfabric.stores.queries import Want
 from tests.scenarios.waits import ANY
 
 ALL_OF = {"kind": "all_of"}

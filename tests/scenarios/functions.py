@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from flowfabric.engine.gates import OpenedGate, Parked
-from flowfabric.model.answers import Claimed
+from flowfabric.engine.operations.durable import OpenedGate, Parked
+from flowfabric.model.answers.execution import Claimed
 from flowfabric.model.condition import Condition, Count, CountKind
 from flowfabric.model.gate import GateKind, GateMemo
-from flowfabric.rules.mailbox import MailArgs
-from flowfabric.rules.parking import GateArgs, Ready
-from flowfabric.rules.signals import Accepted, Duplicate
+from flowfabric.rules.durable.gates import GateArgs
+from flowfabric.rules.durable.mailbox import MailArgs
+from flowfabric.rules.durable.park import Ready
+from flowfabric.rules.suspension.signals import Accepted, Duplicate
 from tests.scenarios.play import Play
 from tests.scenarios.waits import SUSPENDED, Waits
 

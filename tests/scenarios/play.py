@@ -18,11 +18,11 @@ from flowfabric import errors
 from flowfabric.clock import ManualClock
 from flowfabric.cursors import FROM_THE_START
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.reads import HistoryEntry
-from flowfabric.engine.subscriptions import Subscription
+from flowfabric.engine.operations.reads import HistoryEntry
+from flowfabric.engine.operations.subscriptions import Subscription
 from flowfabric.handles import Handle
 from flowfabric.ids import ExecutionId, partition_of
-from flowfabric.model.answers import (
+from flowfabric.model.answers.execution import (
     AttemptView,
     Claimed,
     Created,
@@ -33,9 +33,9 @@ from flowfabric.model.answers import (
     Revoked,
 )
 from flowfabric.model.execution import Execution, Grant
-from flowfabric.rules.feeds import Completion, LeaseNews, OperatorNews
-from flowfabric.rules.lease import Fence
-from flowfabric.stores.base import Want
+from flowfabric.rules.execution.lease import Fence
+from flowfabric.rules.feed import Completion, LeaseNews, OperatorNews
+from flowfabric.stores.queries import Want
 from flowfabric.testing import Gate
 from tests.scenarios.watched import Watched, dump
 

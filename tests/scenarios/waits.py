@@ -9,15 +9,15 @@ from typing import Any
 import msgspec
 
 from flowfabric.cursors import FROM_THE_START
-from flowfabric.engine.suspensions import AlreadySatisfied, SuspendDetails, Suspended
+from flowfabric.engine.operations.suspensions import AlreadySatisfied, SuspendDetails, Suspended
 from flowfabric.ids import ExecutionId, partition_of
-from flowfabric.model.answers import Claimed
+from flowfabric.model.answers.execution import Claimed
 from flowfabric.model.condition import AllOf, ByName, Condition, Count, CountKind, Single, Wildcard
-from flowfabric.rules.feeds import SignalNews
-from flowfabric.rules.signals import Accepted, Duplicate, SignalArgs
-from flowfabric.rules.suspend_args import Binding, Fresh, SuspendArgs, UsePending
-from flowfabric.rules.tokens import WaitpointToken
-from flowfabric.rules.waitpoints import PendingWaitpoint, WaitpointRecord
+from flowfabric.rules.feed import SignalNews
+from flowfabric.rules.security.waitpoint_token import WaitpointToken
+from flowfabric.rules.suspension.arguments import Binding, Fresh, SuspendArgs, UsePending
+from flowfabric.rules.suspension.signals import Accepted, Duplicate, SignalArgs
+from flowfabric.rules.suspension.waitpoints import PendingWaitpoint, WaitpointRecord
 from tests.scenarios.play import Play
 
 SUSPENDED = "suspended/unowned/not_applicable/{reason}/none/attempt_interrupted/suspended"

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from flowfabric.model.change import Change
 from flowfabric.model.event import FeedEvent, Topic
 from flowfabric.model.execution import Attempt, Execution
 from flowfabric.model.states import (
@@ -20,14 +21,16 @@ from flowfabric.model.states import (
     TerminalOutcome,
     public_state,
 )
-from flowfabric.rules import operate, place, views
-from flowfabric.rules.change import Change
-from flowfabric.stores.base import Due, Handed, Held, Loaded, Scan, Store, Take, Taken, Want, Where
-from flowfabric.stores.rows import TABLES
+from flowfabric.rules.execution import operator, views
+from flowfabric.rules.scheduling import queue
+from flowfabric.stores.catalog import TABLES
+from flowfabric.stores.claims import Handed, Held, Take, Taken
+from flowfabric.stores.port import Store
+from flowfabric.stores.queries import Due, Loaded, Scan, Want, Where
 
 EVERYTHING = 1_000_000
 
-BLOCKED_ON = {operate.BLOCKS[reason]: start for reason, start in place.BLOCKED_ON.items()}
+BLOCKED_ON = {operator.BLOCKS[reason]: start for reason, start in queue.BLOCKED_ON.items()}
 
 
 class Watched:
@@ -163,7 +166,7 @@ def _assert_active(row: Execution) -> None:
         assert row.lease_expired_at is row.lease_revoked_at is None
     else:
         assert row.attempt_state is AttemptState.ATTEMPT_INTERRUPTED, "I6"
-        assert row.line == place.takeover_line(row), "I11: it waits to be taken over"
+        assert row.line == queue.takeover_line(row), "I11: it waits to be taken over"
         revoked = row.ownership_state is OwnershipState.LEASE_REVOKED
         assert revoked == (row.lease_expires_at is None) == (row.lease_revoked_at is not None)
         assert revoked == (row.lease_expired_at is None)
@@ -171,12 +174,12 @@ def _assert_active(row: Execution) -> None:
 
 def _assert_runnable(row: Execution) -> None:
     in_line = row.eligibility_state in (EligibilityState.ELIGIBLE_NOW, EligibilityState.BLOCKED_BY_ROUTE)
-    assert row.line == (place.line_of(row) if in_line else None), "I11: only what may be claimed stands in line"
+    assert row.line == (queue.line_of(row) if in_line else None), "I11: only what may be claimed stands in line"
     waits_for = BLOCKED_ON.get(row.eligibility_state)
     assert waits_for is None or (row.blocked_on or "").startswith(waits_for)
-    assert (row.blocked_at is not None) == (row.eligibility_state in operate.BLOCKS.values())
+    assert (row.blocked_at is not None) == (row.eligibility_state in operator.BLOCKS.values())
     assert (row.blocked_on is not None) == (waits_for is not None)
     delayed = row.eligibility_state is EligibilityState.NOT_ELIGIBLE_UNTIL_TIME
     assert delayed == (row.delay_until is not None), "I11"
     assert row.lease_expires_at is row.attempt_timeout_at is None, "I11"
-    assert row.next_type is place.NEXT_TYPE.get(row.attempt_state)
+    assert row.next_type is queue.NEXT_TYPE.get(row.attempt_state)

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from flowfabric import Fabric
-from flowfabric.sdk.worker import Worker
+from flowfabric.sdk.worker.worker import Worker
+from tests.client.serving import serving
+from tests.client.worlds import see_through_server
 from tests.conftest import STORES, emptied
-from tests.remote.serving import serving
-from tests.remote.worlds import see_through_server
 
 PLACES = (*STORES, "http")
 

@@ -35,7 +35,7 @@ from flowfabric import (
     errors,
 )
 from flowfabric.engine.engine import Engine
-from flowfabric.sdk.worker import Worker
+from flowfabric.sdk.worker.worker import Worker
 from flowfabric.testing import World
 from tests.sdk.conftest import until, until_so, working
 

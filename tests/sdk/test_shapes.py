@@ -16,7 +16,7 @@ import pydantic
 import pytest
 
 from flowfabric.errors import InvalidInput
-from flowfabric.sdk.codec import Shape, from_json, json_bytes
+from flowfabric.sdk.serialization.values import Shape, from_json, json_bytes
 
 
 class Colour(enum.Enum):

@@ -12,7 +12,7 @@ import pytest
 
 from flowfabric import Context
 from flowfabric.errors import InvalidInput
-from flowfabric.sdk.codec import Signature, json_bytes
+from flowfabric.sdk.serialization.values import Signature, json_bytes
 
 
 class Model(pydantic.BaseModel):

@@ -12,7 +12,7 @@ import pytest
 
 from flowfabric import Context, Fabric, Retry, Run
 from flowfabric.settings import Settings, Sweeps
-from flowfabric.testing import virtual
+from flowfabric.testing import virtual_time
 from flowfabric.testing.world import SELDOM_MS, World
 
 app = Fabric("memory://")
@@ -101,7 +101,7 @@ async def test_settle_lets_plain_handlers_come_to_their_wait() -> None:
 
 
 async def test_plain_code_that_waits_for_other_plain_code_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(virtual, "STUCK_S", 0.05)
+    monkeypatch.setattr(virtual_time, "STUCK_S", 0.05)
     told = threading.Event()
 
     def listens() -> bool:
@@ -122,8 +122,8 @@ async def test_plain_code_that_waits_for_other_plain_code_goes_on(monkeypatch: p
 
 
 async def test_settle_says_so_when_plain_code_does_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(virtual, "STUCK_S", 0.02)
-    monkeypatch.setattr(virtual, "SETTLE_S", 0.1)
+    monkeypatch.setattr(virtual_time, "STUCK_S", 0.02)
+    monkeypatch.setattr(virtual_time, "SETTLE_S", 0.1)
     may_end = threading.Event()
 
     @app.task

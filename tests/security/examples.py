@@ -13,7 +13,7 @@ from urllib.parse import urlencode
 
 import msgspec
 
-from flowfabric.server.table import Operation
+from flowfabric.server.routing import Operation
 from tests.security.client import Request
 from tests.security.tenants import PARTITION, SHARED_LANE, Tenant, creation, execution, flow, segment
 

@@ -28,9 +28,9 @@ import pytest
 from flowfabric.clock import ManualClock
 from flowfabric.model.api_token import Scope
 from flowfabric.server.routes import PAGES
-from flowfabric.server.table import Operation, Subject
-from flowfabric.stores.base import Store
-from flowfabric.stores.rows import TABLE
+from flowfabric.server.routing import Operation, Subject
+from flowfabric.stores.catalog import TABLE
+from flowfabric.stores.port import Store
 from flowfabric.stores.sqlite import SQLiteStore
 from tests.security.client import Answer, Request, send
 from tests.security.examples import EXAMPLES, Maker, examples_of

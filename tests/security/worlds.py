@@ -14,7 +14,7 @@ from flowfabric.engine.engine import Engine
 from flowfabric.model.api_token import Scope
 from flowfabric.server import ServerSettings, create_app
 from flowfabric.settings import Secret
-from flowfabric.stores.base import Store
+from flowfabric.stores.port import Store
 from flowfabric.stores.sqlite import SQLiteStore
 from tests.scenarios.watched import dump
 from tests.security.client import Answer, Request, send

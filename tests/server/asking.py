@@ -15,9 +15,9 @@ import msgspec
 
 from flowfabric.engine.engine import Engine
 from flowfabric.ids import FlowId, PartitionCounts, flow_partition
-from flowfabric.model.answers import Claimed
+from flowfabric.model.answers.execution import Claimed
 from flowfabric.server import App, ServerSettings, create_app
-from flowfabric.server.serving import Server
+from flowfabric.server.lifecycle import Server
 
 SECRET = "00112233445566778899aabbccddeeff" * 2
 NOW = int(time.time() * 1000)

@@ -10,7 +10,7 @@ import pytest
 from flowfabric.clock import ManualClock
 from flowfabric.engine.engine import Engine
 from flowfabric.settings import Settings
-from flowfabric.stores.base import Store
+from flowfabric.stores.port import Store
 from flowfabric.stores.postgres import PostgresStore
 from flowfabric.stores.sqlite import SQLiteStore
 from tests.conftest import emptied

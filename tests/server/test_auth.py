@@ -15,7 +15,7 @@ from flowfabric.engine.engine import Engine
 from flowfabric.errors import InvalidInput, NotFound
 from flowfabric.ids import FlowId, flow_partition
 from flowfabric.server import ConfigError, ServerSettings
-from flowfabric.server.logs import JsonLines
+from flowfabric.server.logging import JsonLines
 from flowfabric.server.settings import from_environment
 from flowfabric.settings import Secret
 from tests.server.asking import Asking, fresh, path, until

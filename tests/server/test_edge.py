@@ -10,13 +10,13 @@ import msgspec
 import pytest
 
 from flowfabric.engine.engine import Engine
+from flowfabric.json_limits import MAX_DIGITS
 from flowfabric.model.api_token import Scope
 from flowfabric.server import ConfigError, ServerSettings, auth, create_app, openapi
 from flowfabric.server.auth import peer_of
 from flowfabric.server.routes import PAGES
 from flowfabric.server.settings import from_environment
 from flowfabric.settings import Secret
-from flowfabric.untrusted import MAX_DIGITS
 from tests.server.asking import Asking, fresh, path, serving
 
 LIST = "/v1/executions?partition=7"

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from flowfabric.engine.asks import ByName, Fresh, Single, SuspendArgs
-from flowfabric.engine.suspensions import SuspendDetails, Suspended
+from flowfabric.engine.operations.suspensions import SuspendDetails, Suspended
+from flowfabric.engine.types import ByName, Fresh, Single, SuspendArgs
 from tests.scenarios.watched import dump
 from tests.server.asking import Asking, fresh, path
 

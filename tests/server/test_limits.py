@@ -14,9 +14,9 @@ import pytest
 
 from flowfabric.engine.engine import Engine
 from flowfabric.model.api_token import Scope
-from flowfabric.server import ConfigError, ServerSettings, protocol
+from flowfabric.server import ConfigError, ServerSettings, connection_limits
+from flowfabric.server.lifecycle import prepared
 from flowfabric.server.routes import PAGES
-from flowfabric.server.serving import prepared
 from flowfabric.server.settings import from_environment
 from flowfabric.settings import Secret
 from tests.server.asking import Asking, fresh, path, serving, until
@@ -83,7 +83,7 @@ async def test_connections_beyond_their_number_are_turned_away_and_the_first_one
 
 
 async def test_far_too_many_connections_are_closed_unheard(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "SURPLUS", 1)
+    monkeypatch.setattr(connection_limits, "SURPLUS", 1)
     ask = Asking(engine, ServerSettings(max_connections=1))
     async with serving(ask.app) as address:
         port = int(address.rpartition(":")[2])

@@ -14,8 +14,8 @@ import pytest
 
 from flowfabric.engine.engine import Engine
 from flowfabric.server import ServerSettings, create_app
-from flowfabric.server.protocol import BoundedProtocol
-from flowfabric.server.serving import Server, seed
+from flowfabric.server.connection_limits import BoundedProtocol
+from flowfabric.server.lifecycle import Server, seed
 from flowfabric.settings import Secret
 from tests.server.asking import Asking, path, serving, until
 
@@ -240,7 +240,7 @@ async def test_a_request_has_to_come_in_time(
 
 
 async def test_a_body_has_to_come_in_time(ask: Asking, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flowfabric.server.bodies.BODY_S", 0.05)
+    monkeypatch.setattr("flowfabric.server.request_body.BODY_S", 0.05)
     reader, writer = await asyncio.open_connection("127.0.0.1", int(address.rpartition(":")[2]))
     head = (
         b"POST /v1/flows HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{"

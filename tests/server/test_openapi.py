@@ -18,8 +18,8 @@ from schemathesis.specs.openapi import checks
 from flowfabric import connect
 from flowfabric.server import ServerSettings, create_app
 from flowfabric.server.__main__ import written
+from flowfabric.server.lifecycle import Server, seed
 from flowfabric.server.routes import PAGES
-from flowfabric.server.serving import Server, seed
 
 KEPT = Path(__file__).parents[2] / "docs" / "openapi.json"
 FEW = 4

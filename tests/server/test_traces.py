@@ -8,9 +8,9 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from flowfabric.client import RemoteEngine
 from flowfabric.clock import ManualClock
-from flowfabric.remote import RemoteEngine
-from flowfabric.server.traces import NoSpans, OtelSpans
+from flowfabric.server.tracing import NoSpans, OtelSpans
 from tests.server.asking import Asking
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

@@ -14,9 +14,9 @@ from pathlib import Path
 import apsw
 
 from flowfabric.errors import StoreUnavailable
+from flowfabric.model.change import Change, Insert
 from flowfabric.model.execution import Execution, LineKey
-from flowfabric.rules.change import Change, Insert
-from flowfabric.stores.base import Want
+from flowfabric.stores.queries import Want
 from flowfabric.stores.sqlite import SQLiteStore
 from tests.stores.samples import change, event, execution, payload
 

@@ -10,10 +10,10 @@ import asyncpg
 import msgspec
 
 from flowfabric.model.execution import LineKey
+from flowfabric.stores.catalog import TABLE
 from flowfabric.stores.postgres import PostgresStore
-from flowfabric.stores.postgres.links import in_transaction
+from flowfabric.stores.postgres.pool import in_transaction
 from flowfabric.stores.postgres.sql import column_type
-from flowfabric.stores.rows import TABLE
 
 _COUNT = (
     "select coalesce(sum(pg_stat_get_xact_tuples_returned(i.indexrelid)), 0)::bigint"

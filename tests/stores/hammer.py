@@ -11,9 +11,9 @@ import sys
 import time
 from typing import Any
 
+from flowfabric.model.change import Guard, Insert, LeaseCheck, LeaseWant, Patch
 from flowfabric.model.execution import Execution, Result
-from flowfabric.rules.change import Guard, Insert, LeaseCheck, LeaseWant, Patch
-from flowfabric.stores.base import Held
+from flowfabric.stores.claims import Held
 from flowfabric.stores.sqlite import SQLiteStore
 from tests.stores.samples import a_take, change, event, payload, waiting
 

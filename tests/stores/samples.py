@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from flowfabric.model.change import Change, Insert, Write, at
 from flowfabric.model.event import Event
 from flowfabric.model.execution import Execution, LineKey, Payload
 from flowfabric.model.states import (
@@ -20,8 +21,9 @@ from flowfabric.model.states import (
     PublicState,
     TerminalOutcome,
 )
-from flowfabric.rules.change import Change, Insert, Write, at
-from flowfabric.stores.base import Stamp, Store, Take, Want
+from flowfabric.stores.claims import Stamp, Take
+from flowfabric.stores.port import Store
+from flowfabric.stores.queries import Want
 
 MAIL = LineKey("mail")
 

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from flowfabric.clock import ManualClock
-from flowfabric.engine import lines
+from flowfabric.engine.claiming import ready_queues
 from flowfabric.engine.engine import Engine
 from flowfabric.ids import SeededMinter
 from flowfabric.model.budget import Budget, UsageKey
@@ -20,10 +20,10 @@ from flowfabric.model.gate import ChildEnd
 from flowfabric.model.outbox import Message
 from flowfabric.model.suspension import Suspension, Waitpoint
 from flowfabric.model.worker import Worker, WorkerEvent
-from flowfabric.stores.base import Scan, Where
 from flowfabric.stores.postgres import PostgresStore
 from flowfabric.stores.postgres.dead_entries import BLOATED, RATE, SLICE
-from flowfabric.stores.postgres.lines import number_of
+from flowfabric.stores.postgres.queue_ids import number_of
+from flowfabric.stores.queries import Scan, Where
 from tests.stores.dead_rows import Meter, connected, insert_rows, keyed, leave_dead
 from tests.stores.samples import line_up, waiting
 
@@ -176,7 +176,7 @@ async def test_claims_among_very_many_queues_step_over_a_bounded_number_of_entri
     pg: PostgresStore, clock: ManualClock, engine: Engine, holder: None, meter: Meter
 ) -> None:
     """With a key for each user the queues are searched for those that have work."""
-    queues = keyed(*(f"user-{number:03}" for number in range(lines.MOST_LINES + 6)))
+    queues = keyed(*(f"user-{number:03}" for number in range(ready_queues.MOST_LINES + 6)))
     await pg._lines.add(queues)
     await dead_work(pg, clock, queues[:2])
     claims = Claims(engine, clock, queues[:3], meter)

@@ -21,9 +21,9 @@ from time import perf_counter
 import msgspec
 
 from flowfabric import CreateExecution, Engine, __version__, connect
-from flowfabric.bench.drive import CLAIM, CLAIM_LOOPS, LEASE_MS, RESULT, WORKER
-from flowfabric.bench.ground import ground
+from flowfabric.bench.scratch_store import ground
 from flowfabric.bench.throughput import Progress, Steps
+from flowfabric.bench.workload import CLAIM, CLAIM_LOOPS, LEASE_MS, RESULT, WORKER
 
 SETS = 10
 EXCLUSIVE = 3  # of the ten capabilities, in the partial scenario

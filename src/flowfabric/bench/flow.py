@@ -17,16 +17,16 @@ from uuid import uuid4
 import msgspec
 
 from flowfabric import CreateExecution, Engine, __version__, connect
-from flowfabric.bench.drive import LEASE_MS, RESULT, WORKER
-from flowfabric.bench.ground import Control, ground
+from flowfabric.bench.scratch_store import Control, ground
 from flowfabric.bench.throughput import Progress, Steps
-from flowfabric.engine.asks import Change, outcome_of
-from flowfabric.engine.flows import GraphEdge
+from flowfabric.bench.workload import LEASE_MS, RESULT, WORKER
+from flowfabric.engine.operations.flows import GraphEdge
+from flowfabric.engine.types import Change, outcome_of
 from flowfabric.ids import FlowId, mint_for_flow
-from flowfabric.model.answers import Claimed
+from flowfabric.model.answers.execution import Claimed
 from flowfabric.model.execution import Execution
-from flowfabric.sdk.ends import Ends
-from flowfabric.sdk.outcomes import Done
+from flowfabric.sdk.worker.completions import Ends
+from flowfabric.sdk.worker.outcome import Done
 
 IN_FLIGHT = 16
 SILENCE_MS = 10_000

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from flowfabric import __version__
-from flowfabric.bench.ground import ground
+from flowfabric.bench.scratch_store import ground
 from flowfabric.bench.throughput import Progress, Steps
 from flowfabric.errors import InvalidInput
 

@@ -12,7 +12,7 @@ import uvicorn
 from fastapi import FastAPI
 from pydantic import BaseModel
 
-from flowfabric import loops
+from flowfabric import event_loop
 
 
 class Creation(BaseModel):
@@ -44,7 +44,7 @@ def control() -> uvicorn.Server:
 async def fabric(url: str) -> None:
     """Our server on a store."""
     from flowfabric.server.app import create_app
-    from flowfabric.server.serving import Server, prepared
+    from flowfabric.server.lifecycle import Server, prepared
     from flowfabric.server.settings import ServerSettings
 
     settings = ServerSettings(port=0)
@@ -63,7 +63,7 @@ async def _run(server: uvicorn.Server) -> None:
 
 def main() -> None:
     """`control`, or `fabric URL`; ends when it is told to, or when its parent does."""
-    loops.run(_run(control()) if sys.argv[1] == "control" else fabric(sys.argv[2]))
+    event_loop.run(_run(control()) if sys.argv[1] == "control" else fabric(sys.argv[2]))
 
 
 if __name__ == "__main__":

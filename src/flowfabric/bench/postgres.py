@@ -12,8 +12,8 @@ from urllib.parse import urlsplit, urlunsplit
 
 import asyncpg
 
-from flowfabric.bench.ground import BATCH, Ground, beats
-from flowfabric.connecting import postgres_options
+from flowfabric.bench.scratch_store import BATCH, Ground, beats
+from flowfabric.connector import postgres_options
 from flowfabric.errors import InvalidInput, StoreUnavailable
 
 # A queue as one would write it by hand: found by queue and priority, watched for leases that end.

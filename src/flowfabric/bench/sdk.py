@@ -22,9 +22,9 @@ import msgspec
 
 from flowfabric import Engine, __version__
 from flowfabric.bench import sdk_app
-from flowfabric.bench.ground import Ground, ground
 from flowfabric.bench.peers import HUEY, PGQUEUER, Peer, PeerMissing
 from flowfabric.bench.peers.starts import RECORD_VARIABLE, body, count, per_second
+from flowfabric.bench.scratch_store import Ground, ground
 from flowfabric.bench.throughput import PER_SECOND, Progress, Steps
 from flowfabric.errors import InvalidInput
 

@@ -8,7 +8,7 @@ from time import perf_counter
 
 import apsw
 
-from flowfabric.bench.ground import BATCH, beats
+from flowfabric.bench.scratch_store import BATCH, beats
 
 # A queue as one would write it by hand: found by queue and priority, watched for leases that end.
 _TABLE = """

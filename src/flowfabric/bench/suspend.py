@@ -14,9 +14,9 @@ from typing import TypeVar
 import msgspec
 
 from flowfabric import Engine, Handle, connect
-from flowfabric.bench.ground import ground
-from flowfabric.engine.asks import Fresh, SignalArgs, SuspendArgs
-from flowfabric.engine.suspensions import Suspended
+from flowfabric.bench.scratch_store import ground
+from flowfabric.engine.operations.suspensions import Suspended
+from flowfabric.engine.types import Fresh, SignalArgs, SuspendArgs
 from flowfabric.model.condition import Single
 
 LANE = "bench-suspend"

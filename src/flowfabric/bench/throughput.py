@@ -15,8 +15,8 @@ from typing import Protocol
 import msgspec
 
 from flowfabric import Engine, __version__, connect
-from flowfabric.bench import drive
-from flowfabric.bench.ground import Control, Ground, ground
+from flowfabric.bench import workload
+from flowfabric.bench.scratch_store import Control, Ground, ground
 
 PER_SECOND = 50  # submits while latency is measured
 WARM_UP = 20  # submits that are not counted
@@ -91,7 +91,7 @@ async def _latencies(
     engine: Engine, claimer: Engine, control: Control | None, payload: bytes, count: int
 ) -> tuple[list[float], list[float]]:
     """Milliseconds from submit to claim, of the engine and then of the control."""
-    own = await drive.latencies(engine, claimer, "bench-latency", payload, count=count, per_second=PER_SECOND)
+    own = await workload.latencies(engine, claimer, "bench-latency", payload, count=count, per_second=PER_SECOND)
     bare = [] if control is None else await control.latencies(payload, count=count, per_second=PER_SECOND)
     return own[WARM_UP:], bare[WARM_UP:]
 
@@ -131,22 +131,22 @@ async def _round(
     lane, name, insert, control_drain = f"bench-{number}", f"round {number + 1}: ", None, None
     gc.collect()
     tell(name + "bulk submit")
-    bulk = await drive.bulk_submit(engine, lane, payloads)
+    bulk = await workload.bulk_submit(engine, lane, payloads)
     tell(name + "bare insert")
     if control is not None:
         began = perf_counter()
         await control.insert(payloads)
         insert = len(payloads) / (perf_counter() - began)
     tell(name + "drain")
-    drained = await drive.drain(engine, lane, len(payloads))
+    drained = await workload.drain(engine, lane, len(payloads))
     tell(name + "bare drain")
     if control is not None:
         began = perf_counter()
         control_drain = await control.drain() / (perf_counter() - began)
-    tell(name + f"{drive.CALLERS} concurrent submits")
+    tell(name + f"{workload.CALLERS} concurrent submits")
     some = payloads[: max(1, len(payloads) // 4)]
-    single = await drive.single_submits(engine, lane, some)
-    await drive.drain(engine, lane, len(some))
+    single = await workload.single_submits(engine, lane, some)
+    await workload.drain(engine, lane, len(some))
     return Round(bulk, insert, drained, control_drain, single)
 
 
@@ -158,15 +158,15 @@ async def _claim_costs(
     tell(f"{depth} finished and {depth} waiting rows")
     for begin in range(0, depth, 20_000):
         some = [payload] * min(20_000, depth - begin)
-        await drive.bulk_submit(full, lane, some)
-        await drive.drain(full, lane, len(some))
+        await workload.bulk_submit(full, lane, some)
+        await workload.drain(full, lane, len(some))
     for begin in range(0, depth, 20_000):
-        await drive.bulk_submit(full, lane, [payload] * min(20_000, depth - begin))
+        await workload.bulk_submit(full, lane, [payload] * min(20_000, depth - begin))
     if control is not None:
         await control.tidy()
     tell("claims beside them, and in an empty store")
     for engine in (empty, full):
-        await drive.bulk_submit(engine, lane, [payload] * (drive.CLAIM * (CLAIMS + 1)))
+        await workload.bulk_submit(engine, lane, [payload] * (workload.CLAIM * (CLAIMS + 1)))
     pairs = [(await _claim_ms(empty, lane), await _claim_ms(full, lane)) for _ in range(CLAIMS + 1)]
     shallow, deep = zip(*pairs[1:], strict=True)
     return median(shallow), median(deep)
@@ -175,11 +175,11 @@ async def _claim_costs(
 async def _claim_ms(engine: Engine, lane: str) -> float:
     began = perf_counter()
     claimed = await engine.claim_many(
-        lane, drive.CLAIM, worker_id=drive.WORKER, worker_instance_id=drive.WORKER, lease_ttl_ms=3_600_000
+        lane, workload.CLAIM, worker_id=workload.WORKER, worker_instance_id=workload.WORKER, lease_ttl_ms=3_600_000
     )
     took = perf_counter() - began
-    if len(claimed) != drive.CLAIM:
-        raise AssertionError(f"a claim of {drive.CLAIM} got {len(claimed)}")
+    if len(claimed) != workload.CLAIM:
+        raise AssertionError(f"a claim of {workload.CLAIM} got {len(claimed)}")
     return took * 1000
 
 

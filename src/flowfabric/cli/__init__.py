@@ -16,13 +16,13 @@ from flowfabric.cli import (
     bench,
     demo,
     executions,
+    maintenance,
     resources,
     results,
     serve,
-    submitting,
-    upkeep,
-    waits,
-    watching,
+    signals,
+    submit,
+    tail,
     worker,
 )
 
@@ -38,13 +38,14 @@ app = typer.Typer(
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=upkeep.tell_version, is_eager=True, help="Print the version and exit.")
+        bool,
+        typer.Option("--version", callback=maintenance.tell_version, is_eager=True, help="Print the version and exit."),
     ] = False,
 ) -> None:
     """FlowFabric, from the command line."""
 
 
-for page in (upkeep, executions, submitting, results, watching, waits, resources, worker, serve, admin, demo, bench):
+for page in (maintenance, executions, submit, results, tail, signals, resources, worker, serve, admin, demo, bench):
     page.add_to(app)
 
 

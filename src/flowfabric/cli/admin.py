@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flowfabric.cli.output import JsonOption, document, table, telling_errors
 from flowfabric.cli.stores import StoreOption, chosen_store, must_be_a_store, on_store
-from flowfabric.cli.telling import JsonOption, document, table, telling_errors
-from flowfabric.model.wording import counted
+from flowfabric.model.text import counted
 
 if TYPE_CHECKING:
     from flowfabric import Engine

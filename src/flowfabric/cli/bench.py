@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from flowfabric.cli.output import JsonOption, console, document, table, telling_errors
 from flowfabric.cli.stores import StoreOption, chosen_store
-from flowfabric.cli.telling import JsonOption, console, document, table, telling_errors
-from flowfabric.model.wording import counted
+from flowfabric.model.text import counted
 
 if TYPE_CHECKING:
     from flowfabric.bench.capability import CapabilityReport, Routing
@@ -202,9 +202,9 @@ def sdk(
 
 
 def _run(measuring: Coroutine[Any, Any, T]) -> T:
-    from flowfabric import loops
+    from flowfabric import event_loop
 
-    return loops.run(measuring)
+    return event_loop.run(measuring)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from flowfabric.cli.telling import JsonOption
+from flowfabric.cli.output import JsonOption
 
 
 def add_to(app: typer.Typer) -> None:

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flowfabric.cli.output import STATES, JsonOption, console, document, first_line, how_far, instant, table
 from flowfabric.cli.stores import StoreOrServerOption, on_execution, on_store
-from flowfabric.cli.telling import STATES, JsonOption, console, document, first_line, how_far, instant, table
-from flowfabric.model.wording import plain
+from flowfabric.model.text import plain
 
 if TYPE_CHECKING:
     from flowfabric import Engine
@@ -98,7 +98,7 @@ def show(execution_id: IdArgument, store: StoreOrServerOption = None, json: Json
         snapshot = await engine.describe_execution(full_id)
         if snapshot is None:
             raise NotFound("execution", execution_id=full_id)
-        from flowfabric.sdk.output import progress_of
+        from flowfabric.sdk.durable.output import progress_of
 
         return {
             "execution": snapshot,

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flowfabric.cli.output import JsonOption, document, instant, table
 from flowfabric.cli.stores import StoreOrServerOption, on_store
-from flowfabric.cli.telling import JsonOption, document, instant, table
 
 if TYPE_CHECKING:
     from flowfabric import Engine
-    from flowfabric.model.verdicts import BudgetStatus
+    from flowfabric.model.answers.limits import BudgetStatus
 
 
 def add_to(app: typer.Typer) -> None:

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flowfabric.cli.executions import IdArgument, readable
+from flowfabric.cli.output import JsonOption, document
 from flowfabric.cli.stores import StoreOrServerOption, on_execution
-from flowfabric.cli.telling import JsonOption, document
-from flowfabric.cli.watching import Obstacles
+from flowfabric.cli.tail import Obstacles
 
 if TYPE_CHECKING:
     from flowfabric import Engine
-    from flowfabric.engine.pulling import Ended
+    from flowfabric.engine.claiming.poller import Ended
 
 EXIT_CODES = {"success": 0, "failed": 1, "cancelled": 3, "expired": 4, "skipped": 4}
 NOT_ENDED = 5

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
+from flowfabric.cli.output import telling_errors
 from flowfabric.cli.stores import StoreOption, chosen_store, must_be_a_store
-from flowfabric.cli.telling import telling_errors
 
 
 def add_to(app: typer.Typer) -> None:
@@ -36,7 +36,7 @@ def serve(
 
     with telling_errors():
         try:
-            from flowfabric.server import logs, serving
+            from flowfabric.server import lifecycle, logging
             from flowfabric.server.settings import from_environment
         except ImportError as missing:
             raise InvalidInput("the server needs more: pip install 'flowfabric[server]'") from missing
@@ -51,7 +51,7 @@ def serve(
             run_sweeps=settings.run_sweeps and sweeps,
         )
         settings.check()
-        logs.log_to_stderr(settings.log, settings.log_format)
-        from flowfabric import loops
+        logging.log_to_stderr(settings.log, settings.log_format)
+        from flowfabric import event_loop
 
-        loops.run(serving.serve(url, settings))
+        event_loop.run(lifecycle.serve(url, settings))

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import typer
 
-from flowfabric.cli.telling import telling_errors
+from flowfabric.cli.output import telling_errors
 
 if TYPE_CHECKING:
     from flowfabric import Engine
@@ -103,7 +103,7 @@ def must_exist(url: str) -> None:
 
 def must_be_a_store(url: str, why: str) -> None:
     """Refuse a server where nothing but a store will do."""
-    from flowfabric.connecting import is_server
+    from flowfabric.connector import is_server
     from flowfabric.errors import InvalidInput
 
     if is_server(url):

@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flowfabric.cli.finding import found_app
+from flowfabric.cli.locate import found_app
+from flowfabric.cli.output import telling_errors
 from flowfabric.cli.stores import StoreOrServerOption, shown
-from flowfabric.cli.telling import telling_errors
-from flowfabric.model.wording import counted
+from flowfabric.model.text import counted
 
 if TYPE_CHECKING:
     from flowfabric import Fabric
     from flowfabric.cli.status import StatusLine
-    from flowfabric.sdk.worker import Worker
+    from flowfabric.sdk.worker.worker import Worker
 
 ORPHAN_LOOK_S = 0.5
 STATUS_S = 1.0
@@ -55,7 +55,7 @@ def worker(
 ) -> None:
     """Run a worker for the tasks of an app. SIGTERM or Ctrl-C drains it; a second one hands the rest back at once."""
     if reload:
-        from flowfabric.cli.reloading import reloading
+        from flowfabric.cli.reload import reloading
 
         raise typer.Exit(reloading())
     with telling_errors():
@@ -63,9 +63,9 @@ def worker(
         if store is not None:
             app.url = store
 
-        from flowfabric import loops
+        from flowfabric import event_loop
 
-        loops.run(
+        event_loop.run(
             _work(
                 app,
                 slots=slots,
@@ -83,7 +83,7 @@ async def _work(app: Fabric, **options: Any) -> None:
     import logging
 
     from flowfabric.cli.status import status_line
-    from flowfabric.sdk.worker import Worker
+    from flowfabric.sdk.worker.worker import Worker
 
     with status_line() as status:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
@@ -140,7 +140,7 @@ async def _stop_with_parent(made: Worker) -> None:
     import asyncio
     import os
 
-    from flowfabric.cli.reloading import PARENT
+    from flowfabric.cli.reload import PARENT
 
     parent = os.environ.get(PARENT)
     while parent is not None:

@@ -19,7 +19,7 @@ def play(*, json: bool = False) -> int:
 
     import msgspec
 
-    from flowfabric.demo.scene import perform
+    from flowfabric.demo.scenario import perform
     from flowfabric.demo.screen import Screen
 
     screen = Screen(aside=json)

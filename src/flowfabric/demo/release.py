@@ -14,7 +14,7 @@ import msgspec
 
 from flowfabric import CreateExecution, Engine
 from flowfabric.demo.orders import LANE, Order
-from flowfabric.engine.flows import GraphEdge
+from flowfabric.engine.operations.flows import GraphEdge
 from flowfabric.ids import FlowId, mint_for_flow
 
 APPROVE = "approve"

@@ -16,8 +16,8 @@ import msgspec
 from flowfabric import Engine, FabricError, connect
 from flowfabric.demo.orders import FAILURE, LANE, LEASE_MS, STEP_S, Order, receipt
 from flowfabric.demo.release import APPROVE
-from flowfabric.engine.asks import ByName, Fresh, Single, SuspendArgs
-from flowfabric.model.answers import Claimed
+from flowfabric.engine.types import ByName, Fresh, Single, SuspendArgs
+from flowfabric.model.answers.execution import Claimed
 
 
 async def work(url: str, name: str) -> None:

@@ -7,44 +7,45 @@ from typing import Self
 
 import msgspec
 
-from flowfabric.engine import intake, wait_sweeps
-from flowfabric.engine.admission_sweeps import admission_sweeps
-from flowfabric.engine.api_tokens import ApiTokens
-from flowfabric.engine.cancelling import Cancelling
-from flowfabric.engine.deployment import Deployments
-from flowfabric.engine.dispatch import Dispatcher
-from flowfabric.engine.finishing import Finishing
-from flowfabric.engine.flow_cancels import FlowCancels
-from flowfabric.engine.flow_reads import FlowReads
-from flowfabric.engine.flow_sweeps import FlowSweeps
-from flowfabric.engine.folding import Folding
-from flowfabric.engine.holder import Holder
-from flowfabric.engine.late_claims import LateClaims
-from flowfabric.engine.levels import Levels
-from flowfabric.engine.pulling import Pulling
-from flowfabric.engine.reads import Reads
-from flowfabric.engine.redeeming import Redeeming
-from flowfabric.engine.retention import Retention
-from flowfabric.engine.signals import Signals
-from flowfabric.engine.sleeping import Sleeping
-from flowfabric.engine.streams import StreamOps, Streams
-from flowfabric.engine.subscriptions import Subscriptions
+from flowfabric.engine.claiming.late_claims import LateClaims
+from flowfabric.engine.claiming.poller import Pulling
+from flowfabric.engine.flows.bulk_cancel import Cancelling
+from flowfabric.engine.flows.completion_dispatcher import Dispatcher
+from flowfabric.engine.flows.join_resolver import Folding
+from flowfabric.engine.limits.budget_suspension import Sleeping
+from flowfabric.engine.metrics.queue_depth import Levels
+from flowfabric.engine.operations.api_tokens import ApiTokens
+from flowfabric.engine.operations.deployment import Deployments
+from flowfabric.engine.operations.flow_cancels import FlowCancels
+from flowfabric.engine.operations.flow_reads import FlowReads
+from flowfabric.engine.operations.holder import Holder
+from flowfabric.engine.operations.leases import Finishing
+from flowfabric.engine.operations.reads import Reads
+from flowfabric.engine.operations.redeeming import Redeeming
+from flowfabric.engine.operations.retention import Retention
+from flowfabric.engine.operations.signals import Signals
+from flowfabric.engine.operations.streams import StreamOps, Streams
+from flowfabric.engine.operations.subscriptions import Subscriptions
+from flowfabric.engine.runtime.pending_rows import Together
+from flowfabric.engine.runtime.secret_box import Vault
+from flowfabric.engine.runtime.wakeups import stream_topic
 from flowfabric.engine.surface import operations
-from flowfabric.engine.sweeper import Pass, Places, Sweeper
-from flowfabric.engine.together import Together
-from flowfabric.engine.unblocking import Unblocking
-from flowfabric.engine.vault import Vault
-from flowfabric.engine.wakes import stream_topic
+from flowfabric.engine.sweeps import suspensions
+from flowfabric.engine.sweeps.flows import FlowSweeps
+from flowfabric.engine.sweeps.limits import admission_sweeps
+from flowfabric.engine.sweeps.sweeper import Pass, Places, Sweeper
+from flowfabric.engine.sweeps.unblock import Unblocking
+from flowfabric.engine.validation import execution as validate
 from flowfabric.handles import BackendTag
 from flowfabric.ids import ExecutionId, Minter, RandomMinter, mint_solo
-from flowfabric.model.answers import Claimed
+from flowfabric.model.answers.execution import Claimed
 from flowfabric.model.flow import Dependency, Dispatch, PendingCancelGroup
 from flowfabric.model.gate import ChildEnd
 from flowfabric.model.outbox import Message
-from flowfabric.rules.feeds import Filter
+from flowfabric.rules.feed import Filter
 from flowfabric.settings import Settings
-from flowfabric.stores.base import Schema as Schema  # part of the engine's own vocabulary
-from flowfabric.stores.base import Store
+from flowfabric.stores.port import Schema as Schema  # part of the engine's own vocabulary
+from flowfabric.stores.port import Store
 
 
 class Capabilities(msgspec.Struct, frozen=True):
@@ -86,7 +87,7 @@ class Engine(
         self.schema = schema or Schema(0, 0)
         self._sweeper: Sweeper | None = None
         self._places: Places = {}
-        self.accepting = intake.Accepting()
+        self.accepting = validate.Accepting()
         self.vault = Vault(self.settings.secret_key)
         self.together = Together(self)
         self.stream_ops = StreamOps(self.settings.max_concurrent_stream_ops)
@@ -138,7 +139,7 @@ class Engine(
 
     def new_execution_id(self, lane_id: str = "default") -> ExecutionId:
         """A fresh id for an execution of its own, on the partition of its lane."""
-        return mint_solo(intake.lane(lane_id), self.partitions, self.minter)
+        return mint_solo(validate.lane(lane_id), self.partitions, self.minter)
 
     def start_sweeps(self) -> None:
         """Run the background sweeps in this process too; any number of processes may."""
@@ -158,7 +159,7 @@ class Engine(
     def sweeper(self, chosen: Filter | None = None) -> Sweeper:
         """All sweeps, not yet running."""
         more = (
-            *wait_sweeps.sweeps(self),
+            *suspensions.sweeps(self),
             *self._flow_sweeps.sweeps(chosen),
             *admission_sweeps(self, self._unblocking, chosen),
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from flowfabric.model.owned import DEFAULT_NAMESPACE
+from flowfabric.model.owned_id import DEFAULT_NAMESPACE
 
 
 class Budget(msgspec.Struct, frozen=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from flowfabric.model.states import BlockingReason, PublicState, TerminalOutcome
-from flowfabric.model.wording import counted, first_line, instant, plain, sentence, some
+from flowfabric.model.text import counted, first_line, instant, plain, sentence, some
 
 
 class Obstacle(msgspec.Struct, frozen=True):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from flowfabric import errors
 from flowfabric.ids import PartitionCounts
+from flowfabric.model.change import Change, Insert, absent
 from flowfabric.model.deployment import Deployment
-from flowfabric.rules.change import Change, Decision, Insert, absent, refuse
+from flowfabric.rules.decision import Decision, refuse
 
 ONLY = 0
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
+from flowfabric.model.change import Change, Delete, FromNow, Guard, Patch, Put, at
 from flowfabric.model.outbox import Message
-from flowfabric.rules.change import Change, Delete, FromNow, Guard, Patch, Put, at
 
 HEADSTART_MS = 2000  # the sender delivers at once; the sweep of another process leaves it this much time
 LONGEST_WAIT_MS = 60_000

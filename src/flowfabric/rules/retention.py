@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from flowfabric.model.change import Change, Delete, FromNow, Patch, Write, seen
 from flowfabric.model.execution import Attempt, Execution, Payload, Result
 from flowfabric.model.flow import (
     CancelBacklog,
@@ -31,11 +32,12 @@ from flowfabric.model.gate import ChildEnd, GateMemo, Mail, StepMemo
 from flowfabric.model.states import LifecyclePhase, TerminalOutcome
 from flowfabric.model.stream import Frame, Stream, Summary
 from flowfabric.model.suspension import Remembered, Signal, Suspension, Waitpoint
-from flowfabric.rules import cancel, successors
-from flowfabric.rules.change import Change, Decision, Delete, FromNow, Patch, Write, seen
-from flowfabric.rules.flows import FLOW_CHECK_MS, seen_flow
-from flowfabric.rules.policy import decode_terms
-from flowfabric.rules.step import DEFAULT_RETENTION_MS, retention_ms
+from flowfabric.rules.decision import Decision
+from flowfabric.rules.execution import cancel
+from flowfabric.rules.execution.policy import decode_terms
+from flowfabric.rules.execution.transitions import DEFAULT_RETENTION_MS, retention_ms
+from flowfabric.rules.flow import successors
+from flowfabric.rules.flow.build import FLOW_CHECK_MS, seen_flow
 
 # Children leave word of their ends whether or not anybody waits for them, so no mark tells of that.
 OWNED: tuple[type[msgspec.Struct], ...] = (Attempt, Result, Payload, Dependency, ChildEnd)

@@ -9,11 +9,11 @@ from urllib.parse import quote
 import msgspec
 
 from flowfabric.model.gate import GateEnd, GateMemo
-from flowfabric.sdk.codec import Shape, from_json
+from flowfabric.sdk.serialization.values import Shape, from_json
 
 if TYPE_CHECKING:
-    from flowfabric.engine.gates import OpenedGate
-    from flowfabric.sdk.durable import Durable
+    from flowfabric.engine.operations.durable import OpenedGate
+    from flowfabric.sdk.durable.attempt import Durable
 
 V = TypeVar("V")
 

@@ -13,17 +13,17 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from flowfabric.handles import Handle
-from flowfabric.sdk.codec import from_json, json_bytes
-from flowfabric.sdk.durable import Durable, in_step
-from flowfabric.sdk.output import Saying
-from flowfabric.sdk.spending import Spending
-from flowfabric.sdk.steps import Step, effect_of, run_step, step_of
-from flowfabric.sdk.threads import Portal
-from flowfabric.sdk.waiting import Waiting
+from flowfabric.sdk.durable.attempt import Durable, in_step
+from flowfabric.sdk.durable.budgets import Spending
+from flowfabric.sdk.durable.output import Saying
+from flowfabric.sdk.durable.steps import Step, effect_of, run_step, step_of
+from flowfabric.sdk.durable.waits import Waiting
+from flowfabric.sdk.serialization.values import from_json, json_bytes
+from flowfabric.sdk.worker.threads import Portal
 
 if TYPE_CHECKING:
     from flowfabric.engine.engine import Engine
-    from flowfabric.model.answers import Claimed
+    from flowfabric.model.answers.execution import Claimed
     from flowfabric.sdk.fabric import Fabric
     from flowfabric.sdk.sync import SyncContext
     from flowfabric.sdk.task import Task

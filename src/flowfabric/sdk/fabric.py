@@ -15,23 +15,23 @@ from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Self, Ty
 
 import msgspec
 
-from flowfabric import loops
+from flowfabric import event_loop
 from flowfabric.clock import Clock
-from flowfabric.connecting import connect, is_server, public_address
+from flowfabric.connector import connect, is_server, public_address
 from flowfabric.engine.engine import Engine
 from flowfabric.errors import InvalidInput
 from flowfabric.ids import Minter
-from flowfabric.sdk import declared
-from flowfabric.sdk.codec import Shape
-from flowfabric.sdk.connections import Connections
+from flowfabric.sdk import validation
 from flowfabric.sdk.context import Context
 from flowfabric.sdk.durations import Duration, to_ms
-from flowfabric.sdk.failing import Retry
+from flowfabric.sdk.engine_provider import Connections
 from flowfabric.sdk.flows import Flow
 from flowfabric.sdk.limits import Bound, Budget, Limit, Scope
+from flowfabric.sdk.retry import Retry
 from flowfabric.sdk.run import Run
+from flowfabric.sdk.serialization.values import Shape
 from flowfabric.sdk.task import AsyncTask, Decorator, Options, PlainTask, Task, submit_ways
-from flowfabric.sdk.threads import Portal, ThreadTurns
+from flowfabric.sdk.worker.threads import Portal, ThreadTurns
 from flowfabric.settings import Settings
 
 if TYPE_CHECKING:
@@ -146,17 +146,17 @@ class Fabric:
         if on_mismatch not in ("warn", "error"):
             raise InvalidInput(f'on_mismatch: {on_mismatch!r} is neither "warn" nor "error"')
         options = Options(
-            needs=declared.capabilities("needs", needs),
+            needs=validation.capabilities("needs", needs),
             timeout_ms=None if timeout is None else to_ms(timeout, "timeout", least=1),
-            budgets=declared.each("budgets", Budget, budgets, "[Budget(…)]"),
-            limits=declared.each("limits", Limit, limits, "[Limit(…)]"),
+            budgets=validation.each("budgets", Budget, budgets, "[Budget(…)]"),
+            limits=validation.each("limits", Limit, limits, "[Limit(…)]"),
             **submit_ways(lane=lane, priority=priority, retry=retry, tags=tags or {}, fair=fair, weight=weight),
         )
         if name is not None:
-            declared.name(name)
+            validation.name(name)
 
         def make(given: Callable[..., Any]) -> Task[..., Any]:
-            function = declared.handler(given)
+            function = validation.handler(given)
             known_as = name or f"{_home(function)}.{function.__qualname__}"
             if known_as in self.tasks:
                 raise InvalidInput(f"task {known_as!r} exists already; give one of them another name=")
@@ -305,7 +305,7 @@ class Fabric:
 
         `stall_limit` is how long the event loop may be blocked before its work is left to others.
         """
-        from flowfabric.sdk.worker import Worker
+        from flowfabric.sdk.worker.worker import Worker
 
         if _in_a_loop():
             raise RuntimeError(
@@ -321,7 +321,7 @@ class Fabric:
             stall_limit=stall_limit,
             worker_id=worker_id,
         )
-        loops.run(worker.run_until_told())
+        event_loop.run(worker.run_until_told())
 
     def __repr__(self) -> str:
         return f"<Fabric of {len(self.tasks)} tasks, namespace {self.namespace!r}>"

@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 import msgspec
 
 from flowfabric import ids
-from flowfabric.engine.flows import GraphEdge
+from flowfabric.engine.operations.flows import GraphEdge
 from flowfabric.errors import InvalidInput, NotFound
 from flowfabric.model.states import PublicState
-from flowfabric.sdk import declared
+from flowfabric.sdk import validation
 from flowfabric.sdk.durations import Duration, to_seconds
-from flowfabric.sdk.failing import RunEnded, RunSkipped
+from flowfabric.sdk.exceptions import RunEnded, RunSkipped
 from flowfabric.sdk.joins import AllOf, Join
 from flowfabric.sdk.run import Run
 from flowfabric.sdk.task import Call, Task, a_call
@@ -92,7 +92,7 @@ class Flow:
     """A flow in the making. It can be submitted any number of times."""
 
     def __init__(self, app: Fabric, name: str) -> None:
-        declared.name(name)
+        validation.name(name)
         self.app = app
         self.name = name
         self.nodes: dict[str, Node[Any]] = {}

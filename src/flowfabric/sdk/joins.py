@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from flowfabric.errors import InvalidInput
-from flowfabric.sdk import declared
+from flowfabric.sdk import validation
 
 if TYPE_CHECKING:
     from flowfabric.sdk.flows import Edge, Node
@@ -64,7 +64,7 @@ class Quorum(Join):
 
     def __init__(self, k: int, *of: Edge | Node[Any], cancel_rest: bool = False) -> None:
         super().__init__(*of, cancel_rest=cancel_rest)
-        self.k = declared.whole("quorum", k, least=1)
+        self.k = validation.whole("quorum", k, least=1)
 
     def needed(self, count: int) -> int:
         if self.k > count:

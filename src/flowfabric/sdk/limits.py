@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from flowfabric.errors import InvalidInput
-from flowfabric.sdk import declared
+from flowfabric.sdk import validation
 from flowfabric.sdk.durations import Duration, to_ms
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class Budget:
         return dimension.removesuffix(MILLIONTHS), [amount / 1_000_000 for amount in amounts]
 
     def _counted(self, dimension: str, amount: int | float) -> int:
-        declared.amount(f"budget {self.name}: {dimension}", amount)
+        validation.amount(f"budget {self.name}: {dimension}", amount)
         if dimension in self._fractional:
             return round(amount * 1_000_000)
         if int(amount) != amount:
@@ -136,7 +136,7 @@ class Limit:
         spread: Duration = 0,
     ) -> None:
         """`spread` is by how much the starts that had to wait for the rate are spread."""
-        declared.whole("concurrency", concurrency, least=0)
+        validation.whole("concurrency", concurrency, least=0)
         if not concurrency and rate is None:
             raise InvalidInput('limit: say how many at once (concurrency=10) or how fast (rate="100/1m")')
         self.concurrency = concurrency

@@ -13,19 +13,19 @@ from urllib.parse import parse_qs, urlsplit
 import msgspec
 
 from flowfabric import errors
-from flowfabric.engine.asks import Accepted, MailArgs, SignalArgs, WaitpointToken
+from flowfabric.engine.types import Accepted, MailArgs, SignalArgs, WaitpointToken
 from flowfabric.model.states import PublicState, TerminalOutcome
 from flowfabric.sdk.approvals import Link
-from flowfabric.sdk.codec import Shape, json_bytes, to_plain
+from flowfabric.sdk.durable.output import START, progress_of
 from flowfabric.sdk.durations import Duration, to_seconds
-from flowfabric.sdk.failing import RunCancelled, RunExpired, RunFailed, RunSkipped
-from flowfabric.sdk.output import START, progress_of
+from flowfabric.sdk.exceptions import RunCancelled, RunExpired, RunFailed, RunSkipped
+from flowfabric.sdk.serialization.values import Shape, json_bytes, to_plain
 
 if TYPE_CHECKING:
+    from flowfabric.engine.claiming.poller import Ended
     from flowfabric.engine.engine import Engine
-    from flowfabric.engine.pulling import Ended
-    from flowfabric.engine.reads import ExecutionSnapshot
-    from flowfabric.model.answers import AttemptView
+    from flowfabric.engine.operations.reads import ExecutionSnapshot
+    from flowfabric.model.answers.execution import AttemptView
     from flowfabric.model.obstacles import Explanation
     from flowfabric.sdk.fabric import Fabric
     from flowfabric.sdk.sync import SyncRun

@@ -23,25 +23,25 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 
-from flowfabric import loops
+from flowfabric import event_loop
 from flowfabric.sdk.approvals import Approval, Votes
-from flowfabric.sdk.durable import in_step
+from flowfabric.sdk.durable.attempt import in_step
+from flowfabric.sdk.durable.budgets import Reservation
+from flowfabric.sdk.durable.steps import effect_of
 from flowfabric.sdk.durations import Duration
 from flowfabric.sdk.joins import AllOf, Join
 from flowfabric.sdk.limits import Budget
-from flowfabric.sdk.spending import Reservation
-from flowfabric.sdk.steps import effect_of
-from flowfabric.sdk.threads import DaemonThreads, Portal
+from flowfabric.sdk.worker.threads import DaemonThreads, Portal
 
 if TYPE_CHECKING:
-    from flowfabric.engine.reads import ExecutionSnapshot
-    from flowfabric.model.answers import AttemptView
+    from flowfabric.engine.operations.reads import ExecutionSnapshot
+    from flowfabric.model.answers.execution import AttemptView
     from flowfabric.model.obstacles import Explanation
     from flowfabric.model.states import PublicState
     from flowfabric.sdk.context import Context
+    from flowfabric.sdk.durable.output import Output
     from flowfabric.sdk.fabric import Fabric
     from flowfabric.sdk.flows import Flow, FlowRun, Graph, Node
-    from flowfabric.sdk.output import Output
     from flowfabric.sdk.run import Frame, Reset, Run
     from flowfabric.sdk.task import Call, Submitter, Task
 
@@ -121,8 +121,8 @@ class SyncRun(Generic[R]):
         frames = self._run.stream(name, after=after)
         while True:
             try:
-                yield self._portal.call(loops.following(frames))
-            except loops.Exhausted:
+                yield self._portal.call(event_loop.following(frames))
+            except event_loop.Exhausted:
                 return
 
     def __repr__(self) -> str:

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar,
 
 import msgspec
 
-from flowfabric.engine import intake
-from flowfabric.engine.pulling import CreateExecution
+from flowfabric.engine.claiming.poller import CreateExecution
+from flowfabric.engine.validation import execution as validate
 from flowfabric.errors import FabricError, InvalidInput
-from flowfabric.model.answers import Duplicate
-from flowfabric.sdk import declared
-from flowfabric.sdk.codec import Signature
+from flowfabric.model.answers.execution import Duplicate
+from flowfabric.sdk import validation
 from flowfabric.sdk.context import Context, entered, within
 from flowfabric.sdk.durations import Duration, to_ms
-from flowfabric.sdk.failing import Retry
-from flowfabric.sdk.inputs import NAMED_BUDGETS, PLAIN, REFERRING, Referring
 from flowfabric.sdk.limits import Bound, Budget, Limit, Scope, scope_of
+from flowfabric.sdk.retry import Retry
 from flowfabric.sdk.run import Run
+from flowfabric.sdk.serialization.inputs import NAMED_BUDGETS, PLAIN, REFERRING, Referring
+from flowfabric.sdk.serialization.values import Signature
 
 if TYPE_CHECKING:
     from flowfabric.engine.engine import Engine
@@ -75,10 +75,10 @@ class Options(msgspec.Struct, frozen=True):
 def submit_ways(**given: Any) -> dict[str, Any]:
     """Those of the options that a submit may change, checked; what is not named stays as it is."""
     checks: dict[str, Callable[[Any], Any]] = {
-        "lane": intake.lane,
-        "priority": lambda value: declared.whole("priority", value),
-        "weight": lambda value: declared.whole("weight", value, least=1),
-        "tags": declared.tags,
+        "lane": validate.lane,
+        "priority": lambda value: validation.whole("priority", value),
+        "weight": lambda value: validation.whole("weight", value, least=1),
+        "tags": validation.tags,
         "retry": _a_retry,
         "fair": _a_scope,
         "deadline": _a_moment,
@@ -165,7 +165,7 @@ class Task(Generic[P, R]):
         self.isolation = isolation
         self.on_mismatch = on_mismatch
         self.own = options
-        declared.called_by_name(handler)
+        validation.called_by_name(handler)
         self.signature = Signature(handler, Context)
         self.is_async = inspect.iscoroutinefunction(handler)
         self.timeout_s = None if options.timeout_ms is None else options.timeout_ms / 1000
@@ -178,7 +178,7 @@ class Task(Generic[P, R]):
         name = self.signature.context_name
         if name is None or any(isinstance(given, Context) for given in (*args, *kwargs.values())):
             return self.handler(*args, **kwargs)
-        from flowfabric.sdk.bare import BareContext
+        from flowfabric.sdk.local_context import BareContext
 
         context = BareContext(self)
         arguments = self.with_context(self.signature.bound(args, kwargs), lambda: context)

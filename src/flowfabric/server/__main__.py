@@ -8,7 +8,7 @@ import msgspec
 
 from flowfabric.server import openapi
 from flowfabric.server.routes import PAGES
-from flowfabric.server.table import Table
+from flowfabric.server.routing import Table
 
 
 def written() -> str:

@@ -16,20 +16,20 @@ from time import perf_counter
 from typing import Any
 
 from flowfabric import errors
+from flowfabric.api.encoding import Held
 from flowfabric.engine.engine import Engine
-from flowfabric.server import bodies, logs, openapi, traces
-from flowfabric.server.ask import JSON, Ask, encode, execution_in, uuid_in
+from flowfabric.server import logging, openapi, request_body, tracing
 from flowfabric.server.auth import ANYBODY, ROOT, UNAUTHENTICATED, Guard, OpenFeeds, Principal, RateLimit, peer_of
 from flowfabric.server.cors import Cors
-from flowfabric.server.hosts import Hosts
+from flowfabric.server.errors import Problem, Refused, exact, problem_of
+from flowfabric.server.handle_signer import HandleSigner
+from flowfabric.server.host_filter import Hosts
+from flowfabric.server.idempotency import Once, content_of, key_of
 from flowfabric.server.metrics import HttpMeters
-from flowfabric.server.once import Once, content_of, key_of
-from flowfabric.server.problems import Problem, Refused, exact, problem_of
+from flowfabric.server.request import JSON, Ask, encode, execution_in, uuid_in
 from flowfabric.server.routes import PAGES
+from flowfabric.server.routing import Live, Operation, Reply, Resource, Subject, Table
 from flowfabric.server.settings import ServerSettings
-from flowfabric.server.signing import HandleSigner
-from flowfabric.server.table import Live, Operation, Reply, Resource, Subject, Table
-from flowfabric.server.wire import Held
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Any]]
@@ -66,7 +66,7 @@ class App:
         self.handles = HandleSigner(engine, settings)
         self._rate = RateLimit(settings.rate_limit)
         self.guard = Guard(settings, engine, self._rate)
-        self.spans: traces.Spans = traces.spans()
+        self.spans: tracing.Spans = tracing.spans()
         self._feeds = OpenFeeds(settings.max_feeds)
         self._hosts = Hosts(settings)
         self._cors = Cors(settings)
@@ -141,7 +141,7 @@ class App:
         if not is_apart:
             seconds = perf_counter() - began
             self.http.note(method, template, status, seconds)
-            logs.note_request(method, template, status, seconds, request_id, ask.principal.name)
+            logging.note_request(method, template, status, seconds, request_id, ask.principal.name)
 
     async def _answered(
         self, ask: Ask[Any], method: str, scope: Scope, resource: Resource | None, operation: Operation | None
@@ -161,7 +161,7 @@ class App:
             if operation.scope is not None:
                 ask.principal.needs(operation.scope)
                 ask.scope = operation.scope
-            body = b"" if method in ("GET", "HEAD") else await bodies.received(ask, operation)
+            body = b"" if method in ("GET", "HEAD") else await request_body.received(ask, operation)
             # Who may not ask (any more) hears no remembered answer either: this comes after the checks above.
             if (key := key_of(ask.who, method, _path(scope), ask.headers)) is not None:
                 known, content = operation, content_of(scope["query_string"], ask.headers, body)
@@ -178,7 +178,7 @@ class App:
         except TimeoutError:
             return Reply(504, encode(Problem(_TIMED_OUT, "timeout", False)), JSON)
         except Exception:
-            logs.logger.exception("a request failed", extra={"fields": {"request_id": ask.request_id}})
+            logging.logger.exception("a request failed", extra={"fields": {"request_id": ask.request_id}})
             return Reply(500, encode(Problem("engine: bug", None, False)), JSON)
 
     def _check_head(self, ask: Ask[Any], scope: Scope) -> None:
@@ -194,7 +194,7 @@ class App:
         """The handler's answer to a caller that may ask."""
         await self.readmit(ask)  # the body, or the answer to the same request, may have taken long
         if method not in ("GET", "HEAD"):
-            ask.body = bodies.decoded(ask, operation, body)
+            ask.body = request_body.decoded(ask, operation, body)
         if isinstance(ask.body, Held):
             ask.holder = await self.handles.verify(ask.body.handle)
         if ask.principal.namespaces is not None and operation.scope is not None:
@@ -248,7 +248,9 @@ class App:
         if operation is not None and operation.audit:
             self._audit(ask, operation, f"refused: {error.kind}")
         if status >= 500:
-            logs.logger.error("a request failed", extra={"fields": {"request_id": ask.request_id, "cause": str(error)}})
+            logging.logger.error(
+                "a request failed", extra={"fields": {"request_id": ask.request_id, "cause": str(error)}}
+            )
         wait_ms = getattr(error, "retry_after_ms", None)
         headers = (("retry-after", str(max(1, round(wait_ms / 1000)))),) if wait_ms else ()
         headers = (*headers, *_named(error))
@@ -258,7 +260,7 @@ class App:
         about = ask.params[0] if ask.params else None
         if about is None and ask.holder is not None:
             about = ask.holder.fields.execution_id
-        logs.note_audit(
+        logging.note_audit(
             operation.name,
             {"who": ask.principal.name, "about": about, "outcome": outcome, "request_id": ask.request_id},
         )

@@ -13,7 +13,7 @@ import msgspec
 
 from flowfabric.engine.engine import Engine
 from flowfabric.model.api_token import Scope
-from flowfabric.server.problems import Refused
+from flowfabric.server.errors import Refused
 from flowfabric.server.settings import ServerSettings
 
 UNAUTHENTICATED = "missing or invalid Authorization header"

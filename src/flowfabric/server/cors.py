@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from flowfabric.server.routing import Reply
 from flowfabric.server.settings import ServerSettings
-from flowfabric.server.table import Reply
 
 Headers = tuple[tuple[str, str], ...]
 

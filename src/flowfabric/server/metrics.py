@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from flowfabric.engine.meters import BUCKETS_S, Labels, Meters, Timing
+from flowfabric.engine.metrics.registry import BUCKETS_S, Labels, Meters, Timing
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 
 from flowfabric import __version__
-from flowfabric.server.problems import Oversize, Problem
-from flowfabric.server.table import FIELDS, HTML, OCTETS, Operation, Routes, Table
-from flowfabric.server.wire import Variants
+from flowfabric.api.encoding import Variants
+from flowfabric.server.errors import Oversize, Problem
+from flowfabric.server.routing import FIELDS, HTML, OCTETS, Operation, Routes, Table
 
 REF = "#/components/schemas/{name}"
 REASONS = {

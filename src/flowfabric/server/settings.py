@@ -11,7 +11,7 @@ import msgspec
 
 from flowfabric.errors import InvalidInput
 from flowfabric.ids import PartitionCounts, parse_lane_id
-from flowfabric.server.logs import logger
+from flowfabric.server.logging import logger
 from flowfabric.settings import FEED_RETENTION_MS, Secret, Settings, Sweeps
 
 T = TypeVar("T")

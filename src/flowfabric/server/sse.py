@@ -8,8 +8,8 @@ from contextlib import suppress
 from typing import Any
 
 from flowfabric import errors
-from flowfabric.server.ask import Ask, encode
-from flowfabric.server.problems import problem_of
+from flowfabric.server.errors import problem_of
+from flowfabric.server.request import Ask, encode
 
 WAIT_MS = 10_000  # how long one look waits: also how often a quiet line shows that it lives
 SHUTDOWN = b'event: end\ndata: {"reason":"shutdown"}\n\n'

@@ -15,11 +15,12 @@ import msgspec
 from msgspec.structs import astuple
 
 from flowfabric.errors import Corruption
+from flowfabric.model.change import Copies, Delete, FromNow, Patch, Single, Write
 from flowfabric.model.event import Event
 from flowfabric.model.execution import Execution, LineKey
-from flowfabric.rules.change import Copies, Delete, FromNow, Patch, Single, Write
-from flowfabric.stores.base import Scan, Unreadable, Unstorable
-from flowfabric.stores.rows import TABLES, Column, Table
+from flowfabric.stores.catalog import TABLES, Column, Table
+from flowfabric.stores.port import Unstorable
+from flowfabric.stores.queries import Scan, Unreadable
 
 LineOf = Callable[[LineKey], int]
 LineAt = Callable[[int], LineKey]

@@ -21,24 +21,12 @@ from typing import Any, TypeVar
 import msgspec
 
 from flowfabric.errors import StoreFault, StoreUnavailable
+from flowfabric.model.change import Change
 from flowfabric.model.event import FeedEvent, Topic
 from flowfabric.model.execution import LineKey
-from flowfabric.rules.change import Change
-from flowfabric.stores.base import (
-    Due,
-    FeedPage,
-    Handed,
-    Held,
-    Loaded,
-    Scan,
-    Schema,
-    Store,
-    Take,
-    Taken,
-    Tally,
-    Want,
-    Where,
-)
+from flowfabric.stores.claims import Handed, Held, Take, Taken
+from flowfabric.stores.port import Schema, Store
+from flowfabric.stores.queries import Due, FeedPage, Loaded, Scan, Tally, Want, Where
 
 T = TypeVar("T")
 

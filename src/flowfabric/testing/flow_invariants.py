@@ -26,7 +26,8 @@ from flowfabric.model.flow import (
     PolicyVariant,
 )
 from flowfabric.model.states import EligibilityState, LifecyclePhase
-from flowfabric.rules import cancel, joins, successors
+from flowfabric.rules.execution import cancel
+from flowfabric.rules.flow import joins, successors
 from flowfabric.testing.invariants import InvariantBroken, every
 
 

@@ -28,10 +28,13 @@ from flowfabric.model.states import (
     TerminalOutcome,
     public_state,
 )
-from flowfabric.rules import claim, lease, place
-from flowfabric.rules.policy import decode_terms
-from flowfabric.stores.base import Scan, Store, Where
-from flowfabric.stores.rows import TABLE
+from flowfabric.rules.execution import grant as grant_rules
+from flowfabric.rules.execution import lease
+from flowfabric.rules.execution.policy import decode_terms
+from flowfabric.rules.scheduling import queue
+from flowfabric.stores.catalog import TABLE
+from flowfabric.stores.port import Store
+from flowfabric.stores.queries import Scan, Where
 
 PAGE = 1000
 
@@ -157,14 +160,14 @@ def broken_row(row: Execution) -> Iterator[str]:
 
 
 def _broken_details(row: Execution, *, terminal: bool, active: bool) -> Iterator[str]:
-    grant = claim.stored_grant(row)
+    grant = grant_rules.stored_grant(row)
     if (grant.expires_at if grant else None) != row.granted_until:
         yield f"I9 a grant until {grant.expires_at if grant else None} in a slot until {row.granted_until}"
     if grant is not None and terminal:
         yield "I9 a grant outlived the execution"
-    if row.line not in (None, place.line_of(row), place.takeover_line(row)):
+    if row.line not in (None, queue.line_of(row), queue.takeover_line(row)):
         yield f"waits in a foreign line {row.line}"
-    if row.rank != row.created_at + place.rank_offset(row.priority, decode_terms(row.terms)):
+    if row.rank != row.created_at + queue.rank_offset(row.priority, decode_terms(row.terms)):
         yield f"rank {row.rank} does not follow from priority and age"
     if (row.completed_at is not None) != terminal:
         yield f"completed at {row.completed_at} while {row.lifecycle_phase}"
@@ -188,7 +191,7 @@ def places(row: Execution) -> set[str]:
 
     What budgets or quotas limit has one line for both: there it waits, and there it is taken over once it was active.
     """
-    takes_over = row.lifecycle_phase is LifecyclePhase.ACTIVE or place.line_of(row) != place.takeover_line(row)
+    takes_over = row.lifecycle_phase is LifecyclePhase.ACTIVE or queue.line_of(row) != queue.takeover_line(row)
     found = {
         "line": row.line is not None and not (row.line.decided and takes_over),
         "takeover": row.line is not None and row.line.decided and takes_over,

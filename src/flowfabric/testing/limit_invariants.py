@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from flowfabric.engine.engine import Engine
 from flowfabric.model.budget import Budget, BudgetDimension, BudgetSpend, Reservation
-from flowfabric.model.owned import OwnedId
+from flowfabric.model.owned_id import OwnedId
 from flowfabric.model.quota import QuotaPolicy, QuotaSlot
 from flowfabric.testing.invariants import InvariantBroken, every
 

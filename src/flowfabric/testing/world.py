@@ -24,18 +24,18 @@ from flowfabric.engine.engine import Engine
 from flowfabric.ids import ExecutionId, SeededMinter, partition_of
 from flowfabric.sdk.approvals import Link
 from flowfabric.sdk.context import Context
-from flowfabric.sdk.durable import Crash
+from flowfabric.sdk.durable.attempt import Crash
 from flowfabric.sdk.durations import Duration, to_ms
 from flowfabric.sdk.fabric import Fabric
 from flowfabric.sdk.run import Run
-from flowfabric.sdk.worker import Worker
+from flowfabric.sdk.worker.worker import Worker
 from flowfabric.settings import Settings, Sweeps
-from flowfabric.stores.memory import MemoryStore
+from flowfabric.stores.memory.store import MemoryStore
 from flowfabric.testing.faults import FlakyStore
 from flowfabric.testing.flow_invariants import check_flow_invariants
 from flowfabric.testing.invariants import check_invariants
 from flowfabric.testing.stubs import Ballots, Checked, Stub
-from flowfabric.testing.virtual import VirtualTime
+from flowfabric.testing.virtual_time import VirtualTime
 
 EPOCH_MS = 1_700_000_000_000
 SELDOM_MS = 100 * 24 * 60 * 60 * 1000

@@ -7,13 +7,13 @@ import asyncio
 import msgspec
 
 from flowfabric import errors
-from flowfabric.engine.asks import Kids
+from flowfabric.api.encoding import CURSOR, LIMIT, Body, Natural, Unsaid
+from flowfabric.engine.types import Kids
 from flowfabric.model.api_token import Scope, TokenMade, TokenView
-from flowfabric.server import logs
-from flowfabric.server.ask import Ask, json, uuid_in
-from flowfabric.server.problems import Refused, bad_request
-from flowfabric.server.table import Reply, Routes, Subject
-from flowfabric.server.wire import CURSOR, LIMIT, Body, Natural, Unsaid
+from flowfabric.server import logging
+from flowfabric.server.errors import Refused, bad_request
+from flowfabric.server.request import Ask, json, uuid_in
+from flowfabric.server.routing import Reply, Routes, Subject
 
 routes = Routes("admin")
 
@@ -70,7 +70,7 @@ async def rotate_waitpoint_secret(ask: Ask[RotateBody]) -> Reply:
 
 
 def _noted(ask: Ask[RotateBody], kid: str, event: str) -> None:
-    logs.note_audit(event, {"who": ask.principal.name, "new_kid": kid, "request_id": ask.request_id})
+    logging.note_audit(event, {"who": ask.principal.name, "new_kid": kid, "request_id": ask.request_id})
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 
 from flowfabric import ids
-from flowfabric.model import verdicts
+from flowfabric.api.encoding import CURSOR, LIMIT, NAMESPACE, Body, Natural, Whole, checked, variants
+from flowfabric.model.answers import limits as limit_answers
 from flowfabric.model.api_token import Scope
-from flowfabric.server.ask import Ask, found, json, tagged, uuid_in
-from flowfabric.server.table import Reply, Routes, Subject
-from flowfabric.server.wire import CURSOR, LIMIT, NAMESPACE, Body, Natural, Whole, checked, variants
+from flowfabric.server.request import Ask, found, json, tagged, uuid_in
+from flowfabric.server.routing import Reply, Routes, Subject
 
 routes = Routes("budgets")
 
@@ -62,9 +62,9 @@ class BudgetBody(Body, frozen=True):
 async def create_budget(ask: Ask[BudgetBody]) -> Reply:
     """Define a budget; a second definition changes nothing, unless it is another declaration than before."""
     answer = await ask.engine.create_budget(**ask.body.told("namespace"), namespace=ask.owner(ask.body.namespace))
-    if isinstance(answer, verdicts.BudgetCreated):
+    if isinstance(answer, limit_answers.BudgetCreated):
         return tagged(answer, 201, "Created")
-    return tagged(answer, 200, "Changed" if isinstance(answer, verdicts.LimitsChanged) else "AlreadySatisfied")
+    return tagged(answer, 200, "Changed" if isinstance(answer, limit_answers.LimitsChanged) else "AlreadySatisfied")
 
 
 class BudgetIds(msgspec.Struct, frozen=True):
@@ -83,7 +83,7 @@ async def list_budgets(ask: Ask[None]) -> Reply:
     )
 
 
-@routes.get(ONE, {200: verdicts.BudgetStatus}, subject=Subject.OWN, query=(NAMESPACE,))
+@routes.get(ONE, {200: limit_answers.BudgetStatus}, subject=Subject.OWN, query=(NAMESPACE,))
 async def get_budget_status(ask: Ask[None]) -> Reply:
     """A budget: its limits, what was used, what was refused."""
     return json(await ask.engine.get_budget_status(_budget(ask), namespace=_owner(ask)))
@@ -107,7 +107,7 @@ class Breach(msgspec.Struct, frozen=True, omit_defaults=True):
 
 @routes.post(
     f"{ONE}/usage",
-    {200: variants(verdicts.Ok, verdicts.AlreadyApplied, verdicts.SoftBreach, HardBreach=Breach)},
+    {200: variants(limit_answers.Ok, limit_answers.AlreadyApplied, limit_answers.SoftBreach, HardBreach=Breach)},
     body=UsageBody,
     scope=Scope.WORK,
     subject=Subject.OWN,
@@ -123,7 +123,7 @@ async def report_usage(ask: Ask[UsageBody]) -> Reply:
         dedup_key=body.dedup_key,
         namespace=ask.owner(body.namespace),
     )
-    if isinstance(answer, verdicts.HardBreach):
+    if isinstance(answer, limit_answers.HardBreach):
         told = Breach(answer.dimension, answer.current_usage, answer.hard_limit, answer.reserved)
         return tagged(told, name="HardBreach")
     return tagged(answer)
@@ -131,7 +131,7 @@ async def report_usage(ask: Ask[UsageBody]) -> Reply:
 
 @routes.post(
     f"{ONE}/reset",
-    {200: variants(Reset=verdicts.BudgetReset)},
+    {200: variants(Reset=limit_answers.BudgetReset)},
     scope=Scope.OPERATE,
     subject=Subject.OWN,
     query=(NAMESPACE,),
@@ -180,7 +180,7 @@ class ReleaseBody(Body, frozen=True):
 
 @routes.post(
     f"{ONE}/release",
-    {200: variants(Released=verdicts.BudgetReleased)},
+    {200: variants(Released=limit_answers.BudgetReleased)},
     body=ReleaseBody,
     scope=Scope.OPERATE,
     subject=Subject.OWN,
@@ -226,12 +226,12 @@ class QuotaBody(Body, frozen=True):
 async def create_quota_policy(ask: Ask[QuotaBody]) -> Reply:
     """Define a quota policy; 0 is no limit, and a second definition changes nothing."""
     answer = await ask.engine.create_quota_policy(**ask.body.told("namespace"), namespace=ask.owner(ask.body.namespace))
-    if isinstance(answer, verdicts.QuotaPolicyCreated):
+    if isinstance(answer, limit_answers.QuotaPolicyCreated):
         return tagged(answer, 201, "Created")
     return tagged(answer, 200, "AlreadySatisfied")
 
 
-@routes.get("/v1/quotas/{id}", {200: verdicts.QuotaLimits}, subject=Subject.OWN, query=(NAMESPACE,))
+@routes.get("/v1/quotas/{id}", {200: limit_answers.QuotaLimits}, subject=Subject.OWN, query=(NAMESPACE,))
 async def read_quota_policy_limits(ask: Ask[None]) -> Reply:
     """The numbers of a quota policy."""
     policy = uuid_in("quota_policy_id", ask.params[0])

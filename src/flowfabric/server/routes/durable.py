@@ -7,15 +7,15 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from flowfabric.engine.asks import GateArgs
-from flowfabric.engine.gates import Parked
+from flowfabric.api.encoding import Held, Natural, Octets, Unsaid, octets, variants
+from flowfabric.engine.operations.durable import Parked
+from flowfabric.engine.types import GateArgs
 from flowfabric.model.api_token import Scope
 from flowfabric.model.gate import Gate, GateKind, GateMemo, StepMemo
-from flowfabric.server.ask import Ask, found, json, tagged
-from flowfabric.server.problems import bad_request
-from flowfabric.server.routes.work import ObservedSignal, observed
-from flowfabric.server.table import WORK_LIMIT, Reply, Routes, Subject
-from flowfabric.server.wire import Held, Natural, Octets, Unsaid, octets, variants
+from flowfabric.server.errors import bad_request
+from flowfabric.server.request import Ask, found, json, tagged
+from flowfabric.server.routes.leases import ObservedSignal, observed
+from flowfabric.server.routing import WORK_LIMIT, Reply, Routes, Subject
 
 routes = Routes("durable functions")
 

@@ -10,29 +10,17 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from flowfabric import errors, ids
-from flowfabric.engine.asks import POLICY_PARTS, CreateExecution, Fence
-from flowfabric.engine.reads import ExecutionPage
-from flowfabric.model import answers
+from flowfabric.api.encoding import CURSOR, I32, LIMIT, MAX_WAIT_MS, U16, Body, Octets, Whole, checked, octets, variants
+from flowfabric.engine.operations.reads import ExecutionPage
+from flowfabric.engine.types import POLICY_PARTS, CreateExecution, Fence
+from flowfabric.model.answers import execution as answers
 from flowfabric.model.api_token import Scope
 from flowfabric.model.states import PublicState
-from flowfabric.server import traces
-from flowfabric.server.ask import Ask, encode, found, json, same, tagged, variant
-from flowfabric.server.problems import bad_request, told
-from flowfabric.server.routes.work import TagsSet
-from flowfabric.server.table import BULK_LIMIT, CREATE_LIMIT, OCTETS, Param, Reply, Routes, Subject
-from flowfabric.server.wire import (
-    CURSOR,
-    I32,
-    LIMIT,
-    MAX_WAIT_MS,
-    U16,
-    Body,
-    Octets,
-    Whole,
-    checked,
-    octets,
-    variants,
-)
+from flowfabric.server import tracing
+from flowfabric.server.errors import bad_request, told
+from flowfabric.server.request import Ask, encode, found, json, same, tagged, variant
+from flowfabric.server.routes.leases import TagsSet
+from flowfabric.server.routing import BULK_LIMIT, CREATE_LIMIT, OCTETS, Param, Reply, Routes, Subject
 
 routes = Routes("executions")
 
@@ -99,14 +87,14 @@ async def creation(ask: Ask[Any], body: CreateBody) -> CreateExecution:
     ask.within(body.namespace)
     if body.parent_id is not None:
         await ask.may_touch(body.parent_id)
-    if traces.TAG in body.tags:  # the rules cannot tell the caller's from the server's
-        raise errors.InvalidTagKey(f"{traces.TAG}: reserved; the server sets it from the header traceparent")
+    if tracing.TAG in body.tags:  # the rules cannot tell the caller's from the server's
+        raise errors.InvalidTagKey(f"{tracing.TAG}: reserved; the server sets it from the header traceparent")
     place = ask.app.spans.place()
     return CreateExecution(
         execution_id=body.execution_id or ask.engine.new_execution_id(body.lane_id),
         partition=0,
         input_payload=octets("input_payload", body.input_payload, body.input_payload_b64) or b"",
-        tags=body.tags if place is None else {traces.TAG: place} | body.tags,
+        tags=body.tags if place is None else {tracing.TAG: place} | body.tags,
         policy=None if body.policy is None else encode(body.policy).decode(),
         **body.told("execution_id", "input_payload", "input_payload_b64", "tags", "policy", "partition_id"),
     )

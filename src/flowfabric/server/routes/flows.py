@@ -8,18 +8,18 @@ import msgspec
 from msgspec import Meta
 
 from flowfabric import ids
-from flowfabric.engine.asks import EdgeSnapshot, FlowSnapshot
-from flowfabric.engine.flow_cancels import NoWait, Wait, WaitIndefinite, WaitTimeout
-from flowfabric.engine.flow_reads import FlowPage
-from flowfabric.engine.flows import GraphEdge
-from flowfabric.model import flow_answers
+from flowfabric.api.encoding import CURSOR, LIMIT, Body, Whole, checked, variants
+from flowfabric.engine.operations.flow_cancels import NoWait, Wait, WaitIndefinite, WaitTimeout
+from flowfabric.engine.operations.flow_reads import FlowPage
+from flowfabric.engine.operations.flows import GraphEdge
+from flowfabric.engine.types import EdgeSnapshot, FlowSnapshot
+from flowfabric.model.answers import flow as flow_answers
 from flowfabric.model.api_token import Scope
 from flowfabric.model.flow import FlowSummary
-from flowfabric.server.ask import Ask, execution_in, found, json, same, tagged, uuid_in
-from flowfabric.server.problems import bad_request
+from flowfabric.server.errors import bad_request
+from flowfabric.server.request import Ask, execution_in, found, json, same, tagged, uuid_in
 from flowfabric.server.routes.executions import CreateBody, creation
-from flowfabric.server.table import BULK_LIMIT, Param, Reply, Routes, Subject
-from flowfabric.server.wire import CURSOR, LIMIT, Body, Whole, checked, variants
+from flowfabric.server.routing import BULK_LIMIT, Param, Reply, Routes, Subject
 
 routes = Routes("flows")
 

@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 
 from flowfabric import errors
-from flowfabric.server import logs
-from flowfabric.server.ask import JSON, Ask, encode, json
+from flowfabric.server import logging
+from flowfabric.server.errors import Problem
 from flowfabric.server.metrics import CONTENT_TYPE, exposition
-from flowfabric.server.problems import Problem
-from flowfabric.server.table import METRICS, Reply, Routes
+from flowfabric.server.request import JSON, Ask, encode, json
+from flowfabric.server.routing import METRICS, Reply, Routes
 
 routes = Routes("health")
 
@@ -51,7 +51,7 @@ async def metrics(ask: Ask[None]) -> Reply:
         async with asyncio.timeout(LEVELS_S):
             await ask.engine.read_levels()
     except (errors.StoreUnavailable, TimeoutError):
-        logs.logger.warning("the levels could not be read; the counters are told all the same")
+        logging.logger.warning("the levels could not be read; the counters are told all the same")
     return Reply(200, exposition(ask.app.http.meters, ask.engine.meters), CONTENT_TYPE)
 
 

@@ -6,13 +6,13 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from flowfabric import ids
-from flowfabric.engine.asks import Accepted, Duplicate, MailArgs, SignalArgs, WaitpointRecord
+from flowfabric.api.encoding import LIMIT, Body, Natural, Octets, Unsaid, Whole, checked, octets, variants
+from flowfabric.engine.types import Accepted, Duplicate, MailArgs, SignalArgs, WaitpointRecord
 from flowfabric.model.api_token import Scope
 from flowfabric.model.suspension import WaitpointState
-from flowfabric.server.ask import Ask, found, json, same, tagged, uuid_in
-from flowfabric.server.problems import Problem
-from flowfabric.server.table import SIGNAL_LIMIT, Param, Reply, Routes, Subject
-from flowfabric.server.wire import LIMIT, Body, Natural, Octets, Unsaid, Whole, checked, octets, variants
+from flowfabric.server.errors import Problem
+from flowfabric.server.request import Ask, found, json, same, tagged, uuid_in
+from flowfabric.server.routing import SIGNAL_LIMIT, Param, Reply, Routes, Subject
 
 routes = Routes("signals")
 

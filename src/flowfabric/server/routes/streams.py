@@ -8,11 +8,11 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from flowfabric import errors
-from flowfabric.engine.asks import StreamPage, SummaryView
+from flowfabric.engine.types import StreamPage, SummaryView
 from flowfabric.server import sse
-from flowfabric.server.ask import Ask, encode, found, json
-from flowfabric.server.problems import bad_request
-from flowfabric.server.table import EVENTS, Live, Param, Reply, Routes, Subject
+from flowfabric.server.errors import bad_request
+from flowfabric.server.request import Ask, encode, found, json
+from flowfabric.server.routing import EVENTS, Live, Param, Reply, Routes, Subject
 
 routes = Routes("streams")
 

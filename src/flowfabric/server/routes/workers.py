@@ -11,8 +11,9 @@ import msgspec
 from msgspec import Meta
 
 from flowfabric import ids
+from flowfabric.api.encoding import CURSOR, LIMIT, MAX_WAIT_MS, Body, Natural, checked, variants
 from flowfabric.engine.engine import Engine
-from flowfabric.model import answers
+from flowfabric.model.answers import execution as answers
 from flowfabric.model.api_token import Scope
 from flowfabric.model.worker import (
     STOPPED,
@@ -22,12 +23,11 @@ from flowfabric.model.worker import (
     WorkerRefreshed,
     WorkerRegistered,
 )
-from flowfabric.server import traces
-from flowfabric.server.ask import Ask, json, tagged
-from flowfabric.server.problems import bad_request
-from flowfabric.server.routes.claims import check_names
-from flowfabric.server.table import H, Param, Reply, Routes, Subject
-from flowfabric.server.wire import CURSOR, LIMIT, MAX_WAIT_MS, Body, Natural, checked, variants
+from flowfabric.server import tracing
+from flowfabric.server.errors import bad_request
+from flowfabric.server.request import Ask, json, tagged
+from flowfabric.server.routes.grants import check_names
+from flowfabric.server.routing import H, Param, Reply, Routes, Subject
 
 routes = Routes("workers")
 
@@ -166,7 +166,7 @@ async def _work(ask: Ask[ClaimsBody] | Ask[RedeemBody], claimed: answers.Claimed
     submitted = None
     if ask.app.spans.is_on:
         snapshot = await ask.engine.describe_execution(claimed.execution_id)
-        submitted = None if snapshot is None else snapshot.tags.get(traces.TAG)
+        submitted = None if snapshot is None else snapshot.tags.get(tracing.TAG)
         ask.app.spans.claimed(claimed.execution_id, claimed.attempt_index, claimed.attempt_type.value, submitted)
     return Work(
         execution_id=claimed.execution_id,

@@ -12,8 +12,9 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from flowfabric.model.execution import Execution, LineKey
-from flowfabric.stores.base import Scan, Where
+from flowfabric.stores.catalog import TABLE
 from flowfabric.stores.codec import CODEC, encode
+from flowfabric.stores.postgres.commit.fragments import CLOCK
 from flowfabric.stores.postgres.dead_entries import (
     BLOATED,
     DeadEntries,
@@ -23,12 +24,11 @@ from flowfabric.stores.postgres.dead_entries import (
     floor_of_heads,
     share_of,
 )
-from flowfabric.stores.postgres.lines import Lines, number_of
-from flowfabric.stores.postgres.links import Links
-from flowfabric.stores.postgres.pieces import CLOCK
-from flowfabric.stores.postgres.read import COUNTER, Conditions
+from flowfabric.stores.postgres.pool import Links
+from flowfabric.stores.postgres.queue_ids import Lines, number_of
+from flowfabric.stores.postgres.reads import COUNTER, Conditions
 from flowfabric.stores.postgres.sql import columns_of, numbered, pieces
-from flowfabric.stores.rows import TABLE
+from flowfabric.stores.queries import Scan, Where
 
 BY_POSITION = ("rank", "execution_id")
 COLUMNS = ("line", "blocked_on")  # of executions, each with an index by position

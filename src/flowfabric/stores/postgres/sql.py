@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from flowfabric.model.execution import LineKey
-from flowfabric.stores.rows import Column, Table
+from flowfabric.stores.catalog import Column, Table
 
 Row = type[msgspec.Struct]
 

@@ -24,43 +24,31 @@ import msgspec
 
 from flowfabric.errors import StoreUnavailable
 from flowfabric.handles import BackendTag
+from flowfabric.model.change import Change
 from flowfabric.model.deployment import SnapshotHolder
 from flowfabric.model.event import FeedEvent, Topic
 from flowfabric.model.execution import Execution, LineKey, Payload
-from flowfabric.rules.change import Change
 from flowfabric.settings import Deadlines
-from flowfabric.stores.base import (
-    Due,
-    FeedPage,
-    Handed,
-    Held,
-    Loaded,
-    Scan,
-    Schema,
-    Stamp,
-    Take,
-    Taken,
-    Tally,
-    Want,
-    Where,
-)
+from flowfabric.stores.claims import Handed, Held, Stamp, Take, Taken
 from flowfabric.stores.codec import CODEC, tallied
-from flowfabric.stores.postgres import read, schema
-from flowfabric.stores.postgres import take as taking
-from flowfabric.stores.postgres.batch import Batch, lines_of
-from flowfabric.stores.postgres.claimed import rows_told
-from flowfabric.stores.postgres.commit import commit
+from flowfabric.stores.port import Schema
+from flowfabric.stores.postgres import claim as taking
+from flowfabric.stores.postgres import migrator, reads
+from flowfabric.stores.postgres.caller_transaction import Within, link_to
+from flowfabric.stores.postgres.claim_result import rows_told
+from flowfabric.stores.postgres.commit.claim import handing
+from flowfabric.stores.postgres.commit.fragments import CLOCK
+from flowfabric.stores.postgres.commit.parameters import Habits
+from flowfabric.stores.postgres.commit.plan import Batch, lines_of
+from flowfabric.stores.postgres.commit.statement import commit
 from flowfabric.stores.postgres.dead_entries import DeadEntries, NextInstants, floor_of_claim, floor_of_due
-from flowfabric.stores.postgres.feed import Feed
-from flowfabric.stores.postgres.habits import Habits
-from flowfabric.stores.postgres.hand import handing
-from flowfabric.stores.postgres.lines import Lines, UnknownLine, number_of
-from flowfabric.stores.postgres.links import Links, in_transaction
-from flowfabric.stores.postgres.pieces import CLOCK
+from flowfabric.stores.postgres.event_log import Feed
+from flowfabric.stores.postgres.notifier import Wake
+from flowfabric.stores.postgres.pool import Links, in_transaction
+from flowfabric.stores.postgres.queue_ids import Lines, UnknownLine, number_of
 from flowfabric.stores.postgres.queue_reads import QueueReads, is_bounded
 from flowfabric.stores.postgres.sql import numbered, pieces
-from flowfabric.stores.postgres.wake import Wake
-from flowfabric.stores.postgres.within import Within, link_to
+from flowfabric.stores.queries import Due, FeedPage, Loaded, Scan, Tally, Want, Where
 
 
 def _by_rank(taken: tuple[Execution, Payload]) -> tuple[int, str]:
@@ -102,10 +90,10 @@ class PostgresStore:
 
     async def open(self, *, migrate: bool) -> Schema:
         found = await self._links.write(
-            lambda connection: in_transaction(connection, lambda inside: schema.bring_up(inside, migrate=migrate)),
-            command_s=schema.MIGRATION_S if migrate else None,
+            lambda connection: in_transaction(connection, lambda inside: migrator.bring_up(inside, migrate=migrate)),
+            command_s=migrator.MIGRATION_S if migrate else None,
         )
-        self._links.watch = schema.Watch()
+        self._links.watch = migrator.Watch()
         return found
 
     async def close(self) -> None:
@@ -117,8 +105,8 @@ class PostgresStore:
         return now
 
     async def load(self, wants: Sequence[Want]) -> Loaded:
-        answer = await self._links.read(lambda connection: read.load(connection, wants, self._now()))
-        return await self._lines.decoded(lambda line_at: read.loaded(answer, wants, line_at))
+        answer = await self._links.read(lambda connection: reads.load(connection, wants, self._now()))
+        return await self._lines.decoded(lambda line_at: reads.loaded(answer, wants, line_at))
 
     def peek(self, wants: Sequence[Want]) -> Loaded | None:
         return None
@@ -178,7 +166,7 @@ class PostgresStore:
         lines = [number_of(line) for line in take.lines]
         if not lines or not take.stamps:
             return Taken(await self.ping(), [])
-        await self._lines.add(read.lines_in([*take.becomes.values()]))
+        await self._lines.add(reads.lines_in([*take.becomes.values()]))
         taken, more = await self._take(take, take.stamps, lines, taking.REACH)
         while not taken.rows and self._dead_entries.affords(lines):
             taken, more = await self._take(take, take.stamps, lines, taking.REACH)
@@ -219,11 +207,11 @@ class PostgresStore:
         key = [(row, column, where)]
         ranges, part = self._dead_entries.ranges(key) if self._dead_entries.hide(key) else ([], None)
         known = self._next_instants.knows(key[0])
-        words, values = read.due_words(
+        words, values = reads.due_words(
             row, column, limit, where, self._now(), number_of, ranges=ranges, looks_ahead=not known
         )
         answer = await self._links.read(lambda connection: connection.fetchrow(words, *values))
-        found = await self._lines.decoded(lambda line_at: read.due(answer, row, line_at))
+        found = await self._lines.decoded(lambda line_at: reads.due(answer, row, line_at))
         began, ended, last = answer["began"], answer["ended"], answer["last"]
         count = len(found.rows)
         floor = floor_of_due(found.rows, column, found.now, full=count >= limit, dead=ended - began - count)
@@ -236,13 +224,13 @@ class PostgresStore:
     async def scan(self, scan: Scan) -> list[Any]:
         if is_bounded(scan):
             return await self._queue_reads.scan(scan)
-        words, values = read.scan_words(scan, number_of)
+        words, values = reads.scan_words(scan, number_of)
         found = await self._links.read(lambda connection: connection.fetch(words, *values))
         decode = CODEC[scan.row].decode_of
         return await self._lines.decoded(lambda line_at: [decode(scan, row, line_at) for row in found])
 
     async def tally(self, tally: Tally) -> dict[tuple[Any, ...], int]:
-        words, values = read.tally_words(tally, number_of)
+        words, values = reads.tally_words(tally, number_of)
         return tallied(tally.by, await self._links.read(lambda connection: connection.fetch(words, *values)))
 
     async def lines(self, lane_id: str | None = None) -> list[LineKey]:

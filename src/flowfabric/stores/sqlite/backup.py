@@ -12,8 +12,8 @@ from pathlib import Path
 import apsw
 
 from flowfabric.errors import InvalidInput, StoreFault
-from flowfabric.stores.sqlite.faults import translated, unavailable
-from flowfabric.stores.sqlite.private import create_database
+from flowfabric.stores.sqlite.errors import translated, unavailable
+from flowfabric.stores.sqlite.permissions import create_database
 
 BUSY_MS = 10_000
 

@@ -19,19 +19,21 @@ import msgspec
 from flowfabric.clock import Clock
 from flowfabric.errors import InvalidInput, StoreFault
 from flowfabric.handles import BackendTag
+from flowfabric.model.change import Change
 from flowfabric.model.event import FeedEvent, Topic
 from flowfabric.model.execution import LineKey
-from flowfabric.rules.change import Change
-from flowfabric.stores.base import Due, FeedPage, Handed, Held, Loaded, Scan, Schema, Take, Taken, Tally, Want, Where
-from flowfabric.stores.sqlite import reading, schema, writing
-from flowfabric.stores.sqlite.desk import Desk, WritingDesk
-from flowfabric.stores.sqlite.faults import unavailable
+from flowfabric.stores.claims import Handed, Held, Take, Taken
+from flowfabric.stores.port import Schema
+from flowfabric.stores.queries import Due, FeedPage, Loaded, Scan, Tally, Want, Where
+from flowfabric.stores.sqlite import migrator, reads, writes
+from flowfabric.stores.sqlite.connection_thread import Desk, WritingDesk
+from flowfabric.stores.sqlite.errors import unavailable
 from flowfabric.stores.sqlite.file_clock import FileClock, GivenClock
-from flowfabric.stores.sqlite.files import Spot, Turn, refuse_network
-from flowfabric.stores.sqlite.glance import Glance
-from flowfabric.stores.sqlite.lines import Lines, LinesOfWriter
-from flowfabric.stores.sqlite.private import create_database
-from flowfabric.stores.sqlite.wake import Wake
+from flowfabric.stores.sqlite.file_lock import Spot, Turn, refuse_network
+from flowfabric.stores.sqlite.inline_reader import Glance
+from flowfabric.stores.sqlite.notifier import Wake
+from flowfabric.stores.sqlite.permissions import create_database
+from flowfabric.stores.sqlite.queue_ids import Lines, LinesOfWriter
 
 BUSY_MS = 5_000  # how long a foreign writer is waited for
 CACHE_KIB = 4 * 1024  # small: SQLite walks through the whole cache at the end of a transaction that split a page
@@ -68,10 +70,10 @@ class SQLiteStore:
         self._wake = Wake(self._path)
         self._spot = Spot(self._path)
         self._writer = WritingDesk(
-            "ff-sqlite-writer", self._connect, self._spot, schema.check, self._turn, self._lines_of_writer
+            "ff-sqlite-writer", self._connect, self._spot, migrator.check, self._turn, self._lines_of_writer
         )
-        self._loader = Desk("ff-sqlite-loader", self._connect_reader, self._spot, schema.check)
-        self._lister = Desk("ff-sqlite-lister", self._connect_reader, self._spot, schema.check)
+        self._loader = Desk("ff-sqlite-loader", self._connect_reader, self._spot, migrator.check)
+        self._lister = Desk("ff-sqlite-lister", self._connect_reader, self._spot, migrator.check)
         self._glance = Glance(self._connect_reader, self._spot)
         self._polls: list[asyncio.Task[None]] = []
 
@@ -80,7 +82,7 @@ class SQLiteStore:
         for desk in (self._writer, self._loader, self._lister):
             desk.own()
         self._glance.own()
-        prepared = await self._writer.do(lambda db: schema.prepare(db, migrate=migrate, now=self._clock()))
+        prepared = await self._writer.do(lambda db: migrator.prepare(db, migrate=migrate, now=self._clock()))
         self._spot.keep()
         self._writer.raises_positions = True
         self._writer.before = self._clock.renew
@@ -98,18 +100,18 @@ class SQLiteStore:
         self._turn.close()
 
     async def ping(self) -> int:
-        return await self._loader.do(lambda db: reading.ping(db, self._clock.read(db)))
+        return await self._loader.do(lambda db: reads.ping(db, self._clock.read(db)))
 
     async def load(self, wants: Sequence[Want]) -> Loaded:
-        return await self._loader.do(lambda db: reading.load(db, self._lines, wants, self._clock.read(db)))
+        return await self._loader.do(lambda db: reads.load(db, self._lines, wants, self._clock.read(db)))
 
     def peek(self, wants: Sequence[Want]) -> Loaded | None:
-        if not reading.is_short(wants):
+        if not reads.is_short(wants):
             return None
-        return self._glance(lambda db: reading.load(db, self._lines, wants, self._clock.read(db)))
+        return self._glance(lambda db: reads.load(db, self._lines, wants, self._clock.read(db)))
 
     async def commit(self, changes: Sequence[Change], hint: frozenset[str] = frozenset()) -> list[int | None]:
-        done = await self._writer.do(lambda db: writing.commit(db, self._lines_of_writer, changes, self._clock()))
+        done = await self._writer.do(lambda db: writes.commit(db, self._lines_of_writer, changes, self._clock()))
         if hint and any(at is not None for at in done):
             self.notify(hint)
         return done
@@ -118,45 +120,45 @@ class SQLiteStore:
         return Handed(await self.commit(changes, hint), [])
 
     async def take(self, take: Take) -> Taken:
-        return await self._writer.do(lambda db: writing.take(db, self._lines_of_writer, take, self._clock()))
+        return await self._writer.do(lambda db: writes.take(db, self._lines_of_writer, take, self._clock()))
 
     async def renew(self, leases: Sequence[Held]) -> list[int | None]:
-        return await self._writer.do(lambda db: writing.renew(db, leases, self._clock()))
+        return await self._writer.do(lambda db: writes.renew(db, leases, self._clock()))
 
     async def due(self, row: type[msgspec.Struct], column: str, *, limit: int, where: tuple[Where, ...] = ()) -> Due:
         return await self._loader.do(
-            lambda db: reading.due(db, self._lines, row, column, limit, where, self._clock.read(db))
+            lambda db: reads.due(db, self._lines, row, column, limit, where, self._clock.read(db))
         )
 
     async def scan(self, scan: Scan) -> list[Any]:
-        return await self._lister.do(lambda db: reading.scan(db, self._lines, scan))
+        return await self._lister.do(lambda db: reads.scan(db, self._lines, scan))
 
     async def tally(self, tally: Tally) -> dict[tuple[Any, ...], int]:
-        return await self._lister.do(lambda db: reading.tally(db, self._lines, tally))
+        return await self._lister.do(lambda db: reads.tally(db, self._lines, tally))
 
     async def lines(self, lane_id: str | None = None) -> list[LineKey]:
-        return await self._loader.do(lambda db: reading.all_lines(db, lane_id))
+        return await self._loader.do(lambda db: reads.all_lines(db, lane_id))
 
     async def standing(self, lane_id: str) -> list[LineKey]:
-        return await self._lister.do(lambda db: reading.standing(db, lane_id))
+        return await self._lister.do(lambda db: reads.standing(db, lane_id))
 
     async def unlisted(self, limit: int) -> list[str]:
-        return await self._lister.do(lambda db: reading.unlisted(db, limit))
+        return await self._lister.do(lambda db: reads.unlisted(db, limit))
 
     async def lanes(self, after: str | None, limit: int) -> list[str]:
-        return await self._lister.do(lambda db: reading.lanes(db, after, limit))
+        return await self._lister.do(lambda db: reads.lanes(db, after, limit))
 
     async def feed(self, topic: Topic, after: int, limit: int) -> FeedPage:
-        return await self._lister.do(lambda db: reading.feed(db, topic, after, limit))
+        return await self._lister.do(lambda db: reads.feed(db, topic, after, limit))
 
     async def feed_end(self) -> int:
-        return await self._loader.do(reading.feed_end)
+        return await self._loader.do(reads.feed_end)
 
     async def trim_feed(self, before: int, limit: int) -> int:
-        return await self._writer.do(lambda db: writing.trim_feed(db, before, limit))
+        return await self._writer.do(lambda db: writes.trim_feed(db, before, limit))
 
     async def history(self, execution_id: str, topic: Topic, limit: int, without: str = "") -> list[FeedEvent]:
-        return await self._lister.do(lambda db: reading.history(db, execution_id, topic, limit, without))
+        return await self._lister.do(lambda db: reads.history(db, execution_id, topic, limit, without))
 
     def notify(self, topics: frozenset[str]) -> None:
         self._wake.ring(topics)
@@ -170,10 +172,10 @@ class SQLiteStore:
 
     async def _poll(self, callback: Callable[[frozenset[str]], None]) -> None:
         """Where no socket can be had: look whether the file has changed, ever less often while it has not."""
-        seen, pause = await self._loader.do(reading.data_version), 0.005
+        seen, pause = await self._loader.do(reads.data_version), 0.005
         while True:
             await asyncio.sleep(pause)
-            version = await self._loader.do(reading.data_version)
+            version = await self._loader.do(reads.data_version)
             pause = 0.005 if version != seen else min(0.05, pause * 1.5)
             if version != seen:
                 seen = version

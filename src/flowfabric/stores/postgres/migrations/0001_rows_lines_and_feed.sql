@@ -1,4 +1,4 @@
--- The first schema: the tables of the catalogue (stores/rows.py), the lines, and the feed.
+-- The first schema: the tables of the catalogue (stores/catalog.py), the lines, and the feed.
 --
 -- Columns of fixed width that are always set stand first, then what is indexed, texts and rare values last: rows stay
 -- narrow and cheap to take apart. Texts compare byte by byte, so that every store has the same order. An enum is kept

@@ -1,4 +1,4 @@
--- The first schema: the tables of the catalogue (stores/rows.py), the lines, and the feed.
+-- The first schema: the tables of the catalogue (stores/catalog.py), the lines, and the feed.
 --
 -- Tables keep their rows in the order of insertion, not of their keys: ids are random, and what is created together is
 -- worked on together. An enum is its member's place, a line its number. An index holds only rows that are set in it.

@@ -1,0 +1,106 @@
+"""How the engine is driven while it is measured: the calls that a submitting service and a worker make."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from time import perf_counter
+
+from flowfabric import CreateExecution, Engine
+from flowfabric.bench.scratch_store import beats
+from flowfabric.model.answers.execution import Completed
+
+CLAIM = 100  # executions that one claim asks for
+CLAIM_LOOPS = 4  # so that one loop's commit overlaps the others' Python
+CALLERS = 64  # concurrent single submits
+WORKER = "bench"
+LEASE_MS = 60_000
+RESULT = b"done"
+
+
+async def bulk_submit(engine: Engine, lane: str, payloads: Sequence[bytes]) -> float:
+    """Create one execution per payload with a single call; how many a second."""
+    began = perf_counter()
+    created = await engine.create_executions(
+        CreateExecution(
+            execution_id=engine.new_execution_id(lane),
+            partition=0,
+            namespace="bench",
+            lane_id=lane,
+            execution_kind="noop",
+            input_payload=payload,
+        )
+        for payload in payloads
+    )
+    took = perf_counter() - began
+    for answer in created:
+        if isinstance(answer, Exception):
+            raise answer
+    return len(payloads) / took
+
+
+async def single_submits(engine: Engine, lane: str, payloads: Sequence[bytes], callers: int = CALLERS) -> float:
+    """Create one execution per payload with a call each, from many callers at once; how many a second."""
+    waiting = iter(payloads)
+
+    async def caller() -> None:
+        for payload in waiting:
+            await engine.create_execution(
+                execution_id=engine.new_execution_id(lane),
+                namespace="bench",
+                lane_id=lane,
+                execution_kind="noop",
+                input_payload=payload,
+            )
+
+    began = perf_counter()
+    await asyncio.gather(*(caller() for _ in range(callers)))
+    return len(payloads) / (perf_counter() - began)
+
+
+async def drain(engine: Engine, lane: str, expected: int) -> float:
+    """Claim, do nothing, complete with a result, until the lane is empty; how many a second."""
+    began = perf_counter()
+    done = sum(await asyncio.gather(*(_drain_loop(engine, lane, f"{WORKER}-{loop}") for loop in range(CLAIM_LOOPS))))
+    took = perf_counter() - began
+    if done != expected:
+        raise AssertionError(f"{expected} executions were submitted and {done} completed")
+    return done / took
+
+
+async def _drain_loop(engine: Engine, lane: str, instance: str) -> int:
+    done = 0
+    while claimed := await engine.claim_many(
+        lane, CLAIM, worker_id=WORKER, worker_instance_id=instance, lease_ttl_ms=LEASE_MS
+    ):
+        answered = await engine.complete_many([(one.handle, RESULT) for one in claimed])
+        done += sum(isinstance(answer, Completed) for answer in answered)
+    return done
+
+
+async def latencies(
+    submitter: Engine, claimer: Engine, lane: str, payload: bytes, *, count: int, per_second: int
+) -> list[float]:
+    """Milliseconds from the call that submits to the claim that has it, at a low rate, with a worker waiting."""
+    submitted: dict[str, float] = {}
+    taken: list[float] = []
+
+    async def work() -> None:
+        while len(taken) < count:
+            claimed = await claimer.claim(
+                lane, worker_id=WORKER, worker_instance_id=WORKER, lease_ttl_ms=LEASE_MS, max_wait_ms=10_000
+            )
+            if claimed is None:
+                raise AssertionError("a submitted execution was not claimed within ten seconds")
+            taken.append((perf_counter() - submitted[claimed.execution_id]) * 1000)
+            await claimer.complete(claimed.handle, result=RESULT)
+
+    worker = asyncio.create_task(work())
+    async for _ in beats(count, per_second):
+        execution_id = submitter.new_execution_id(lane)
+        submitted[execution_id] = perf_counter()
+        await submitter.create_execution(
+            execution_id=execution_id, namespace="bench", lane_id=lane, execution_kind="noop", input_payload=payload
+        )
+    await worker
+    return taken

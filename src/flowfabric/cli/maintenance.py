@@ -1,0 +1,234 @@
+"""`ff version`, `ff migrate`, `ff doctor`: the installation and its store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flowfabric.cli.output import JsonOption, console, document, hint_for, telling_errors
+from flowfabric.cli.stores import StoreOption, StoreOrServerOption, chosen_store, must_be_a_store, on_store, shown
+from flowfabric.model.text import counted
+
+if TYPE_CHECKING:
+    from flowfabric import Engine
+    from flowfabric.model.deployment import SnapshotHolder
+
+PINGS = 7
+SLOW_MS = 50
+SKEWED_MS = 5_000
+NAMED = 3  # executions or holders of snapshots
+LONG_S = 60  # that a snapshot may be held
+MANY_TRANSACTIONS = 10_000  # meanwhile
+
+
+def add_to(app: typer.Typer) -> None:
+    """Hang the commands up."""
+    for command in (version, migrate, doctor, backup):
+        app.command()(command)
+
+
+def version() -> None:
+    """Print the version of FlowFabric."""
+    from flowfabric import __version__
+
+    typer.echo(f"flowfabric {__version__}")
+
+
+def tell_version(asked: bool) -> None:
+    """The same for `ff --version`."""
+    if asked:
+        version()
+        raise typer.Exit
+
+
+def migrate(store: StoreOption = None, json: JsonOption = False) -> None:
+    """Make the store, or bring its schema up to this release. A store that is up to date stays as it is."""
+
+    async def versions(engine: Engine) -> tuple[int, int, bool]:
+        return engine.schema.found, engine.schema.known, engine.schema.compatible
+
+    with telling_errors():
+        must_be_a_store(chosen_store(store), "it brings its store up to date when it starts")
+    found, known, compatible = on_store(store, versions, migrate=True)
+    if json:
+        document({"store": shown(chosen_store(store)), "from": found, "to": known, "compatible": compatible})
+    elif found == known:
+        typer.echo(f"✓ {shown(chosen_store(store))}: already at schema version {known}")
+    elif not found:
+        typer.echo(f"✓ {shown(chosen_store(store))}: created with schema version {known}")
+    else:
+        typer.echo(f"✓ {shown(chosen_store(store))}: schema version {found} → {known}")
+    if not compatible:
+        typer.echo("  the release before does not run on it: its workers and servers stop by themselves", err=True)
+
+
+def backup(
+    target: Annotated[Path, typer.Argument(metavar="FILE", help="The new file; one that exists is refused.")],
+    store: StoreOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Copy a SQLite store to a new file while others use it. The copy is checked, and opens like any store."""
+    import asyncio
+
+    from flowfabric.connector import backup as copied
+
+    with telling_errors():
+        size = asyncio.run(copied(chosen_store(store), target))
+    if json:
+        document({"store": shown(chosen_store(store)), "file": str(target), "bytes": size, "integrity": "ok"})
+    else:
+        typer.echo(f"✓ {target}: {size} bytes, integrity ok")
+
+
+def doctor(store: StoreOrServerOption = None, json: JsonOption = False) -> None:
+    """Check the store. Is it there, is it current, how fast does it answer, what time does it think it is?"""
+    with telling_errors():
+        url = chosen_store(store)
+    findings = _examined(url)
+    healthy = all(finding["ok"] for finding in findings)
+    if json:
+        document({"store": shown(url), "healthy": healthy, "checks": findings})
+    else:
+        _print(url, findings)
+    if not healthy:
+        raise typer.Exit(1)
+
+
+def _print(url: str, findings: list[dict[str, Any]]) -> None:
+    out = console()
+    out.print(shown(url), markup=False)
+    for finding in findings:
+        mark = "[green]✓[/]" if finding["ok"] else "[red]✗[/]"
+        out.print(f"{mark} {finding['check']:<9}", end="")
+        out.print(finding["says"], markup=False)
+        if finding["hint"]:
+            out.print(f"            {finding['hint']}", style="dim", markup=False)
+
+
+def _examined(url: str) -> list[dict[str, Any]]:
+    import asyncio
+
+    from flowfabric import FabricError
+
+    try:
+        return asyncio.run(_examine(url))
+    except FabricError as error:
+        return [_finding("store", False, str(error), hint_for(error))]
+
+
+async def _examine(url: str) -> list[dict[str, Any]]:
+    from flowfabric import connect
+    from flowfabric.cli.stores import must_exist
+
+    must_exist(url)
+    async with await connect(url, migrate=False) as engine:
+        backend, schema = engine.capabilities().backend, engine.schema.known
+        release = getattr(engine, "release", None)
+        return [
+            *([] if release is None else [_server(release)]),
+            _finding("store", True, f"{backend} answers" + ("" if release is None else ", behind the server")),
+            _finding("schema", True, f"version {schema}, the one {'this release' if release is None else 'it'} knows"),
+            *await _times(engine),
+            *(await _store_checks(engine) if release is None else []),
+            await _keystore(engine),
+        ]
+
+
+def _server(release: str) -> dict[str, Any]:
+    from flowfabric import __version__
+
+    same = release == __version__
+    says = f"FlowFabric {release}" + ("" if same else f"; this is {__version__}")
+    return _finding(
+        "server", True, says, "they should understand each other; if not, update the older one", tell=not same
+    )
+
+
+async def _times(engine: Engine) -> list[dict[str, Any]]:
+    from statistics import median
+    from time import perf_counter, time
+
+    trips, skews = [], []
+    for _ in range(PINGS):
+        began, before = perf_counter(), time()
+        now = await engine.ping()
+        trips.append((perf_counter() - began) * 1000)
+        skews.append(now - (before + time()) / 2 * 1000)
+    trip, skew = median(trips), median(skews)
+    return [
+        _finding(
+            "latency",
+            trip <= SLOW_MS,
+            f"a round trip takes {trip:.1f} ms",
+            "everything that is asked waits for it: keep workers near",
+        ),
+        _finding(
+            "clock",
+            abs(skew) <= SKEWED_MS,
+            f"the store is {abs(skew):.0f} ms {'ahead of' if skew >= 0 else 'behind'} this machine",
+            "leases and delays go by the store's clock and are safe; logs will disagree: set this machine's clock",
+        ),
+    ]
+
+
+async def _store_checks(engine: Engine) -> list[dict[str, Any]]:
+    """What only somebody who is connected to the store itself can check."""
+    holders = await engine.snapshot_holders(NAMED)
+    return [
+        _queues(await engine.executions_without_queue(NAMED + 1)),
+        *([] if holders is None else [_snapshots(holders)]),
+    ]
+
+
+def _queues(unlisted: list[str]) -> dict[str, Any]:
+    if not unlisted:
+        return _finding("queues", True, "no claimable execution is missing from its ready queue")
+    names = ", ".join(unlisted[:NAMED]) + (" and others" if len(unlisted) > NAMED else "")
+    return _finding(
+        "queues",
+        False,
+        f"no claim finds {names}: their ready queues are missing, as after a failover that lost writes",
+        "the sweeps of any worker or server put them back into their queues within seconds: start one",
+    )
+
+
+def _snapshots(holders: list[SnapshotHolder]) -> dict[str, Any]:
+    old = [one for one in holders if one.transactions >= MANY_TRANSACTIONS or (one.age_s or 0) >= LONG_S]
+    shown = old or [one for one in holders if (one.age_s or 0) >= 1 or one.kind != "transaction"]
+    if not shown:
+        return _finding("snapshot", True, "nobody keeps dead rows from being removed")
+    says = "; ".join(_holder(one) for one in shown)
+    return _finding(
+        "snapshot",
+        not old,
+        f"dead rows since then cannot be removed: {says}",
+        "claims cost more and find retries later: end the transaction (pg_terminate_backend), commit or roll back the"
+        " prepared one, or drop the slot; idle_in_transaction_session_timeout prevents it",
+    )
+
+
+def _holder(one: SnapshotHolder) -> str:
+    """A holder in words."""
+    parts = [one.name, one.application, one.database and f"database {one.database}", one.state]
+    age = f" for {one.age_s} s" if one.age_s is not None else ""
+    return f"{one.kind} {', '.join(part for part in parts if part)}{age}, {one.transactions} transactions ago"
+
+
+async def _keystore(engine: Engine) -> dict[str, Any]:
+    kids = await engine.list_waitpoint_hmac_kids()
+    if kids.current_kid is None:
+        return _finding(
+            "keystore",
+            True,
+            "no signing key yet: approval links and grants need one",
+            "the first worker, server or submit makes one",
+            tell=True,
+        )
+    others = f"; {counted(len(kids.verifying), 'other key')} still verify tokens" if kids.verifying else ""
+    return _finding("keystore", True, f"{kids.current_kid} signs{others}")
+
+
+def _finding(check: str, ok: bool, says: str, hint: str | None = None, *, tell: bool = False) -> dict[str, Any]:
+    return {"check": check, "ok": ok, "says": says, "hint": hint if tell or not ok else None}

@@ -1,0 +1,202 @@
+"""How a command talks: tables for people, one document for machines, errors with a hint for both."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flowfabric.model.text import first_line as first_line_of
+from flowfabric.model.text import instant as instant
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+    from flowfabric import FabricError
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
+
+# In words here, so that shell completion loads no engine; a test compares them.
+STATES = (
+    *("waiting", "delayed", "rate_limited", "waiting_children", "active", "suspended"),
+    *("completed", "failed", "cancelled", "expired", "skipped"),
+)
+WIDTH_OF_A_BAR = 20
+FOLDED = 40  # how narrow the last column of a table may become
+INDENT = (0, 0, 0, 2)
+SHORT = 20  # what is longer tells by itself what it is, as ids and instants do
+WIDTH_OF_A_PIPE = 200  # nobody folds lines there, and ids should stay whole
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Where people read."""
+    from rich.console import Console
+
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(stderr=stderr, width=None if stream.isatty() else WIDTH_OF_A_PIPE, highlight=False)
+
+
+def document(value: Any) -> None:
+    """Print one JSON document for a machine."""
+    import msgspec
+
+    typer.echo(msgspec.json.format(msgspec.json.encode(value), indent=2))
+
+
+def line(value: Any) -> None:
+    """Print one JSON document on one line, for a machine that reads while more comes."""
+    import msgspec
+
+    typer.echo(msgspec.json.encode(value).decode())
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Print a table for people; the last column may be folded. A terminal that it does not fit into gets a list."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    drawn = Table(title=title or None, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    for place, name in enumerate(columns):
+        drawn.add_column(name, no_wrap=place < len(columns) - 1)
+    cells = [[_cell(value) for value in row] for row in rows]
+    for row in cells:
+        drawn.add_row(*row)
+    out = console()
+    if not out.is_terminal or _width([columns, *([cell.plain for cell in row] for row in cells)]) <= out.width:
+        out.print(drawn)
+        return
+    if title:
+        out.print(title, style="italic")
+    for row in cells:
+        _print_entry(out, columns, row)
+    out.print()
+
+
+def _width(rows: Sequence[Sequence[str]]) -> int:
+    """How wide a table has to be at least."""
+    *whole, last = (max(map(len, column)) for column in zip(*rows, strict=True))
+    return sum(whole) + min(last, FOLDED) + 3 * len(rows[0])
+
+
+def _cell(value: object) -> Text:
+    from rich.text import Text
+
+    return Text("" if value is None else str(value), style=_style(value))
+
+
+def _print_entry(out: Console, columns: Sequence[str], row: Sequence[Text]) -> None:
+    """A row as a few lines: what the first column says, and below it the others with their names."""
+    from rich.padding import Padding
+    from rich.text import Text
+
+    if row[0].plain:
+        out.print(Text.assemble((f"{columns[0]} " if len(row[0].plain) < SHORT else "", "dim"), row[0]))
+    told = Text()
+    for name, cell in zip(columns[1:], row[1:], strict=True):
+        if not cell.plain:
+            continue
+        piece = Text.assemble((f"{name} ", "dim"), cell)
+        if told and len(told) + len(piece) + 4 > out.width:
+            out.print(Padding(told, INDENT, expand=False))
+            told = Text()
+        told = Text.assemble(told, "  ", piece) if told else piece
+    if told:
+        out.print(Padding(told, INDENT, expand=False))
+
+
+def first_line(text: str | None) -> str:
+    """What a failure says, without where it happened; instants as people read them."""
+    return re.sub(r"\buntil (\d{13})\b", lambda found: f"until {instant(int(found[1]))}", first_line_of(text))
+
+
+_STYLES = {
+    "completed": "green",
+    "ended_success": "green",
+    "active": "cyan",
+    "started": "cyan",
+    "failed": "red",
+    "ended_failure": "red",
+    "expired": "red",
+    "cancelled": "yellow",
+}
+
+
+def _style(value: object) -> str:
+    return _STYLES.get(str(value), "")
+
+
+def how_far(progress: Mapping[str, Any]) -> str:
+    """What a handler said of its progress, with a bar for its percentage."""
+    share = progress.get("pct")
+    told = [f"{_bar(share)} {share} %"] if isinstance(share, int) else []
+    told += [value if name == "message" else f"{name}: {value}" for name, value in progress.items() if name != "pct"]
+    return ", ".join(map(str, told))
+
+
+def _bar(pct: int) -> str:
+    full = round(min(max(pct, 0), 100) * WIDTH_OF_A_BAR / 100)
+    return "━" * full + "╌" * (WIDTH_OF_A_BAR - full)
+
+
+@contextmanager
+def telling_errors() -> Iterator[None]:
+    """Turn a refusal into words on stderr and an exit code; anything else is a bug and keeps its traceback."""
+    from flowfabric.errors import FabricError
+
+    try:
+        yield
+    except FabricError as error:
+        typer.echo(f"ff: {error}", err=True)
+        if hint := hint_for(error):
+            typer.echo(f"Hint: {hint}", err=True)
+        raise typer.Exit(1) from None
+
+
+def hint_for(error: FabricError) -> str | None:
+    """What to do about it, when there is something to say."""
+    from flowfabric import errors, ids
+
+    match error:
+        case errors.SchemaTooNew():
+            return "update this installation: pip install --upgrade flowfabric"
+        case errors.PartitionMismatch():
+            return (
+                "set FF_FLOW_PARTITIONS, FF_BUDGET_PARTITIONS and FF_QUOTA_PARTITIONS to the numbers that are stored; "
+                "unset is 256, 32 and 32"
+            )
+        case errors.Unavailable(op="open"):
+            return "`ff migrate` makes or updates the store; --store or FLOWFABRIC_URL names another"
+        case errors.StoreUnavailable(backend="SQLite"):
+            return "is it the right file, and may you write to it and to its folder?"
+        case errors.StoreUnavailable(source=errors.StoreFault.AUTH):
+            return "are the user and the password in the address right, and may they connect from here?"
+        case errors.StoreUnavailable():
+            return "is the address right and the server up? --store or FLOWFABRIC_URL names it"
+        case errors.RotationConflict():
+            return "give the new key a name of its own, or the secret that it had: --secret-file"
+        case errors.InvalidToken():
+            return "`ff approvals --links` shows the links that are open"
+        case errors.Unauthorized():
+            return "ask whoever runs the server for a token that is good for this, and set FLOWFABRIC_TOKEN to it"
+        case errors.InvalidInput(detail=detail) if detail.startswith("public_state:"):
+            return f"the states are {', '.join(STATES)}"
+        case errors.NotFound(entity="budget") | ids.InvalidUuid(facts={"field": "budget_id"}):
+            return "`ff budgets` shows which budgets there are"
+        case errors.NotFound():
+            return "`ff ls` shows which executions there are"
+        case errors.ExecutionNotActive():
+            return "it has ended already: `ff show` tells how, `ff replay` gives it another life"
+        case errors.ExecutionNotTerminal():
+            return "only what has ended can be replayed: `ff show` tells where it stands"
+        case ids.MissingTag() | ids.InvalidPartitionIndex() | ids.InvalidUuid() | ids.NotAShortId():
+            return (
+                "an execution id looks like '{fp:86}:1a255fe9-f16a-4af0-8cb6-6085de2ea47d'; quote it for the shell, or "
+                "give its beginning without braces: 86:1a255fe9 or 1a255fe9"
+            )
+        case _:
+            return None

@@ -1,0 +1,244 @@
+"""`ff signal`, `ff approvals`: a word to work that waits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flowfabric.cli.output import JsonOption, console, document, instant, table
+from flowfabric.cli.stores import StoreOrServerOption, chosen_store, on_execution, on_store
+
+if TYPE_CHECKING:
+    from flowfabric import Engine
+    from flowfabric.model.gate import Gate
+
+LINK = "/v1/waitpoints/"
+PAGE = 100
+
+
+def add_to(app: typer.Typer) -> None:
+    """Hang the commands up."""
+    for command in (signal, approvals):
+        app.command()(command)
+
+
+def signal(
+    target: Annotated[
+        str,
+        typer.Argument(metavar="ID|LINK", help="The execution, or the signed link of an approval.", show_default=False),
+    ],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="What `ctx.receive` asks for; a link needs none.", show_default=False)
+    ] = "",
+    value: Annotated[str, typer.Option(help="What is said, as JSON.")] = "null",
+    by: Annotated[str, typer.Option(help="Who says it.")] = "ff signal",
+    key: Annotated[
+        str | None, typer.Option(help="The same key is the same message, sent once.", show_default=False)
+    ] = None,
+    store: StoreOrServerOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Send a message, or answer an approval with its link."""
+    payload = _json(value)
+    is_link = LINK in target
+    if is_link == bool(name):
+        raise typer.BadParameter(
+            "a link says what it answers: leave NAME out" if is_link else "NAME is missing: what the message is for"
+        )
+    if is_link:
+        answer = on_store(store, _vote(target, payload, by, key))
+    else:
+        answer = on_execution(store, target, _message(name, payload, by, key))
+    effect = answer.effect if hasattr(answer, "effect") else "duplicate"
+    if json:
+        document({"signal_id": getattr(answer, "signal_id", None), "effect": effect})
+    elif effect == "duplicate":
+        typer.echo("✓ sent before, and delivered once")
+    elif not answer.counts:
+        typer.echo("ff: not counted: this link has voted before, and the first vote counts", err=True)
+        raise typer.Exit(1)
+    else:
+        typer.echo(_VOTED[effect == SATISFIED] if is_link else _SENT[effect == SATISFIED])
+
+
+SATISFIED = "resume_condition_satisfied"
+_VOTED = {True: "✓ voted: it has all the answers that it needs and goes on", False: "✓ voted: more answers are needed"}
+_SENT = {True: "✓ sent: it waited for this and goes on", False: "✓ sent: kept until it asks for it"}
+
+
+def _message(name: str, payload: bytes, by: str, key: str | None) -> Any:
+    async def sent(engine: Engine, execution_id: str) -> Any:
+        from flowfabric.engine.types import MailArgs
+
+        return await engine.send_message(
+            MailArgs(
+                execution_id=execution_id,
+                mailbox=name,
+                message_id=engine.minter.uuid(),
+                payload=payload,
+                payload_encoding="json",
+                sender=by,
+                idempotency_key=key,
+            )
+        )
+
+    return sent
+
+
+def _vote(link: str, payload: bytes, by: str, key: str | None) -> Any:
+    async def voted(engine: Engine) -> Any:
+        from flowfabric.engine.types import SignalArgs, WaitpointToken
+
+        execution_id, waitpoint_id, token = _parts(link)
+        return await engine.deliver_signal(
+            SignalArgs(
+                execution_id=execution_id,
+                waitpoint_id=waitpoint_id,
+                signal_id=engine.minter.uuid(),
+                signal_name="vote",
+                waitpoint_token=WaitpointToken(token),
+                signal_category="approval",
+                source_type="person",
+                source_identity=by,
+                payload=payload,
+                idempotency_key=key,
+            )
+        )
+
+    return voted
+
+
+def _parts(link: str) -> tuple[str, str, str]:
+    """The execution, the waitpoint and the token of a link."""
+    from urllib.parse import parse_qs, unquote, urlsplit
+
+    from flowfabric.errors import InvalidInput
+
+    parts = urlsplit(link)
+    names = unquote(parts.path).partition(LINK)[2].split("/")
+    token = parse_qs(parts.query).get("token", [""])[0]
+    if len(names) != 2 or not token:
+        raise InvalidInput("link: not one of an approval; it ends with the waitpoint and ?token=…")
+    return names[0], names[1], token
+
+
+def _json(text: str) -> bytes:
+    import msgspec
+
+    try:
+        return msgspec.json.encode(msgspec.json.decode(text.encode()))
+    except msgspec.DecodeError as fault:
+        raise typer.BadParameter(f"{fault}; a text wants its quotes: '\"yes\"'", param_hint="--value") from None
+
+
+def approvals(
+    links: Annotated[
+        bool, typer.Option("--links", help="Show the signed links, too: whoever has one may vote.")
+    ] = False,
+    public_url: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Where the links lead: FF_PUBLIC_URL, else the server that --store names.",
+            show_default=False,
+        ),
+    ] = None,
+    store: StoreOrServerOption = None,
+    json: JsonOption = False,
+) -> None:
+    """List what waits for people. Which executions ask, how many have answered, until when."""
+    from flowfabric.connector import public_address
+
+    base = public_address(chosen_store(store), public_url) if links else None
+    found = on_store(store, lambda engine: _open(engine, base))
+    if json:
+        document({"approvals": found})
+        return
+    if not found:
+        typer.echo("Nothing waits for an answer.")
+        return
+    table(
+        "",
+        ("execution", "asks for", "answers", "since", "until", "about"),
+        [
+            (
+                one["execution_id"],
+                one["name"],
+                f"{one['answers']} of {one['need']}",
+                instant(one["opened_at"]),
+                instant(one["expires_at"]),
+                one["about"],
+            )
+            for one in found
+        ],
+    )
+    out = console()
+    for one in found:
+        for link in one["links"]:
+            out.print(link, markup=False, soft_wrap=True)
+
+
+async def _open(engine: Engine, base_url: str | None) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    cursor = None
+    while True:
+        page = await engine.search_executions(public_state="suspended", limit=PAGE, cursor=cursor)
+        for one in page.executions:
+            waits = await engine.read_waits(one.execution_id)
+            for name, gate in waits.open.items():
+                if gate.waitpoints:
+                    about = one.tags.get("ff.show")
+                    found.append(await _asked(engine, one.execution_id, name, gate, about, base_url))
+        cursor = page.next_cursor
+        if cursor is None:
+            return found
+
+
+async def _asked(
+    engine: Engine, execution_id: str, gate_name: str, gate: Gate, about: str | None, base_url: str | None
+) -> dict[str, Any]:
+    return {
+        "execution_id": execution_id,
+        "name": gate_name.removeprefix("approval:").partition("#")[0],
+        "answers": await _answers(engine, execution_id, gate),
+        "need": _need(gate),
+        "opened_at": gate.opened_at,
+        "expires_at": gate.expires_at,
+        "about": about,
+        "links": [] if base_url is None else await _links(engine, execution_id, gate, base_url),
+    }
+
+
+async def _answers(engine: Engine, execution_id: str, gate: Gate) -> int:
+    records = [await engine.describe_waitpoint(execution_id, one) for one, _ in gate.waitpoints]
+    return sum(record.signal_count > 0 for record in records if record is not None)
+
+
+def _need(gate: Gate) -> int:
+    import msgspec
+
+    condition = msgspec.json.decode(gate.condition) if gate.condition else {}
+    return _find(condition, "n") or len(gate.waitpoints)
+
+
+def _find(condition: Any, name: str) -> int | None:
+    """A number somewhere in a stored condition."""
+    if isinstance(condition, dict):
+        if isinstance(condition.get(name), int):
+            return int(condition[name])
+        condition = list(condition.values())
+    if isinstance(condition, list):
+        return next((found for part in condition if (found := _find(part, name)) is not None), None)
+    return None
+
+
+async def _links(engine: Engine, execution_id: str, gate: Gate, base_url: str) -> list[str]:
+    from flowfabric.sdk.approvals import Link
+
+    made = []
+    for waitpoint_id, _ in gate.waitpoints:
+        token = await engine.read_token_of(execution_id, waitpoint_id)
+        if token is not None:
+            made.append(str(Link.to(base_url, execution_id, waitpoint_id, token.reveal())))
+    return made

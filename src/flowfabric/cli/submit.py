@@ -1,0 +1,151 @@
+"""`ff submit`: hand work over, as a task of an app would, or as it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flowfabric.cli.executions import pair
+from flowfabric.cli.output import JsonOption, document, telling_errors
+from flowfabric.cli.stores import StoreOrServerOption, on_store
+
+if TYPE_CHECKING:
+    from flowfabric import Engine, Run, Task
+
+
+def add_to(app: typer.Typer) -> None:
+    """Hang the command up."""
+    app.command()(submit)
+
+
+def submit(
+    target: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODULE:TASK",
+            help="A task: its input is checked, and its lane, retries, needs and limits hold. Without one, what is "
+            "handed over is what the options say.",
+            show_default=False,
+        ),
+    ] = None,
+    payload: Annotated[
+        str | None,
+        typer.Option(help="The input as text; for a task a JSON object of its parameters.", show_default=False),
+    ] = None,
+    payload_file: Annotated[
+        Path | None, typer.Option(help="The input, byte for byte from a file; - is stdin.", show_default=False)
+    ] = None,
+    key: Annotated[
+        str | None,
+        typer.Option(help="Idempotency key: the same one within 24 h is the same run.", show_default=False),
+    ] = None,
+    lane: Annotated[
+        str | None,
+        typer.Option(help="The lane whose workers take it: `default`, or that of the task.", show_default=False),
+    ] = None,
+    priority: Annotated[
+        int | None, typer.Option(help="0 to 9000, higher first: 0, or that of the task.", show_default=False)
+    ] = None,
+    delay: Annotated[
+        str | None, typer.Option(help='Not before this has passed: "30s", "5m".', show_default=False)
+    ] = None,
+    tag: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="May be repeated.", show_default=False)
+    ] = None,
+    kind: Annotated[
+        str | None, typer.Option(help="Without a task: the name that handlers know it by, `task` if none is given.")
+    ] = None,
+    policy: Annotated[str | None, typer.Option(help="Without a task: the policy, as JSON.", show_default=False)] = None,
+    namespace: Annotated[
+        str | None, typer.Option(help="Without a task: whose it is, `default` if nobody is named.", show_default=False)
+    ] = None,
+    store: StoreOrServerOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Create an execution and print its id."""
+    if payload is not None and payload_file is not None:
+        raise typer.BadParameter("give --payload or --payload-file, not both")
+    given = _payload(payload, payload_file)
+    tags = dict(pair(one, "--tag") for one in tag or ())
+    if target is not None:
+        for option, value in (("--kind", kind), ("--policy", policy), ("--namespace", namespace)):
+            if value is not None:
+                raise typer.BadParameter(f"the task says that itself: leave {option} out", param_hint=option)
+        ways = {"key": key, "lane": lane, "priority": priority, "delay": delay, "tags": tags or None}
+        execution_id, is_new = _of_task(target, given, ways, store)
+    else:
+        terms = {"idempotency_key": key, "tags": tags, "policy": policy, "priority": priority or 0}
+        terms |= {"execution_kind": kind or "task", "namespace": namespace or "default"}
+        execution_id, is_new = _as_it_is(given, lane or "default", delay, terms, store)
+    if json:
+        document({"execution_id": execution_id, "created": is_new})
+        return
+    typer.echo(execution_id)
+    if not is_new:
+        typer.echo("(it was there already, under the same key)", err=True)
+
+
+def _of_task(target: str, given: bytes, ways: dict[str, Any], store: str | None) -> tuple[str, bool]:
+    import asyncio
+
+    from flowfabric.cli.locate import found_task
+
+    async def submitted(task: Task[..., Any]) -> Run[Any]:
+        arguments = _arguments(task, given)
+        async with task.app:
+            return await task.options(**ways).submit(**arguments)
+
+    with telling_errors():
+        task = found_task(target)
+        if store is not None:
+            task.app.url = store
+        run = asyncio.run(submitted(task))
+    return run.id, run.created
+
+
+def _arguments(task: Task[..., Any], given: bytes) -> dict[str, Any]:
+    """The arguments that the JSON stands for; a parameter that the task does not have is a slip."""
+    import msgspec
+
+    from flowfabric.errors import InvalidInput
+
+    known = task.signature.shapes
+    try:
+        names = msgspec.json.decode(given or b"{}", type=dict[str, Any])
+    except msgspec.DecodeError as fault:
+        raise InvalidInput(f"--payload: {fault}; a task wants an object of its parameters") from None
+    for name in names:
+        if name not in known:
+            has = f"it has {', '.join(known)}" if known else "it has none"
+            raise InvalidInput(f"{name}: {task.name} has no such parameter; {has}")
+    return task.signature.load(given)
+
+
+def _as_it_is(given: bytes, lane: str, delay: str | None, terms: dict[str, Any], store: str | None) -> tuple[str, bool]:
+    async def created(engine: Engine) -> Any:
+        from flowfabric.sdk.durations import to_ms
+
+        return await engine.create_execution(
+            execution_id=engine.new_execution_id(lane),
+            lane_id=lane,
+            input_payload=given,
+            creator_identity="ff submit",
+            delay_until=None if delay is None else await engine.ping() + to_ms(delay, "delay"),
+            **terms,
+        )
+
+    answer = on_store(store, created)
+    return answer.execution_id, hasattr(answer, "public_state")
+
+
+def _payload(text: str | None, file: Path | None) -> bytes:
+    if file is None:
+        return (text or "").encode()
+    if str(file) == "-":
+        return typer.get_binary_stream("stdin").read()
+    try:
+        return file.read_bytes()
+    except OSError as fault:
+        raise typer.BadParameter(f"{file}: {fault.strerror}", param_hint="--payload-file") from None

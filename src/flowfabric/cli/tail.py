@@ -1,0 +1,218 @@
+"""`ff explain`, `ff tail`: why an execution is not running, and what one says while it runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flowfabric.cli.executions import IdArgument
+from flowfabric.cli.output import JsonOption, console, document, how_far, line
+from flowfabric.cli.stores import StoreOrServerOption, on_execution
+
+if TYPE_CHECKING:
+    from flowfabric import Engine
+    from flowfabric.engine.claiming.poller import Ended
+    from flowfabric.model.obstacles import Explanation
+
+BLOCK_MS = 1000  # how long one look waits for a frame before it looks at progress and end
+
+
+def add_to(app: typer.Typer) -> None:
+    """Hang the commands up."""
+    for command in (explain, tail):
+        app.command()(command)
+
+
+def explain(execution_id: IdArgument, store: StoreOrServerOption = None, json: JsonOption = False) -> None:
+    """Say why an execution is not running. One thing is in the way: which, with its facts."""
+    answer = on_execution(store, execution_id, lambda engine, full_id: engine.explain(full_id))
+    facts = _facts(answer)
+    if json:
+        document(
+            {
+                "execution_id": answer.execution_id,
+                "public_state": answer.public_state,
+                "obstacle": type(answer.obstacle).__name__,
+                "facts": facts,
+                "sentence": answer.sentence,
+            }
+        )
+        return
+    out = console()
+    out.print(f"{answer.execution_id} is {answer.public_state.value}.", style="bold", markup=False)
+    out.print(answer.sentence, markup=False)
+
+
+def _facts(answer: Explanation) -> dict[str, Any]:
+    import msgspec
+
+    return {name: msgspec.to_builtins(value) for name, value in msgspec.structs.asdict(answer.obstacle).items()}
+
+
+def tail(
+    execution_id: IdArgument,
+    name: Annotated[
+        str | None, typer.Option(help="Only the stream of this name; otherwise all.", show_default=False)
+    ] = None,
+    follow: Annotated[bool, typer.Option(help="Wait for more until it has ended.")] = True,
+    store: StoreOrServerOption = None,
+    json: JsonOption = False,
+    json_lines: Annotated[
+        bool, typer.Option("--json-lines", help="Print one JSON document a line instead, while it runs.")
+    ] = False,
+) -> None:
+    """Print what an execution writes while it runs.
+
+    How far it says it is, too; the exit code is 1 when it does not succeed.
+
+    With --json all of it is one document, printed at the end.
+    """
+    told: list[dict[str, Any]] = []
+    tell = told.append if json else line if json_lines else None
+
+    async def followed(engine: Engine, full_id: str) -> tuple[str, Ended | None]:
+        return full_id, await _Tail(engine, full_id, name, tell).run(follow=follow)
+
+    full_id, ended = on_execution(store, execution_id, followed)
+    if json:
+        _print_document(full_id, told, ended)
+    if ended is None:
+        return
+    succeeded = ended.outcome.value == "success"
+    reason = _reason(ended)
+    if json_lines and not json:
+        line({"ended": ended.outcome.value, "reason": reason})
+    elif not json:
+        typer.echo(f"· {ended.outcome.value}" + (f": {reason.splitlines()[0]}" if reason else ""), err=True)
+    if not succeeded:
+        raise typer.Exit(1)
+
+
+def _reason(ended: Ended) -> str | None:
+    return None if ended.outcome.value == "success" else ended.reason  # after a success it is an earlier attempt's
+
+
+def _print_document(execution_id: str, told: list[dict[str, Any]], ended: Ended | None) -> None:
+    """Everything that was told, in one: what the last attempt wrote is what counts, the others' frames name theirs."""
+    document(
+        {
+            "execution_id": execution_id,
+            "frames": [one for one in told if "text" in one],
+            "progress": next((one["progress"] for one in reversed(told) if "progress" in one), {}),
+            "ended": None if ended is None else ended.outcome.value,
+            "reason": None if ended is None else _reason(ended),
+        }
+    )
+
+
+class Obstacles:
+    """Why an execution that somebody waits for is not running, told again when something else is in its way."""
+
+    def __init__(self, engine: Engine, execution_id: str) -> None:
+        self._engine = engine
+        self._id = execution_id
+        self._last: type | None = None
+
+    async def news(self) -> str | None:
+        """The obstacle in a sentence; None when it is the one before, or there is none."""
+        from flowfabric.model.obstacles import Ended, Running
+
+        answer = await self._engine.explain(self._id)
+        before, self._last = self._last, type(answer.obstacle)
+        return None if self._last in (before, Ended, Running) else answer.sentence
+
+
+class _Tail:
+    """Follows one execution from attempt to attempt."""
+
+    def __init__(
+        self, engine: Engine, execution_id: str, name: str | None, tell: Callable[[dict[str, Any]], object] | None
+    ) -> None:
+        """`tell` is what machines hear; people hear it without."""
+        self._engine = engine
+        self._id = execution_id
+        self._name = name
+        self._tell = tell
+        self._attempt = 0
+        self._after = "0-0"
+        self._progress: dict[str, Any] = {}
+        self._mid_line = False
+        self._obstacles = Obstacles(engine, execution_id)
+
+    async def run(self, *, follow: bool) -> Ended | None:
+        """Print until there is no more; how it ended, when it has."""
+        ended = await self._engine.await_end(self._id)
+        while True:
+            wait_ms = BLOCK_MS if follow and ended is None else 0
+            page = await self._engine.tail_stream(self._id, self._attempt, self._after, wait_ms, 1000)
+            for frame in page.frames:
+                self._after = frame.id
+                self._print(frame.fields)
+            await self._tell_progress()
+            if page.frames:
+                continue
+            latest = await self._engine.read_current_attempt_index(self._id)
+            if latest > self._attempt:
+                self._reset(latest)
+            elif ended is not None or not follow:
+                if self._mid_line:
+                    typer.echo()
+                return ended
+            elif page.closed_at is not None:  # nothing more comes from this attempt; the end or another may
+                ended = await self._engine.await_end(self._id, max_wait_ms=BLOCK_MS)
+            else:
+                ended = await self._engine.await_end(self._id)
+            if follow and ended is None:
+                await self._tell_obstacle()
+
+    async def _tell_obstacle(self) -> None:
+        if self._tell is None and (news := await self._obstacles.news()):
+            self._aside(news)
+
+    def _print(self, fields: Mapping[str, str]) -> None:
+        kind = fields.get("frame_type", "")
+        if self._name is not None and kind != self._name:
+            return
+        text = _text(fields)
+        if self._tell is not None:
+            self._tell({"attempt": self._attempt, "name": kind, "at": self._after, "text": text})
+            return
+        typer.echo(text, nl=False)
+        self._mid_line = sys.stdout.isatty() and bool(text) and not text.endswith("\n")
+
+    def _reset(self, attempt: int) -> None:
+        self._attempt, self._after = attempt, "0-0"
+        if self._tell is not None:
+            self._tell({"attempt": attempt, "reset": True})
+        else:
+            self._aside(f"attempt {attempt} begins anew")
+
+    async def _tell_progress(self) -> None:
+        from flowfabric.sdk.durable.output import progress_of
+
+        said = progress_of(*await self._engine.read_progress(self._id))
+        if said in (self._progress, {}):
+            return
+        self._progress = said
+        if self._tell is not None:
+            self._tell({"attempt": self._attempt, "progress": said})
+        else:
+            self._aside(how_far(said))
+
+    def _aside(self, words: str) -> None:
+        if self._mid_line:
+            typer.echo()
+            self._mid_line = False
+        typer.echo(f"· {words}", err=True)
+
+
+def _text(fields: Mapping[str, str]) -> str:
+    payload = fields.get("payload", "")
+    if fields.get("encoding") != "base64":
+        return payload
+    from base64 import b64decode
+
+    return b64decode(payload).decode("utf-8", "replace")

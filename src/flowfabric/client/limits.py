@@ -1,0 +1,252 @@
+"""Budgets and quotas."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flowfabric import errors
+from flowfabric.client.base import Asking, execution_path
+from flowfabric.client.decoding import read, variant
+from flowfabric.client.transport import segment
+from flowfabric.handles import Handle
+from flowfabric.model.answers import limits as limit_answers
+from flowfabric.model.owned_id import DEFAULT_NAMESPACE
+from flowfabric.server.routes import budgets
+
+_USAGE = (limit_answers.Ok, limit_answers.AlreadyApplied, limit_answers.SoftBreach, limit_answers.HardBreach)
+
+
+class Spending(Asking):
+    """What applications declare, and what their runs spend."""
+
+    async def create_budget(
+        self,
+        budget_id: str,
+        *,
+        dimensions: Sequence[str],
+        hard_limits: Sequence[int],
+        soft_limits: Sequence[int],
+        scope_type: str = "",
+        scope_id: str = "",
+        enforcement_mode: str = "",
+        on_hard_limit: str = "",
+        on_soft_limit: str = "",
+        reset_interval_ms: int = 0,
+        namespace: str = DEFAULT_NAMESPACE,
+        declaration: str | None = None,
+    ) -> limit_answers.BudgetDefined:
+        """Define a budget; a second definition changes nothing, unless it is another declaration than before.
+
+        Defining is for operators. An app with a lesser token finds what they defined.
+        """
+        body = {
+            "budget_id": budget_id,
+            "dimensions": list(dimensions),
+            "hard_limits": list(hard_limits),
+            "soft_limits": list(soft_limits),
+            "scope_type": scope_type,
+            "scope_id": scope_id,
+            "enforcement_mode": enforcement_mode,
+            "on_hard_limit": on_hard_limit,
+            "on_soft_limit": on_soft_limit,
+            "reset_interval_ms": reset_interval_ms,
+            "namespace": namespace,
+        } | ({} if declaration is None else {"declaration": declaration})
+        match await self._define("budgets", budget_id, body):
+            case "Created":
+                return limit_answers.BudgetCreated(budget_id)
+            case "Changed":
+                return limit_answers.LimitsChanged(budget_id)
+            case _:
+                return limit_answers.BudgetExists(budget_id)
+
+    async def _define(self, kind: str, name: str, body: dict[str, Any]) -> str:
+        """Define something, or find that it is defined; the name of the server's answer."""
+        try:
+            told = await self.wire.ask("POST", f"/v1/{kind}", body)
+        except errors.Unauthorized:
+            where, query = f"/v1/{kind}/{segment(name)}", {"namespace": body["namespace"]}
+            if (await self.wire.ask("GET", where, query=query, misses=True)).status == 404:
+                raise
+            return "AlreadySatisfied"
+        return next(iter(read(told.body, dict[str, Any])), "")
+
+    async def change_budget_limits(
+        self,
+        budget_id: str,
+        *,
+        dimensions: Sequence[str],
+        hard_limits: Sequence[int],
+        soft_limits: Sequence[int],
+        namespace: str = DEFAULT_NAMESPACE,
+    ) -> limit_answers.LimitsChanged:
+        """Raise or lower limits."""
+        body = {
+            "dimensions": list(dimensions),
+            "hard_limits": list(hard_limits),
+            "soft_limits": list(soft_limits),
+            "namespace": namespace,
+        }
+        told = await self.wire.ask("PUT", _budget(budget_id, "limits"), body)
+        changed: limit_answers.LimitsChanged = variant(told.body, Changed=limit_answers.LimitsChanged)
+        return changed
+
+    async def list_budgets(
+        self, *, cursor: str | None = None, limit: int = 50, namespace: str = DEFAULT_NAMESPACE
+    ) -> list[str]:
+        """The ids of the defined budgets of a namespace, ascending."""
+        query = {"cursor": cursor, "limit": limit, "namespace": namespace}
+        told = await self.wire.ask("GET", "/v1/budgets", query=query)
+        return read(told.body, budgets.BudgetIds).budgets
+
+    async def get_budget_status(
+        self, budget_id: str, *, namespace: str = DEFAULT_NAMESPACE
+    ) -> limit_answers.BudgetStatus:
+        """A budget of a namespace for people."""
+        told = await self.wire.ask("GET", _budget(budget_id), query={"namespace": namespace})
+        return read(told.body, limit_answers.BudgetStatus)
+
+    async def read_budget_usage_and_limits(
+        self, budget_id: str, *, namespace: str = DEFAULT_NAMESPACE
+    ) -> tuple[dict[str, int], dict[str, int]]:
+        """Usage by dimension, and limits as `hard:<dimension>` and `soft:<dimension>`; empty when undefined."""
+        try:
+            status = await self.get_budget_status(budget_id, namespace=namespace)
+        except errors.NotFound:
+            return {}, {}
+        bounds = {f"hard:{one}": limit for one, limit in status.hard_limits.items()}
+        return status.usage, bounds | {f"soft:{one}": limit for one, limit in status.soft_limits.items()}
+
+    async def create_quota_policy(
+        self,
+        quota_policy_id: str,
+        *,
+        window_seconds: int,
+        max_requests_per_window: int,
+        max_concurrent: int,
+        jitter_ms: int = 0,
+        namespace: str = DEFAULT_NAMESPACE,
+    ) -> limit_answers.QuotaPolicyCreated | limit_answers.QuotaPolicyExists:
+        """Define a quota policy; a second definition changes nothing. What was said of budgets holds here, too."""
+        body = {
+            "quota_policy_id": quota_policy_id,
+            "window_seconds": window_seconds,
+            "max_requests_per_window": max_requests_per_window,
+            "max_concurrent": max_concurrent,
+            "jitter_ms": jitter_ms,
+            "namespace": namespace,
+        }
+        if await self._define("quotas", quota_policy_id, body) == "Created":
+            return limit_answers.QuotaPolicyCreated(quota_policy_id)
+        return limit_answers.QuotaPolicyExists(quota_policy_id)
+
+    # -- runs -----------------------------------------------------------------------------------------------------
+
+    async def record_spend(
+        self,
+        budget_id: str,
+        execution_id: str,
+        deltas: Mapping[str, int],
+        *,
+        idempotency_key: str | None = None,
+        handle: Handle | None = None,
+        namespace: str | None = None,
+        shared: bool = True,
+    ) -> limit_answers.Usage:
+        """Report for an execution's ledger."""
+        _holds_nothing(handle)
+        body = {
+            "budget_id": budget_id,
+            "dimensions": dict(deltas),
+            "idempotency_key": idempotency_key,
+            "namespace": namespace,
+            "shared": shared,
+        }
+        told = await self.wire.ask("POST", execution_path(execution_id, "spend"), body)
+        usage: limit_answers.Usage = variant(told.body, *_USAGE)
+        return usage
+
+    async def reserve_budget(
+        self,
+        budget_id: str,
+        execution_id: str,
+        amounts: Mapping[str, int],
+        *,
+        ttl_ms: int,
+        reservation_id: str | None = None,
+        handle: Handle | None = None,
+        namespace: str | None = None,
+        shared: bool = True,
+    ) -> limit_answers.Reserved | limit_answers.HardBreach | limit_answers.AlreadyApplied:
+        """Keep room free for an execution."""
+        _holds_nothing(handle)
+        body: dict[str, Any] = {
+            "budget_id": budget_id,
+            "reservation_id": reservation_id or self.minter.uuid(),
+            "amounts": dict(amounts),
+            "ttl_ms": ttl_ms,
+            "namespace": namespace,
+            "shared": shared,
+        }
+        told = await self.wire.ask("POST", execution_path(execution_id, "reserve"), body)
+        reserved: limit_answers.Reserved | limit_answers.HardBreach | limit_answers.AlreadyApplied = variant(
+            told.body, limit_answers.Reserved, limit_answers.HardBreach, limit_answers.AlreadyApplied
+        )
+        return reserved
+
+    async def settle_budget(
+        self,
+        budget_id: str,
+        execution_id: str,
+        reservation_id: str,
+        amounts: Mapping[str, int],
+        *,
+        namespace: str | None = None,
+        shared: bool = True,
+    ) -> limit_answers.Usage:
+        """End a reservation with what was really used."""
+        body = {
+            "budget_id": budget_id,
+            "reservation_id": reservation_id,
+            "amounts": dict(amounts),
+            "namespace": namespace,
+            "shared": shared,
+        }
+        told = await self.wire.ask("POST", execution_path(execution_id, "settle"), body)
+        usage: limit_answers.Usage = variant(told.body, *_USAGE)
+        return usage
+
+    async def refund_budget(
+        self,
+        budget_id: str,
+        reservation_id: str,
+        *,
+        execution_id: str | None = None,
+        namespace: str = DEFAULT_NAMESPACE,
+        shared: bool = True,
+    ) -> limit_answers.Refunded:
+        """Give all of a reservation back."""
+        body = {
+            "reservation_id": reservation_id,
+            "execution_id": execution_id,
+            "namespace": namespace,
+            "shared": shared,
+        }
+        told = await self.wire.ask("POST", _budget(budget_id, "refund"), body)
+        refunded: limit_answers.Refunded = variant(told.body, limit_answers.Refunded)
+        return refunded
+
+    async def wake_budget(self, budget_id: str, *, namespace: str = DEFAULT_NAMESPACE) -> bool:
+        """Let whoever waits for room look again; True when something still waits."""
+        told = await self.wire.ask("POST", _budget(budget_id, "wake"), query={"namespace": namespace})
+        return bool(read(told.body, dict[str, bool])["still_waiting"])
+
+
+def _budget(budget_id: str, *rest: str) -> str:
+    return "/".join(("/v1/budgets", segment(budget_id), *rest))
+
+
+def _holds_nothing(handle: Handle | None) -> None:
+    if handle is not None:
+        raise errors.InvalidInput("handle: over a server budgets are asked for an execution, whoever holds it")

@@ -1,0 +1,274 @@
+"""The scheduler: work for workers, as far as budgets and quotas allow.
+
+The order is always capability, budget, quota, claim, so that a worker that cannot run something never uses up quota
+for it. Whatever cannot be read stops the call: in doubt nothing is given out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from functools import cached_property
+from itertools import takewhile
+from typing import Any
+
+import msgspec
+
+from flowfabric import errors, ids
+from flowfabric.engine.claiming.admission import Admitted, Admitting, Seen
+from flowfabric.engine.claiming.claimer import claimed_of
+from flowfabric.engine.claiming.fair_turns import Rival
+from flowfabric.engine.claiming.ready_queues import CANDIDATES, HOUSEKEEPING_MS, MOST_KEYS, MOST_LINES
+from flowfabric.engine.limits.unblocker import PAGE
+from flowfabric.engine.operations.grants import Claims, signed_claim, signed_reclaim
+from flowfabric.engine.operations.workers import LiveWorkers, Workers
+from flowfabric.engine.validation import execution as validate
+from flowfabric.engine.validation.execution import ClaimOrder
+from flowfabric.handles import HandleKind
+from flowfabric.model.answers import execution as answers
+from flowfabric.model.execution import Execution, LineKey
+from flowfabric.model.states import BlockingReason, EligibilityState
+from flowfabric.rules.execution import grant as grant_rules
+from flowfabric.rules.execution import operator, reclaim
+from flowfabric.rules.execution.grant import GrantOrder
+from flowfabric.rules.scheduling import capabilities, fairness
+from flowfabric.stores.queries import Want, Where
+
+ELIGIBLE = (Where("eligibility_state", "=", EligibilityState.ELIGIBLE_NOW),)
+
+
+class Scheduler(Claims, Admitting, Workers):
+    """Claims that respect limits."""
+
+    @cached_property
+    def _routes_looked_at(self) -> dict[str, int]:
+        return {}
+
+    async def claim_admitted(
+        self,
+        lane_id: str,
+        limit: int = 1,
+        *,
+        worker_id: str,
+        worker_instance_id: str,
+        capabilities: Iterable[str] = (),
+        lease_ttl_ms: int = 15_000,
+        max_wait_ms: int = 0,
+        namespaces: Collection[str] | None = None,
+    ) -> list[answers.Claimed]:
+        """Up to `limit` executions in claim order that their budgets and quotas let run, as soon as there is one.
+
+        `namespaces` are those whose work is wanted; None is all.
+        """
+        order = validate.claim_order(
+            lane_id,
+            worker_id,
+            worker_instance_id,
+            capabilities,
+            lease_ttl_ms,
+            admission=True,
+            namespaces=namespaces,
+        )
+        return await self.pull(order, limit, max_wait_ms)
+
+    async def claim_now(self, order: ClaimOrder, limit: int) -> list[answers.Claimed]:
+        """Claim what is there; when that is nothing, what others wait for in vain is marked."""
+        claimed = await super().claim_now(order, limit)
+        if order.admission and not claimed:
+            await self._close_routes(order)
+        return claimed
+
+    async def _close_routes(self, order: ClaimOrder) -> None:
+        """When there is nothing to do, say of what stands in other lines that nobody can do it, if that is so."""
+        now = self.estimate.now()
+        if abs(now - self._routes_looked_at.get(order.lane_id, 0)) < HOUSEKEEPING_MS:
+            return
+        self._routes_looked_at[order.lane_id] = now
+        lines = await self.lines_of(order.lane_id)
+        others = [line for line in lines if not capabilities.covers(line.required, order.capabilities)]
+        live: LiveWorkers = {}
+        for row in await self.heads(others, _depth(others), where=ELIGIBLE):
+            await self.close_route(row, live)
+
+    async def _claim_decided(self, rows: Sequence[Execution], order: ClaimOrder) -> list[answers.Claimed]:
+        if not order.admission:
+            return await super()._claim_decided(rows, order)
+        lost = [row for row in rows if reclaim.is_reclaimable(row)]  # these were admitted before
+        seen = Seen()
+        admitted = await self.admit([row for row in rows if not reclaim.is_reclaimable(row)], seen)
+        admitted += [Admitted(row) for row in lost]
+        if rows and not admitted:
+            lines = await self.covered(order.lane_id, order.capabilities)
+            await self._refuse_alike(rows, lines, seen, _of_namespaces(order.namespaces))
+        return await claimed_of(*(self._claim_admitted(one, order) for one in admitted))
+
+    async def _refuse_alike(
+        self, rows: Sequence[Execution], lines: Sequence[LineKey], seen: Seen, own: tuple[Where, ...]
+    ) -> None:
+        """Block what stands first in these lines for the same reasons as the rows that were refused, many at once.
+
+        Thousands may stand here, and one after the other each would cost the caller several trips. Of many lines only
+        those of the refused rows are looked at.
+        """
+        if len(lines) > MOST_KEYS:
+            lines = [line for line in lines if any(row.line == line for row in rows)]
+        tried, size = set[str](), CANDIDATES
+        while True:
+            first = await self.heads(lines, size, without=tried, where=own)
+            refused = await self._refuse_first(list(takewhile(operator.is_eligible, first)), seen)
+            if not refused:
+                return
+            tried.update(row.execution_id for row in refused)
+            size = min(2 * size, PAGE)
+
+    async def _let_blocked_go_first(self, rows: Sequence[Execution], rival: Rival) -> None:
+        is_quota = rival.reason is BlockingReason.WAITING_FOR_QUOTA
+        wake = self.wake_quota if is_quota else self.wake_budget
+        await wake(rival.limit.id, namespace=rival.limit.namespace)
+        seen = Seen(full={rival.limit} if is_quota else set())
+        await self._refuse_first([row for row in rows if rival.holds_up(row)], seen)
+
+    async def _claim_admitted(self, admitted: Admitted, order: ClaimOrder) -> answers.Claimed | None:
+        # An error leaves the admission where it is: the claim may have been written after all. If it was not, the next
+        # claim of this execution finds it admitted.
+        claimed = await self._claim_row(admitted.row, order)
+        if claimed is None:
+            await self.give_back(admitted)
+            await self.look_after(admitted.row)
+        return claimed
+
+    # -- grants ---------------------------------------------------------------------------------------------------
+
+    async def claim_for_worker(
+        self,
+        lane_id: str,
+        *,
+        worker_id: str,
+        worker_instance_id: str,
+        capabilities: Iterable[str] = (),
+        grant_ttl_ms: int = 5000,
+        namespaces: Collection[str] | None = None,
+    ) -> answers.ClaimGrant | answers.ReclaimGrant | None:
+        """The scheduler's step: a signed grant for the best execution that this worker may run, or None."""
+        own = _of_namespaces(validate.some_namespaces(namespaces))
+        offered = validate.offered(capabilities)
+        order = validate.grant_order(lane_id, worker_id, worker_instance_id, offered, grant_ttl_ms)
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        try:
+            key = await self.signing_key("claim_for_worker")
+            await self.look_around(order.lane_id)
+            return await self._best(order, key, own)
+        finally:
+            self.meters.took("ff_claim_from_grant_duration", clock() - began, lane=self.meters.lane(order.lane_id))
+
+    async def _best(
+        self, order: GrantOrder, key: Any, own: tuple[Where, ...]
+    ) -> answers.ClaimGrant | answers.ReclaimGrant | None:
+        """Offer the rows that this worker covers until one is granted, those of other lines among them.
+
+        Of the others the first are looked at, once: they are not for this worker, however many there are.
+        """
+        seen = Seen()
+        lines = await self.lines_of(order.lane_id)
+        mine = [line for line in lines if capabilities.covers(line.required, order.capabilities)]
+        others = [line for line in lines if not capabilities.covers(line.required, order.capabilities)]
+        beyond = await self.heads(others, _depth(others), where=ELIGIBLE + own)
+        for portion in self.windows(mine) or [()]:
+            if (granted := await self._best_of(portion, beyond, order, key, own, seen)) is not None:
+                return granted
+            beyond = []
+        return None
+
+    async def _best_of(
+        self,
+        mine: Sequence[LineKey],
+        beyond: list[Execution],
+        order: GrantOrder,
+        key: Any,
+        own: tuple[Where, ...],
+        seen: Seen,
+    ) -> answers.ClaimGrant | answers.ReclaimGrant | None:
+        tried, depth = set[str](), _depth(mine)
+        while rows := await self.heads(mine, depth, without=tried, where=own) + beyond:
+            counts = Counter(row.line for row in rows)
+            while rows:
+                [row], after = fairness.plan(rows, self.turns_of(order.lane_id), self.estimate.now(), 1)
+                rows.remove(row)
+                tried.add(row.execution_id)
+                refusals = seen.refusals
+                granted = await self._offer(row, order, key, seen)
+                if granted is not None:
+                    self.keep_turns(order.lane_id, after)
+                    return granted
+                if seen.refusals > refusals:
+                    await self._refuse_alike([row], mine, seen, own)
+                    break
+                if counts[row.line] >= depth and row not in beyond and all(one.line != row.line for one in rows):
+                    break  # what stands behind these in their line may come before the rest
+            beyond = [row for row in beyond if row.execution_id not in tried]
+        return None
+
+    async def _offer(
+        self, row: Execution, order: GrantOrder, key: Any, seen: Seen
+    ) -> answers.ClaimGrant | answers.ReclaimGrant | None:
+        """A grant for this row, if nothing is in its way; what is in its way is noted on it."""
+        if capabilities.missing(row.required_capabilities, order.capabilities):
+            await self.close_route(row, seen.live)
+            return None
+        if reclaim.is_reclaimable(row):
+            return await self._reclaim_grant(row, order, key)
+        admitted = await self.admit([row], seen)
+        if not admitted:
+            return None
+        order = msgspec.structs.replace(order, admitted=True)
+        try:
+            return await self.settle_execution(row.execution_id, lambda row, now: signed_claim(row, order, key, now))
+        except errors.StoreUnavailable:
+            raise
+        except errors.CapabilityMismatch:
+            await self.close_route(row, seen.live)
+        except errors.FabricError:
+            pass  # somebody was faster: the next one
+        await self.give_back(admitted[0])
+        return None
+
+    async def _reclaim_grant(self, row: Execution, order: GrantOrder, key: Any) -> answers.ReclaimGrant | None:
+        execution = ids.ExecutionId(row.execution_id)
+        try:
+            answer = await self.settle_execution(execution, lambda row, now: signed_reclaim(row, order, key, now))
+            if isinstance(answer, answers.ReclaimCapExceeded):
+                await self.settle_execution(execution, lambda row, _: reclaim.end_at_cap(row))
+        except errors.StoreUnavailable:
+            raise
+        except errors.FabricError:
+            return None  # granted to somebody else
+        return answer if isinstance(answer, answers.ReclaimGrant) else None
+
+    async def _redeem(self, execution_id: str, kind: HandleKind, decide: Any) -> answers.Claimed:
+        """Redeem a grant; one that was given out after admission is admitted again, as its slots may have lapsed.
+
+        An execution that is refused then waits for the limit that refused it, and the claim finds it not eligible.
+        """
+        rows = (await self.load((Want(Execution, (execution_id,)),))).rows[0]
+        row = rows[0] if rows else None
+        admitted = await self.admit([row], Seen()) if row is not None and grant_rules.holds_admitted_grant(row) else []
+        try:
+            return await super()._redeem(execution_id, kind, decide)
+        except errors.StoreUnavailable:
+            raise  # it may have been written, and then it needs what it got
+        except errors.FabricError:
+            for one in admitted:
+                await self.give_back(one)
+            raise
+
+
+def _depth(lines: Sequence[LineKey]) -> int:
+    """How many rows of each of these lines are read at once."""
+    return CANDIDATES if len(lines) <= MOST_LINES else 1
+
+
+def _of_namespaces(names: frozenset[str] | None) -> tuple[Where, ...]:
+    """What a store filters by so that a look brings work of these namespaces only; None is all."""
+    return () if names is None else (Where("namespace", "in", tuple(sorted(names))),)

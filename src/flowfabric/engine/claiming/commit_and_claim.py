@@ -1,0 +1,69 @@
+"""Handing over: what the ends of this process set free goes to its own claims, in the commit that tells those ends.
+
+A chain of short steps costs a trip a step then, not two. A claim that is nothing but a take says beforehand what it
+would like; the first batch that puts work into its lane takes the wish along, if the store sees that a take would find
+this work first. Everything else stays as it is: a wish that nobody took along, or that brought nothing, is a look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from flowfabric import errors
+from flowfabric.engine.claiming.ready_queues import MOST_LINES
+from flowfabric.engine.operations.explain import Explaining
+from flowfabric.engine.runtime.commit_queue import Wish
+from flowfabric.engine.runtime.wakeups import lane_topic
+from flowfabric.engine.validation.execution import ClaimOrder
+from flowfabric.model.answers import execution as answers
+from flowfabric.model.execution import LineKey
+from flowfabric.rules.scheduling import capabilities
+
+
+class Handing(Explaining):
+    """Wishes for work that this process may soon put into its lanes."""
+
+    def wish(self, orders: Sequence[ClaimOrder], limit: int) -> Wish | None:
+        """A wish for up to so many executions of one of these lanes; None when a claim there is more than a take."""
+        plain = {order: lines for order in orders if (lines := self._plain_lines(order))}
+        if not plain:
+            return None
+        wish = Wish(
+            {lane_topic(order.lane_id): partial(self._take_of, lines, limit, order) for order, lines in plain.items()}
+        )
+        self.commits.wish(wish)
+        return wish
+
+    def _plain_lines(self, order: ClaimOrder) -> tuple[LineKey, ...]:
+        """The lines that a claim of this order would take from, if it did no more than that."""
+        lane = order.lane_id
+        if order.namespaces is not None or lane in self._takeovers:
+            return ()
+        if not self.has_looked(lane):  # or nobody would notice what was lost in this lane
+            return ()
+        known = sorted(self._lines.get(lane, ()))
+        lines = [line for line in known if capabilities.covers(line.required, order.capabilities)]
+        if not self._is_uniform(lane, lines) or len(lines) > MOST_LINES:
+            return ()
+        return tuple(line for line in lines if not line.decided)
+
+    async def granted(self, wish: Wish) -> list[answers.Claimed]:
+        """What came of a wish, which is over with this."""
+        self.commits.withdraw(wish)
+        take = wish.granted
+        if take is None:
+            return []
+        try:
+            return self._got(take, await wish.rows)
+        except errors.StoreUnavailable as lost:
+            if not lost.in_doubt:
+                return []
+            return await self._find_taken([take]) or await self._take_portion(self._anew(take), take)
+
+    def forgo(self, wish: Wish) -> None:
+        """Wait for a wish no more; what it gets all the same is given back."""
+        self.commits.withdraw(wish)
+        if wish.granted is not None and (not wish.rows.done() or wish.rows.cancelled()):
+            self.late_claims.watch([wish.granted])
+        wish.rows.cancel()

@@ -1,0 +1,340 @@
+"""Work that waits for room: find what a budget or quota policy holds up, and set it free as soon as there is some.
+
+Whoever makes room (a release, a reset, a refund, a higher limit) wakes the first rows that wait for it, as many as
+there is room for; `rules.unblock_order` says which are first. The unblock sweep is only a net. Whoever blocks a row
+looks again afterwards: room that was made between its look and its write would otherwise wait for the sweep. A window
+that opens by the passing of time has a timer in the process that was refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+from flowfabric import errors
+from flowfabric.engine.claiming.fair_turns import FairTurns
+from flowfabric.engine.limits.aggregates import Books
+from flowfabric.model.budget import Budget
+from flowfabric.model.execution import Execution
+from flowfabric.model.owned_id import DEFAULT_NAMESPACE, OwnedId, parse_owned
+from flowfabric.model.quota import QuotaPolicy
+from flowfabric.model.states import BlockingReason
+from flowfabric.rules.execution import operator
+from flowfabric.rules.execution.policy import decode_terms
+from flowfabric.rules.limits import budget as budget_rules
+from flowfabric.rules.limits import owner as owner_rules
+from flowfabric.rules.limits import quota, unblock_order
+from flowfabric.rules.scheduling import queue
+from flowfabric.stores.queries import Scan, Where
+
+logger = logging.getLogger("flowfabric.waiting")
+
+PAGE = 100
+MOST_PAGES = 20
+MOST_LISTS = 1024  # fairness keys whose first rows are compared in one read
+LATEST_LOOK_MS = 1000
+BY_RANK = ("rank", "execution_id")
+
+
+class Room:
+    """What budgets and quota policies have left, looked up once.
+
+    `only` looks at one of them: work that waits for it is set free when there is room there, whatever else is in its
+    way; the next claim finds that out, and it waits for that instead. Room is counted down then, so that no more are
+    set free than can run. The sweep, which looks at all of them, only peeks: the first in line may be for workers that
+    are not there, and must not keep others waiting.
+    """
+
+    def __init__(self, books: Books, only: OwnedId | None = None) -> None:
+        self._books = books
+        self._only = only
+        self._spent: dict[OwnedId, bool] = {}
+        self._left: dict[OwnedId, int | None] = {}
+        self._holders: dict[OwnedId, frozenset[tuple[str, int]]] = {}
+        self._budget_roots: dict[OwnedId, Budget | None] = {}
+        self._policy_roots: dict[OwnedId, QuotaPolicy | None] = {}
+        self.unreadable: set[OwnedId] = set()  # these have no room for anybody, as far as anybody can know
+
+    async def learn(self, rows: Sequence[Execution]) -> None:
+        """Know what these rows depend on."""
+        unknown = sorted({one for row in rows for one in self._among(row, _budget_ids(row))} - self._spent.keys())
+        if unknown:
+            _, sheets = await self._books.budget_chains.look(unknown)
+            for name, sheet in sheets.items():
+                self._budget_roots[name] = sheet.root
+                self._spent[name] = budget_rules.exhausted(sheet.dimensions.values()) is not None
+                if budget_rules.corruption(sheet):
+                    self._spent[name] = True
+                    self.unreadable.add(name)
+        unknown = sorted({one for row in rows for one in self._among(row, _policy_ids(row))} - self._left.keys())
+        if unknown:
+            now, policies = await self._books.quota_chains.look(unknown)
+            for name, policy in policies.items():
+                self._policy_roots[name] = policy.root
+                self._left[name] = quota.room(policy, now)
+                self._holders[name] = quota.holders(policy, now)
+                if isinstance(quota.limits_of(policy.root), errors.FabricError):
+                    self._left[name] = 0
+                    self.unreadable.add(name)
+
+    def is_shut(self, on: str) -> bool:
+        """Whether what a row is blocked on has no room, so that nothing else that waits for it need be looked at."""
+        return self.is_full(queue.limit_in(on))
+
+    def is_full(self, limit: OwnedId) -> bool:
+        """Whether a limit that was looked at has no room."""
+        return self._spent.get(limit, False) or self._left.get(limit) == 0
+
+    def admits(self, row: Execution) -> bool:
+        """Whether nothing of what blocked this row is in its way any more; if room is counted, it takes its share."""
+        # One that was blocked by a call that knew nothing of the slot which another call got for it needs no room.
+        me = (row.execution_id, row.replay_count)
+        policies = [policy for policy in self._policies(row) if me not in self._holders[policy]]
+        if any(self._spent[budget] for budget in self._budgets(row)):
+            return False
+        if any(self._left[policy] == 0 for policy in policies):
+            return False
+        for policy in policies if self._only else ():
+            left = self._left[policy]
+            self._left[policy] = None if left is None else left - 1
+        return True
+
+    def _budgets(self, row: Execution) -> list[OwnedId]:
+        return self._owners(row, _budget_ids(row), self._budget_roots)
+
+    def _policies(self, row: Execution) -> list[OwnedId]:
+        return self._owners(row, _policy_ids(row), self._policy_roots)
+
+    def _owners(
+        self, row: Execution, names: Sequence[str], roots: Mapping[OwnedId, owner_rules.Root | None]
+    ) -> list[OwnedId]:
+        """What these ids stand for; if only one counts, whether that may be one of them."""
+        if self._only is not None:
+            return self._among(row, names)
+        return [owner_rules.owner(row.namespace, name, roots) for name in names]
+
+    def _among(self, row: Execution, names: Sequence[str]) -> list[OwnedId]:
+        return [one for one in owner_rules.candidates(row.namespace, names) if self._only in (None, one)]
+
+
+def _budget_ids(row: Execution) -> Sequence[str]:
+    return decode_terms(row.terms).budget_ids if row.blocking_reason is BlockingReason.WAITING_FOR_BUDGET else ()
+
+
+def _policy_ids(row: Execution) -> Sequence[str]:
+    return decode_terms(row.terms).quota_policy_ids if row.blocking_reason is BlockingReason.WAITING_FOR_QUOTA else ()
+
+
+def _unfinished(rows: Sequence[Execution], depth: int) -> set[str]:
+    """The lists of which as many rows were read as were asked for, so that more may follow."""
+    counts = Counter(row.blocked_on for row in rows)
+    return {name for name, count in counts.items() if name is not None and count >= depth}
+
+
+class Waiting(Books, FairTurns):
+    """Sets work free that waited for room."""
+
+    _timers: dict[OwnedId, asyncio.TimerHandle] | None = None
+    _ringing: set[asyncio.Task[None]] | None = None
+
+    async def set_free(self, rows: Sequence[Execution], room: Room) -> int:
+        """Set those of the rows free that nothing holds up any more; how many."""
+        await room.learn(rows)
+        free = (row for row in rows if room.admits(row))
+        return sum(await asyncio.gather(*(self.let_go(row.execution_id, row.blocking_reason) for row in free)))
+
+    async def hold_up(self, row: Execution, reason: BlockingReason, detail: str, on: str = "") -> bool:
+        """Block a row that was found claimable; False when that could not be done or is not to be done any more.
+
+        Either way it was not given out, and the next claim that meets it tries again.
+        """
+        try:
+            await self.settle_execution(row.execution_id, lambda row, _: operator.block(row, reason, detail, on))
+        except errors.FabricError as failed:
+            logger.info("%s is not blocked (%s): %s", row.execution_id, reason, failed)
+            return False
+        if reason in queue.LIMITS and on:
+            self.note_blocked(row, reason, parse_owned(on))
+        return True
+
+    async def let_go(self, execution_id: str, reason: BlockingReason) -> bool:
+        """Unblock a row that was blocked for this reason; False when it waits for something else by now."""
+        try:
+            await self.settle_execution(execution_id, lambda row, _: operator.unblock(row, reason.value))
+        except errors.StoreUnavailable:
+            raise
+        except errors.FabricError:
+            return False
+        return True
+
+    async def wake_sleepers(self, rows: Sequence[Execution]) -> int:
+        """Let those of the executions that budgets put to sleep go on for whose need there is room now; how many."""
+        raise NotImplementedError
+
+    async def wake_budget(self, budget_id: str, *, namespace: str = DEFAULT_NAMESPACE) -> bool:
+        """There may be room in this budget: set free what waits for it; True when something still waits."""
+        budget = OwnedId(namespace, budget_id)
+        return await self._wake(budget, BlockingReason.WAITING_FOR_BUDGET, queue.asleep_on(budget))
+
+    async def wake_quota(self, quota_policy_id: str, *, namespace: str = DEFAULT_NAMESPACE) -> bool:
+        """There may be room in this policy: set free as many as it can admit; True when something still waits."""
+        policy = OwnedId(namespace, quota_policy_id)
+        return await self._wake(policy, BlockingReason.WAITING_FOR_QUOTA)
+
+    async def _wake_redefined(self, own: OwnedId, reason: BlockingReason) -> None:
+        """A namespace has an id of its own: what the shared namesake holds up may go on there.
+
+        A definition that is repeated does this again, in case the process of the first one died before it.
+        """
+        if own.is_shared:
+            return
+        keyed = Where("blocked_on", "starts", queue.fair_lists(reason, own.shared))
+        unkeyed = Where("blocked_on", "=", queue.blocked_on(reason, str(own.shared)))
+        try:
+            for listed in (unkeyed, keyed):
+                await self._set_all_free((listed, Where("namespace", "=", own.namespace)))
+        except errors.FabricError as away:
+            logger.warning("what waits for %s is left to the sweep: %s", own.shared, away)
+
+    async def _set_all_free(self, where: tuple[Where, ...]) -> None:
+        after: tuple[str, int, str] | None = None
+        for _ in range(MOST_PAGES):
+            rows = await self._listed(Scan(Execution, where, ("blocked_on", *BY_RANK), after, PAGE))
+            await self.set_free(rows, Room(self))
+            if len(rows) < PAGE:
+                return
+            after = (rows[-1].blocked_on or "", rows[-1].rank, rows[-1].execution_id)
+
+    async def _wake(self, limit: OwnedId, reason: BlockingReason, asleep: str | None = None) -> bool:
+        """Unblock what waits for a limit, as far as there is room; True when something still waits.
+
+        One freed slot costs two reads of lists at once, one of the limit, and the unblocked row with its commit.
+        """
+        unkeyed = queue.blocked_on(reason, str(limit))
+        lists = (Where("blocked_on", "in", (unkeyed, asleep)),)
+        scan = Scan(Execution, lists, BY_RANK, limit=PAGE, each="blocked_on", partial=True)
+        try:
+            rows, keyed = await asyncio.gather(self._listed(scan), self._first_of_keys(limit, reason, 1))
+            first = [row for row in rows if row.blocked_on == unkeyed]
+            waits = await self._unblock(limit, reason, first, keyed)
+            if asleep is not None:
+                waits |= await self._wake_asleep(asleep, [row for row in rows if row.blocked_on == asleep])
+        except errors.FabricError as away:
+            logger.warning("what waits for %s is left to the sweep: %s", limit, away)
+            return True
+        return waits
+
+    async def _unblock(
+        self, limit: OwnedId, reason: BlockingReason, unkeyed: list[Execution], keyed: list[Execution]
+    ) -> bool:
+        """Unblock in fair order, beginning with the first rows of each list; True when something still waits."""
+        room, left, depth = Room(self, only=limit), False, 1
+        lists = queue.fair_lists(reason, limit)
+        for _ in range(MOST_PAGES):
+            rows = unkeyed + keyed
+            self.note_lists(reason, limit, rows, whole=lists not in self._last_lists)
+            if not rows:
+                return left
+            await room.learn(rows)
+            now, turns = self.estimate.now(), self.unblock_turns(lists, rows)
+            cut = _unfinished(keyed, depth) | _unfinished(unkeyed, PAGE)
+            order = unblock_order.unblock_order(rows, turns, now, cut=cut)
+            chosen = [row for row in order if room.admits(row)]
+            after = unblock_order.turns_after(rows, turns, now, chosen, cut=cut)
+            self.keep_unblock_turns(lists, after, chosen)
+            freed = sum(await asyncio.gather(*(self.let_go(row.execution_id, row.blocking_reason) for row in chosen)))
+            left = left or freed < len(rows)
+            if not freed or not cut or len(chosen) < len(order) or room.is_full(limit):
+                return left or bool(cut)
+            depth = max(1, min(PAGE, MOST_LISTS // max(1, len({row.blocked_on for row in keyed}))))
+            where = (Where("blocked_on", "=", queue.blocked_on(reason, str(limit))),)
+            unkeyed, keyed = await asyncio.gather(
+                self._listed(Scan(Execution, where, BY_RANK, limit=PAGE, partial=True)),
+                self._first_of_keys(limit, reason, depth),
+            )
+        return True
+
+    async def _listed(self, scan: Scan) -> list[Execution]:
+        return await self.store.scan(scan)
+
+    async def _first_of_keys(self, limit: OwnedId, reason: BlockingReason, depth: int) -> list[Execution]:
+        """The first rows of each fairness key that waits for a limit; of very many keys, of others each time."""
+        lists = queue.fair_lists(reason, limit)
+        begins = Where("blocked_on", "starts", lists)
+        after = self._last_lists.pop(lists, None)
+        rows: list[Execution] = []
+        for skip in (after, None) if after is not None else (None,):
+            where = (begins,) if skip is None else (begins, Where("blocked_on", ">", skip))
+            scan = Scan(Execution, where, BY_RANK, limit=depth, each="blocked_on", values=MOST_LISTS)
+            rows = await self._listed(scan)
+            if rows:
+                break
+        names = {row.blocked_on for row in rows if row.blocked_on is not None}
+        if len(names) >= MOST_LISTS:
+            self._last_lists[lists] = max(names)
+        return rows
+
+    @cached_property
+    def _last_lists(self) -> dict[str, str]:
+        return {}  # by the lists of a limit: where the next read begins, if the last one did not come to the end
+
+    async def _wake_asleep(self, on: str, rows: list[Execution]) -> bool:
+        """Resume what a budget put to sleep, beginning with the first page; True when something still waits."""
+        left = False
+        for _ in range(MOST_PAGES):
+            if not rows:
+                return left
+            left |= await self.wake_sleepers(rows) < len(rows)
+            if len(rows) < PAGE:
+                return left
+            after = (rows[-1].rank, rows[-1].execution_id)
+            rows = await self._listed(Scan(Execution, (Where("blocked_on", "=", on),), BY_RANK, after, PAGE))
+        return True
+
+    # -- windows that open by themselves --------------------------------------------------------------------------
+
+    def wake_quota_later(self, quota_policy_id: str, wait_ms: int, *, namespace: str = DEFAULT_NAMESPACE) -> None:
+        """A window opens then: wake what waits for it. One timer a policy, the earliest."""
+        policy = OwnedId(namespace, quota_policy_id)
+        if self._timers is None:
+            self._timers, self._ringing = {}, set()
+        loop = asyncio.get_running_loop()
+        at = loop.time() + wait_ms / 1000
+        timer = self._timers.get(policy)
+        if timer is not None and timer.when() <= at:
+            return
+        if timer is not None:
+            timer.cancel()
+        self._timers[policy] = loop.call_at(at, self._ring, policy)
+
+    def stop_timers(self) -> None:
+        """Forget the windows that were to open; the sweep looks after what waits for them."""
+        for timer in (self._timers or {}).values():
+            timer.cancel()
+        for task in self._ringing or ():
+            task.cancel()
+        self._timers, self._ringing = None, None
+
+    def _ring(self, policy: OwnedId) -> None:
+        if self._timers is None or self._ringing is None:
+            return
+        del self._timers[policy]
+        task = asyncio.create_task(self._look_again(policy))
+        self._ringing.add(task)
+        task.add_done_callback(self._ringing.discard)
+
+    async def _look_again(self, policy: OwnedId) -> None:
+        if not await self.wake_quota(policy.id, namespace=policy.namespace):
+            return
+        wait_ms = LATEST_LOOK_MS
+        try:
+            now, sheets = await self.quota_chains.look([policy])
+            opens_at = quota.next_passing(sheets[policy], now)
+            if opens_at is not None:
+                wait_ms = max(1, opens_at - now)
+        except errors.FabricError as away:
+            logger.warning("when %s has room again is not known: %s", policy, away)
+        self.wake_quota_later(policy.id, wait_ms, namespace=policy.namespace)

@@ -1,0 +1,20 @@
+"""What is true of a whole deployment."""
+
+from __future__ import annotations
+
+from flowfabric.engine.runtime.after_commit import first
+from flowfabric.engine.runtime.runtime import Core
+from flowfabric.model.deployment import Deployment
+from flowfabric.rules import deployment
+from flowfabric.stores.queries import Want
+
+
+class Deployments(Core):
+    """The deployment that this engine belongs to."""
+
+    async def ensure_partitions(self) -> None:
+        """See that this engine counts partitions as everybody else; `PartitionMismatch` otherwise."""
+        await self.settle(
+            (Want(Deployment, (deployment.ONLY,)),),
+            lambda rows, _: deployment.ensure_partitions(first(rows[0]), self.partitions),
+        )

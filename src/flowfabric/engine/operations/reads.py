@@ -1,0 +1,383 @@
+"""Reads: what people, consoles and workers look at. Nothing here changes anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from flowfabric import errors, ids
+from flowfabric.engine.runtime.runtime import Core
+from flowfabric.engine.validation import execution as validate
+from flowfabric.model.answers.execution import AttemptView
+from flowfabric.model.event import FeedEvent, Topic
+from flowfabric.model.execution import Attempt, Execution, Payload, Result
+from flowfabric.model.states import PublicState
+from flowfabric.rules import validation
+from flowfabric.rules.execution import tags as tag_rules
+from flowfabric.rules.execution import views
+from flowfabric.rules.execution.views import (
+    ExecutionSnapshot as ExecutionSnapshot,  # part of the engine's own vocabulary
+)
+from flowfabric.stores.queries import Scan, Want, Where
+
+MAX_PAGE = 1000
+MAX_EXPIRED_PAGE = 10_000
+HISTORY_KEPT = 1000
+RENEWED = "renewed"  # told so often that nothing else would be left of a long life
+MAX_MATCHES = 100
+
+
+class ExecutionPage(msgspec.Struct, frozen=True):
+    """Execution ids, and the cursor of the next page when there is one."""
+
+    executions: list[str]
+    next_cursor: str | None = None
+
+
+class SnapshotPage(msgspec.Struct, frozen=True):
+    """Executions as people see them, and the cursor of the next page when there is one."""
+
+    executions: list[views.ExecutionSnapshot]
+    next_cursor: str | None = None
+
+
+class IdMatches(msgspec.Struct, frozen=True):
+    """Execution ids that begin like a shortened one, in order; `more` says that there are others."""
+
+    execution_ids: list[str]
+    more: bool = False
+
+
+class LanePage(msgspec.Struct, frozen=True):
+    lanes: list[str]
+    next_cursor: str | None = None
+
+
+class ExpiredLease(msgspec.Struct, frozen=True):
+    execution_id: str
+    lease_id: str
+    lease_epoch: int
+    worker_instance_id: str
+    expires_at_ms: int
+    attempt_index: int
+
+
+class ExpiredLeasePage(msgspec.Struct, frozen=True):
+    entries: list[ExpiredLease]
+    cursor: tuple[int, str] | None = None
+
+
+class HistoryEntry(msgspec.Struct, frozen=True):
+    """One entry of the lease history of an execution."""
+
+    event: str
+    ts: int
+    fields: dict[str, Any]
+
+
+class Reads(Core):
+    """What can be asked."""
+
+    async def describe_execution(self, execution_id: str) -> views.ExecutionSnapshot | None:
+        """The execution for a reader; None when there is none, `Corruption` when what is kept of it cannot be read."""
+        try:
+            row = await self._row(execution_id)
+            return None if row is None else views.snapshot(row)
+        except errors.Corruption as fault:
+            raise errors.Corruption(f"describe_execution: {fault.detail}", execution_id=execution_id) from fault
+
+    async def read_execution_info(self, execution_id: str) -> views.ExecutionInfo | None:
+        """The execution for the API; None when there is none."""
+        row, payload = await self._row_and_payload(execution_id)
+        return None if row is None or payload is None else views.info(row, payload)
+
+    async def read_execution_state(self, execution_id: str) -> PublicState | None:
+        """The one public word."""
+        row = await self._row(execution_id)
+        return None if row is None else row.public_state
+
+    async def read_state_vector(self, execution_id: str) -> views.StateVector | None:
+        """The seven dimensions."""
+        row = await self._row(execution_id)
+        return None if row is None else views.vector(row)
+
+    async def read_results(
+        self, execution_ids: Sequence[str], *, namespace: str | None = None
+    ) -> dict[str, bytes | None]:
+        """The results of many executions in one trip; None for one that has none.
+
+        With a `namespace`, an execution of another one is a conflict.
+        """
+        wanted = [validate.execution(execution) for execution in validate.each("execution_ids", execution_ids)]
+        validation.optional_text("namespace", namespace)
+        if not wanted:
+            return {}
+        owners = () if namespace is None else wanted
+        wants = [Want(Result, (one,)) for one in wanted] + [Want(Execution, (one,)) for one in owners]
+        found = (await self.load(wants)).rows
+        for row in (row for rows in found[len(wanted) :] for row in rows):
+            if row.namespace != namespace:
+                raise errors.IdInOtherNamespace(execution_id=row.execution_id)
+        return {one: rows[0].payload if rows else None for one, rows in zip(wanted, found, strict=False)}
+
+    async def get_execution_result(self, execution_id: str) -> bytes | None:
+        """The result's exact bytes; None until one is stored."""
+        execution = validate.execution(execution_id)
+        loaded = await self.load((Want(Result, (execution,)),))
+        return loaded.rows[0][0].payload if loaded.rows[0] else None
+
+    async def read_execution_context(self, execution_id: str) -> views.ExecutionContext:
+        """What a handler needs to begin."""
+        row, payload = await self._row_and_payload(execution_id)
+        if row is None or payload is None:
+            raise errors.InvalidInput("execution_id: no such execution")
+        return views.ExecutionContext(
+            payload.input_payload or b"", payload.execution_kind, tag_rules.read_tags(row.tags)
+        )
+
+    async def read_kinds(self, execution_ids: Iterable[str]) -> dict[str, str]:
+        """What kinds these executions are of, in one trip; one that does not exist has none."""
+        wanted = [validate.execution(execution) for execution in validate.each("execution_ids", execution_ids)]
+        loaded = await self.load([Want(Payload, (execution,)) for execution in wanted]) if wanted else None
+        found = [] if loaded is None else loaded.rows
+        return {execution: rows[0].execution_kind for execution, rows in zip(wanted, found, strict=True) if rows}
+
+    async def read_current_attempt_index(self, execution_id: str) -> int:
+        """The index of the latest attempt; 0 before the first claim."""
+        return (await self._known(execution_id)).attempt_index or 0
+
+    async def read_total_attempt_count(self, execution_id: str) -> int:
+        """The index that the next fresh attempt will take."""
+        return (await self._known(execution_id)).total_attempt_count
+
+    async def read_progress(self, execution_id: str) -> tuple[int | None, str | None]:
+        """What the holder last said of its progress: percentage and message."""
+        row = await self._row(execution_id)
+        if row is None:
+            raise errors.NotFound("execution", execution_id=execution_id)
+        return row.progress_pct, row.progress_message
+
+    async def get_execution_namespace(self, execution_id: str) -> str | None:
+        """The namespace; None when there is no such execution."""
+        row = await self._row(execution_id)
+        return None if row is None else row.namespace
+
+    async def get_execution_tag(self, execution_id: str, key: str) -> str | None:
+        """One tag; None when the execution or the tag is missing."""
+        name = validation.text("key", key)
+        if refused := tag_rules.check_tag_key(name):
+            raise refused
+        row = await self._row(execution_id)
+        return None if row is None else tag_rules.read_tags(row.tags).get(name)
+
+    async def read_exec_core_fields(self, partition: int, execution_id: str, names: Sequence[str]) -> dict[str, Any]:
+        """The named fields of the core record that are set."""
+        execution = validate.execution(execution_id)
+        wanted = [validation.text("names", name) for name in validate.each("names", names)]
+        if ids.partition_of(execution) != validate.flow_partition(partition, self.partitions):
+            raise errors.InvalidInput(f"partition: {partition} is not the partition of {execution}")
+        row, payload = await self._row_and_payload(execution)
+        if row is None or payload is None:
+            return {}
+        fields = views.core_fields(row, payload)
+        return {name: fields[name] for name in wanted if name in fields}
+
+    async def attempt_history(self, execution_id: str) -> list[AttemptView]:
+        """Every attempt by index, the running one included."""
+        execution = validate.execution(execution_id)
+        loaded = await self.load((Want(Execution, (execution,)), Want(Attempt, (execution,))))
+        return views.attempts(loaded.rows[0][0] if loaded.rows[0] else None, loaded.rows[1])
+
+    async def lease_history(self, execution_id: str) -> list[HistoryEntry]:
+        """What happened to the leases of an execution, oldest first; renewals are told in the feed only."""
+        execution = validate.execution(execution_id)
+        row = await self._row(execution)
+        if row is None:
+            return []
+        events = await self.patiently(lambda: self.store.history(execution, Topic.LEASE, HISTORY_KEPT, RENEWED))
+        return [_entry(told) for told in views.own_history(row, events)]
+
+    async def list_executions(self, partition: int, *, cursor: str | None = None, limit: int = 50) -> ExecutionPage:
+        """Ids of one partition, ascending, strictly after the cursor."""
+        place = validate.flow_partition(partition, self.partitions)
+        wanted = min(validation.integer("limit", limit, least=0), MAX_PAGE)
+        after = None if cursor is None else (validate.execution(cursor),)
+        where = (Where("partition", "=", place), Where("execution_id", "starts", f"{{fp:{place}}}:"))
+        rows = await self._page(Scan(Execution, where, ("execution_id",), after, wanted + 1), wanted)
+        found = [row.execution_id for row in rows[:wanted]]
+        return ExecutionPage(found, found[-1] if len(rows) > wanted else None)
+
+    async def search_executions(
+        self,
+        *,
+        namespace: str | None = None,
+        lane_id: str | None = None,
+        public_state: PublicState | str | None = None,
+        flow_id: str | None = None,
+        created_from: int | None = None,
+        created_before: int | None = None,
+        tag: tuple[str, str] | None = None,
+        cursor: str | None = None,
+        limit: int = 50,
+    ) -> SnapshotPage:
+        """Executions of all partitions that meet every filter, by id, strictly after the cursor."""
+        where: list[Where] = []
+        if namespace is not None:
+            where.append(Where("namespace", "=", validation.text("namespace", namespace)))
+        if lane_id is not None:
+            where.append(Where("lane_id", "=", validate.lane(lane_id)))
+        if public_state is not None:
+            where.append(Where("public_state", "=", _public_state(public_state)))
+        if flow_id is not None:
+            where.append(Where("flow_id", "=", validate.optional_uuid("flow_id", flow_id)))
+        if created_from is not None:
+            where.append(Where("created_at", ">=", validation.instant("created_from", created_from)))
+        if created_before is not None:
+            where.append(Where("created_at", "<", validation.instant("created_before", created_before)))
+        label = None if tag is None else _tag(tag)
+        if label is not None:
+            where.append(Where("tags", "set"))
+        wanted = min(validation.integer("limit", limit, least=0), MAX_PAGE)
+        size = wanted + 1 if label is None else MAX_PAGE + 1
+        found: list[Execution] = []
+        after: tuple[str, ...] | None = None if cursor is None else (validate.execution(cursor),)
+        while True:  # a tag is looked for in what the other filters leave over
+            rows = await self._page(Scan(Execution, tuple(where), ("execution_id",), after, size), wanted)
+            found += [row for row in rows if label is None or tag_rules.read_tags(row.tags).get(label[0]) == label[1]]
+            if len(rows) < size or len(found) > wanted:
+                break
+            after = (rows[-1].execution_id,)
+        page = [views.snapshot(row) for row in found[:wanted]]
+        return SnapshotPage(page, page[-1].execution_id if len(found) > wanted and page else None)
+
+    async def find_executions(
+        self, prefix: str, *, namespaces: Sequence[str] | None = None, limit: int = 10
+    ) -> IdMatches:
+        """Executions whose id begins like this, of some namespaces or of all.
+
+        The partition may be left out: 86:019a9f3c and 019a9f3c stand for {fp:86}:019a9f3c. Each partition is one range
+        of the index of ids.
+        """
+        wanted = validation.integer("limit", limit, least=1, most=MAX_MATCHES)
+        begins = tuple(ids.id_prefixes(validation.text("prefix", prefix), self.partitions))
+        where: tuple[Where, ...] = (Where("execution_id", "starts", begins),)
+        if namespaces is not None:
+            own = tuple(validation.text("namespaces", one) for one in validate.each("namespaces", namespaces))
+            where += (Where("namespace", "in", own),)
+        rows = await self.scan(Scan(Execution, where, ("execution_id",), limit=wanted + 1, each="execution_id"))
+        found = [row.execution_id for row in rows]
+        return IdMatches(found[:wanted], len(found) > wanted)
+
+    async def list_lanes(self, *, cursor: str | None = None, limit: int = 50) -> LanePage:
+        """Lanes that ever had an execution, ascending."""
+        after = None if cursor is None else validate.lane(cursor)
+        wanted = min(validation.integer("limit", limit, least=0), MAX_PAGE)
+        if not wanted:
+            return LanePage([])
+        lanes = await self.patiently(lambda: self.store.lanes(after, wanted + 1))
+        return LanePage(lanes[:wanted], lanes[wanted - 1] if len(lanes) > wanted else None)
+
+    async def list_expired_leases(
+        self,
+        *,
+        as_of: int,
+        after: tuple[int, str] | None = None,
+        limit: int = 1000,
+        max_partitions_per_call: int = 32,
+        namespace: str | None = None,
+    ) -> ExpiredLeasePage:
+        """Leases whose end had come at `as_of`, marked or not, by end and id; revoked ones are not among them.
+
+        `max_partitions_per_call` may be given and hides nothing: one list serves all partitions here.
+        """
+        validation.integer("max_partitions_per_call", max_partitions_per_call, least=0)
+        wanted = min(validation.integer("limit", limit, least=0), MAX_EXPIRED_PAGE)
+        where = [Where("lease_expires_at", "<=", validation.instant("as_of", as_of))]
+        if namespace is not None:
+            where.append(Where("namespace", "=", validation.text("namespace", namespace)))
+        place = None if after is None else _expired_cursor(after)
+        order = ("lease_expires_at", "execution_id")
+        rows = await self._page(Scan(Execution, tuple(where), order, place, wanted + 1), wanted)
+        entries = [
+            ExpiredLease(
+                row.execution_id,
+                row.lease_id or "",
+                row.lease_epoch,
+                row.worker_instance_id or "",
+                row.lease_expires_at or 0,
+                row.attempt_index or 0,
+            )
+            for row in rows[:wanted]
+        ]
+        more = (entries[-1].expires_at_ms, entries[-1].execution_id) if len(rows) > wanted and entries else None
+        return ExpiredLeasePage(entries, more)
+
+    async def _page(self, scan: Scan, wanted: int) -> list[Execution]:
+        return await self.scan(scan) if wanted else []
+
+    async def _row(self, execution_id: str) -> Execution | None:
+        loaded = await self.load((Want(Execution, (validate.execution(execution_id),)),))
+        return loaded.rows[0][0] if loaded.rows[0] else None
+
+    async def _known(self, execution_id: str) -> Execution:
+        row = await self._row(execution_id)
+        if row is None:
+            raise errors.InvalidInput("execution_id: no such execution")
+        return row
+
+    async def _row_and_payload(self, execution_id: str) -> tuple[Execution | None, Payload | None]:
+        execution = validate.execution(execution_id)
+        loaded = await self.load((Want(Execution, (execution,)), Want(Payload, (execution,))))
+        if not loaded.rows[0]:
+            return None, None
+        return loaded.rows[0][0], loaded.rows[1][0] if loaded.rows[1] else None
+
+
+def _tag(pair: object) -> tuple[str, str]:
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        raise errors.InvalidInput("tag: not a pair of key and value")
+    return validation.text("tag", pair[0]), validation.text("tag", pair[1])
+
+
+def _expired_cursor(pair: object) -> tuple[int, str]:
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        raise errors.InvalidInput("after: not a pair of instant and execution id")
+    return validation.instant("after", pair[0]), validate.execution(pair[1])
+
+
+def _public_state(value: PublicState | str) -> PublicState:
+    try:
+        return PublicState(value)
+    except ValueError:
+        raise errors.InvalidInput(f"public_state: {validation.shown(value)} is no state") from None
+
+
+def _entry(told: FeedEvent) -> HistoryEntry:
+    event = told.event
+    fields = {name: getattr(event, name) for name in _HISTORY_FIELDS if getattr(event, name) is not None}
+    details = msgspec.json.decode(event.details, type=dict[str, Any]) if event.details else {}
+    if event.lease == "reclaimed":
+        fields = {
+            "old_lease_epoch": details["old_lease_epoch"],
+            "new_lease_id": event.lease_id,
+            "new_lease_epoch": event.lease_epoch,
+            "new_attempt_id": event.attempt_id,
+            "new_attempt_index": event.attempt_index,
+            "worker_id": event.worker_id,
+        }
+    elif event.lease == "replay_initiated":
+        fields = {name: details[name] for name in ("replay_count", "replay_type")}
+    return HistoryEntry(event.lease or "", told.at, fields)
+
+
+_HISTORY_FIELDS = (
+    "lease_id",
+    "lease_epoch",
+    "attempt_id",
+    "attempt_index",
+    "worker_id",
+    "worker_instance_id",
+    "reason",
+)

@@ -1,0 +1,80 @@
+"""The relay: messages to other partitions arrive at once in the process that sent them, and by sweep whatever happens.
+
+A message is a row of the commit that caused it, so it is never lost and never sent for something that did not happen.
+It may arrive twice (its receiver did the work and the process died before the row was removed), so receivers do the
+same thing once. The receiver of kind `release_admission` is the engine's method `_receive_release_admission`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+
+import msgspec
+
+from flowfabric import errors
+from flowfabric.engine.runtime.runtime import Core
+from flowfabric.model.change import Change, Put
+from flowfabric.model.outbox import Message
+from flowfabric.model.text import counted
+from flowfabric.rules import outbox
+
+logger = logging.getLogger("flowfabric.relay")
+
+
+class Relay(Core):
+    """Delivers what commits owe to other partitions."""
+
+    _deliveries: set[asyncio.Task[None]] | None = None
+
+    def follow_messages(self, change: Change, _: object) -> None:
+        """Deliver what a change that was just written here owes to others."""
+        messages = [
+            msgspec.structs.replace(write.row, revision=change.id)
+            for write in change.writes
+            if type(write) is Put and type(write.row) is Message
+        ]
+        if not messages:
+            return
+        if self._deliveries is None:
+            self._deliveries = set()
+        task = asyncio.create_task(self._deliver_now(messages))
+        self._deliveries.add(task)
+        task.add_done_callback(self._deliveries.discard)
+
+    async def delivered(self) -> None:
+        """Wait until everything that was sent from here has arrived or was left to the sweep."""
+        while self._deliveries:
+            await asyncio.wait(self._deliveries)
+
+    async def deliver(self, message: Message) -> bool:
+        """Hand a message to its receiver and forget it; False when it has to wait for another try."""
+        receiver: Callable[[Message], Awaitable[None]] | None = getattr(self, f"_receive_{message.kind}", None)
+        if receiver is None:
+            logger.error("message %s: nobody here receives %s", message.message_id, message.kind)
+            return False
+        try:
+            await receiver(message)
+        except errors.FabricError as refused:
+            logger.warning("message %s to %s has to wait: %s", message.message_id, message.target, refused)
+            return False
+        await self._settled(outbox.delivered(message))
+        return True
+
+    async def redeliver(self, message: Message) -> bool:
+        """The sweep's form: a message that has to wait again waits longer each time."""
+        if await self.deliver(message):
+            return True
+        await self._settled(outbox.postponed(message))
+        return False
+
+    async def _deliver_now(self, messages: Sequence[Message]) -> None:
+        try:
+            await asyncio.gather(*(self.deliver(message) for message in messages))
+        except errors.StoreUnavailable as away:
+            logger.warning("%s left to the sweep: %s", counted(len(messages), "message"), away)
+
+    async def _settled(self, change: Change) -> None:
+        # A guard that fails means that another process delivered the message as well: nothing is left to do.
+        await self.commits.add(msgspec.structs.replace(change, id=self.minter.change_id()))

@@ -1,0 +1,174 @@
+"""Chains: decisions about one hot root, made one after the other in memory and written once a batch.
+
+Optimistic writers of one row refuse each other: of fifty, one wins a round. So the decisions of a process about one
+root form a chain. While a batch is on its way the next one fills; a batch is loaded once, decided in order of arrival,
+each decision on what the one before left, and committed as one change. When another process was faster, the whole
+batch is loaded and decided again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+import msgspec
+
+from flowfabric import errors
+from flowfabric.engine.runtime.runtime import Core, Pause
+from flowfabric.model.change import Change
+from flowfabric.model.owned_id import OwnedId
+from flowfabric.stores.queries import Want
+
+S = TypeVar("S")
+A = TypeVar("A")
+
+BATCH = 500
+
+Decide = Callable[[S, int], tuple[A | errors.FabricError, S]]
+
+
+class Book(Protocol[S]):
+    """How the rows of one kind of root become a sheet, and how the difference between two sheets is written."""
+
+    def wants(self, key: OwnedId) -> tuple[Want, ...]:
+        """The rows that every decision needs."""
+        ...
+
+    def sheet(self, key: OwnedId, rows: Iterable[Any]) -> S:
+        """The rows as a sheet."""
+        ...
+
+    def written(self, before: S, after: S, change_id: int) -> Change | None:
+        """What makes the one of the other, under this id; None when nothing differs."""
+        ...
+
+    def trace(self, key: OwnedId, change_id: int) -> Want:
+        """A row that tells, after a lost answer, whether this change was written."""
+        ...
+
+    def shows(self, row: Any, change_id: int) -> bool:
+        """Whether it does."""
+        ...
+
+
+class _Asked(msgspec.Struct, Generic[S]):
+    decide: Callable[[S, int], tuple[Any, S]]
+    wants: tuple[Want, ...]
+    answer: asyncio.Future[Any]
+
+
+class Chain(Generic[S]):
+    """The decisions of this process about one root."""
+
+    def __init__(self, core: Core, book: Book[S], key: OwnedId) -> None:
+        self._core = core
+        self._book = book
+        self._key = key
+        self._waiting: deque[_Asked[S]] = deque()
+        self._running: asyncio.Task[None] | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        return self._running is None
+
+    async def ask(self, decide: Decide[S, A], wants: tuple[Want, ...] = ()) -> A:
+        """Decide in turn; `wants` are rows that this decision needs beside those of every decision."""
+        asked = _Asked(decide, wants, asyncio.get_running_loop().create_future())
+        self._waiting.append(asked)
+        if self._running is None:
+            self._running = asyncio.create_task(self._run())
+        answer: A | errors.FabricError = await asked.answer
+        if isinstance(answer, errors.FabricError):
+            raise answer
+        return answer
+
+    async def _run(self) -> None:
+        try:
+            while self._waiting:
+                batch = [self._waiting.popleft() for _ in range(min(BATCH, len(self._waiting)))]
+                try:
+                    answers: Sequence[Any] = await self._settle(batch)
+                except errors.FabricError as away:
+                    answers = [away] * len(batch)
+                except Exception as bug:  # every caller must hear of it, and the chain goes on
+                    answers = [_bug(bug)] * len(batch)
+                for asked, answer in zip(batch, answers, strict=True):
+                    if not asked.answer.done():
+                        asked.answer.set_result(answer)
+        finally:
+            self._running = None
+
+    async def _settle(self, batch: Sequence[_Asked[S]]) -> list[Any]:
+        wants = tuple(dict.fromkeys((*self._book.wants(self._key), *(want for one in batch for want in one.wants))))
+        doubts: list[tuple[Change, list[Any]]] = []  # and the answers to give should one turn out to be written
+        misses, pause = 0, Pause()
+        while True:
+            # Asked at every look, not once: a change whose answer got lost may still be on its way.
+            traces = [self._book.trace(self._key, doubt.id) for doubt, _ in doubts]
+            loaded = await self._core.load((*wants, *traces))
+            for (doubt, meant), found in zip(doubts, loaded.rows[len(wants) :], strict=True):
+                if any(self._book.shows(row, doubt.id) for row in found):
+                    self._core.note(doubt, [], loaded.now)
+                    return meant
+            rows = loaded.rows[: len(wants)]
+            before = after = self._book.sheet(self._key, (row for found in rows for row in found))
+            answers = []
+            for asked in batch:
+                answer, after = asked.decide(after, loaded.now)
+                answers.append(answer)
+            change_id = self._core.minter.change_id()
+            change = self._book.written(before, after, change_id)
+            if change is None:
+                return answers
+            change = msgspec.structs.replace(change, id=change_id)
+            try:
+                committed_at = await self._core.commits.add(change)
+            except errors.StoreUnavailable as lost:
+                if lost.in_doubt:
+                    doubts.append((change, answers))
+                await pause.or_raise()
+                continue
+            if committed_at is not None:
+                self._core.note(change, [], committed_at)
+                return answers
+            misses += 1
+            await asyncio.sleep(self._core.chance() * min(0.1, 0.001 * 2**misses))
+
+
+class Chains(Generic[S]):
+    """The chains of one kind of root; one that has nothing to do is forgotten."""
+
+    def __init__(self, core: Core, book: Book[S]) -> None:
+        self._core = core
+        self._book = book
+        self._chains: dict[OwnedId, Chain[S]] = {}
+
+    async def ask(self, key: OwnedId, decide: Decide[S, A], wants: tuple[Want, ...] = ()) -> A:
+        """Decide about the root of this key."""
+        chain = self._chains.get(key)
+        if chain is None:
+            chain = self._chains[key] = Chain(self._core, self._book, key)
+        try:
+            return await chain.ask(decide, wants)
+        finally:
+            if chain.is_idle and self._chains.get(key) is chain:
+                del self._chains[key]
+
+    async def look(self, keys: Sequence[OwnedId]) -> tuple[int, dict[OwnedId, S]]:
+        """Sheets as they are now, for reading only, and the store's time."""
+        groups = [self._book.wants(key) for key in keys]
+        loaded = await self._core.load([want for group in groups for want in group])
+        sheets, start = {}, 0
+        for key, group in zip(keys, groups, strict=True):
+            found = loaded.rows[start : start + len(group)]
+            sheets[key] = self._book.sheet(key, (row for rows in found for row in rows))
+            start += len(group)
+        return loaded.now, sheets
+
+
+def _bug(cause: Exception) -> errors.FabricError:
+    error = errors.BugError(f"chain: {cause!r}")
+    error.__cause__ = cause
+    return error

@@ -1,0 +1,75 @@
+"""The summary document: JSON merge patches (RFC 7396), with numbers kept digit by digit."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from typing import Any
+
+import msgspec
+
+from flowfabric import json_limits
+from flowfabric.errors import Corruption, FabricError, InvalidInput
+
+MAX_DEPTH = 16
+NULL = "__ff_null__"  # as a value in a patch: the JSON null itself, where a plain null would delete
+
+_decoder = msgspec.json.Decoder(float_hook=Decimal)
+_encoder = msgspec.json.Encoder(decimal_format="number")
+_FAULTS = (msgspec.DecodeError, ValueError, ArithmeticError)
+
+
+def read_patch(payload: bytes) -> dict[str, Any] | FabricError:
+    """The patch, or what is wrong with it."""
+    try:
+        json_limits.check_numbers(payload)
+        patch = _decoder.decode(payload)
+    except RecursionError:
+        is_object = payload.lstrip()[:1] == b"{"
+        return InvalidInput("patch_depth_exceeded" if is_object else "patch must be a JSON object")
+    except _FAULTS:
+        return InvalidInput("patch payload is not valid JSON")
+    if not isinstance(patch, dict):
+        return InvalidInput("patch must be a JSON object")
+    return InvalidInput("patch_depth_exceeded") if _is_deeper(patch, MAX_DEPTH) else patch
+
+
+def read_document(text: str) -> dict[str, Any] | FabricError:
+    """The stored document; `Corruption` when it is none."""
+    try:
+        document = _decoder.decode(text)
+    except (RecursionError, *_FAULTS):
+        return Corruption("summary document")
+    return document if isinstance(document, dict) else Corruption("summary document")
+
+
+def write_document(document: dict[str, Any]) -> str:
+    """The document as it is stored."""
+    return _encoder.encode(document).decode()
+
+
+def merge(document: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
+    """The document after the patch; neither is changed."""
+    merged = dict(document)
+    for name, value in patch.items():
+        if value is None:
+            merged.pop(name, None)
+        elif isinstance(value, dict):
+            below = merged.get(name)
+            merged[name] = merge(below if isinstance(below, dict) else {}, value)
+        else:
+            merged[name] = _plain(value)
+    return merged
+
+
+def _plain(value: Any) -> Any:
+    """A value that replaces another, with the stand-in for null resolved at any depth."""
+    if isinstance(value, dict):
+        return {name: _plain(below) for name, below in value.items()}
+    if isinstance(value, list):
+        return [_plain(below) for below in value]
+    return None if value == NULL else value
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    below = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return any(isinstance(one, dict | list) and (levels == 0 or _is_deeper(one, levels - 1)) for one in below)

@@ -1,5 +1,0 @@
-"""An engine elsewhere: the verbs that applications and workers live on, asked of a server over HTTP."""
-
-from flowfabric.remote.engine import RemoteEngine
-
-__all__ = ["RemoteEngine"]

@@ -1,0 +1,227 @@
+"""Grants and claims: how a worker comes to hold an execution.
+
+A grant offers one execution to one worker for a while; it reserves nothing, and the state checks of the claim come
+before it. Only `worker_id` binds a grant: another instance of the same worker may redeem it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from flowfabric import errors
+from flowfabric.model.change import NOW, Change, Patch, seen
+from flowfabric.model.event import Event
+from flowfabric.model.execution import Execution
+from flowfabric.model.states import (
+    AttemptState,
+    AttemptType,
+    EligibilityState,
+    LifecyclePhase,
+    OwnershipState,
+    TerminalOutcome,
+)
+from flowfabric.rules.decision import Decision, refuse
+from flowfabric.rules.execution import lease, operator
+from flowfabric.rules.execution.grant import _grant_for, _is_route_blocked, live_grant, while_granted
+from flowfabric.rules.execution.lease import Holder
+from flowfabric.rules.execution.policy import decode_terms
+from flowfabric.rules.scheduling import capabilities, queue
+from flowfabric.rules.security.grant_key import GrantProof
+
+
+class Acquired(msgspec.Struct, frozen=True):
+    """A lease that was just taken; the engine makes a handle of it."""
+
+    execution_id: str
+    lease_id: str
+    lease_epoch: int
+    attempt_index: int
+    attempt_id: str
+    attempt_type: AttemptType
+    lease_expires_at: int
+    lease_ttl_ms: int
+    lane_id: str
+    current_lane: str  # as the claim called it, which may be another one
+    worker_instance_id: str
+    reclaim_count: int = 0  # how often the execution has been reclaimed with this one; 0 when it was not now
+
+
+def claim_execution(
+    row: Execution | None,
+    holder: Holder,
+    now: int,
+    *,
+    attempt_timeout_ms: int | None = None,
+    execution_deadline_at: int | None = None,
+    proof: GrantProof | None = None,
+) -> Decision[Acquired]:
+    """Redeem a grant by beginning a new attempt; with `proof`, only if it covers the grant."""
+    if row is None:
+        return refuse(errors.NotFound("execution"))
+    if refused := _leaseable(row):
+        return refuse(refused)
+    if row.attempt_state is AttemptState.RUNNING_ATTEMPT:
+        return refuse(errors.ActiveAttemptExists(execution_id=row.execution_id))
+    if row.attempt_state is AttemptState.ATTEMPT_INTERRUPTED:
+        return refuse(errors.UseClaimResumedExecution(execution_id=row.execution_id))
+    grant = _grant_for(row, holder, now, proof)
+    if isinstance(grant, errors.FabricError):
+        return refuse(grant)
+    begun = begin_attempt(row, holder, attempt_timeout_ms=attempt_timeout_ms, deadline_at=execution_deadline_at)
+    return while_granted(begun, grant)
+
+
+def claim_resumed_execution(
+    row: Execution | None,
+    holder: Holder,
+    now: int,
+    *,
+    remaining_attempt_timeout_ms: int | None = None,
+    proof: GrantProof | None = None,
+) -> Decision[Acquired]:
+    """Redeem a grant by going on with the interrupted attempt; its id and index stay."""
+    if row is None:
+        return refuse(errors.NotFound("execution"))
+    if row.lifecycle_phase is not LifecyclePhase.RUNNABLE:
+        return refuse(errors.ExecutionNotLeaseable(execution_id=row.execution_id))
+    if row.attempt_state is not AttemptState.ATTEMPT_INTERRUPTED:
+        return refuse(errors.NotAResumedExecution(execution_id=row.execution_id))
+    if refused := _leaseable(row):
+        return refuse(refused)
+    grant = _grant_for(row, holder, now, proof)
+    if isinstance(grant, errors.ClaimGrantExpired):
+        fields = {"grant": None, "granted_until": None, "last_mutation_at": NOW}
+        patch = Patch(Execution, (row.execution_id,), fields)
+        return Decision(grant, Change(guards=(seen(row),), writes=(patch,)))
+    if isinstance(grant, errors.FabricError):
+        return refuse(grant)
+    return while_granted(continue_attempt(row, holder, "claim_resumed", remaining_attempt_timeout_ms), grant)
+
+
+def claim_waiting(row: Execution, holder: Holder, offered: frozenset[str], now: int) -> Decision[Acquired | None]:
+    """The ordinary claim's form: no grant is needed, but one in force for somebody is respected.
+
+    What waits for a capable worker only is claimed as well: here is one.
+    """
+    waits = operator.is_eligible(row) or _is_route_blocked(row)
+    if not waits or row.ownership_state is not OwnershipState.UNOWNED or live_grant(row, now):
+        return Decision(None)
+    if capabilities.missing(row.required_capabilities, offered):
+        return Decision(None)
+    if row.attempt_state is AttemptState.ATTEMPT_INTERRUPTED:
+        return continue_attempt(row, holder, "claim_resumed", None)
+    return begin_attempt(row, holder)
+
+
+def issue_grant_and_claim(row: Execution | None, holder: Holder, now: int) -> Decision[Acquired]:
+    """The operator's one-step claim: no capability, budget or quota is asked for, and no grant remains."""
+    if row is None:
+        return refuse(errors.NotFound("execution"))
+    if row.lifecycle_phase is not LifecyclePhase.RUNNABLE:
+        return refuse(errors.ExecutionNotEligible(execution_id=row.execution_id))
+    if row.ownership_state is not OwnershipState.UNOWNED:
+        return refuse(errors.LeaseConflict(execution_id=row.execution_id))
+    if row.terminal_outcome is not TerminalOutcome.NONE:
+        return refuse(errors.ExecutionNotEligible(execution_id=row.execution_id))
+    if row.attempt_state is AttemptState.RUNNING_ATTEMPT:
+        return refuse(errors.ActiveAttemptExists(execution_id=row.execution_id))
+    if live_grant(row, now):
+        return refuse(errors.GrantAlreadyExists(execution_id=row.execution_id))
+    if row.eligibility_state is not EligibilityState.ELIGIBLE_NOW:
+        return refuse(errors.ExecutionNotEligible(execution_id=row.execution_id))
+    if holder.lane_id != row.lane_id:
+        return refuse(errors.ExecutionNotInEligibleSet(execution_id=row.execution_id))
+    if row.attempt_state is AttemptState.ATTEMPT_INTERRUPTED:
+        return continue_attempt(row, holder, "issue_grant_and_claim_resumed", None)
+    return begin_attempt(row, holder, reason="issue_grant_and_claim")
+
+
+def begin_attempt(
+    row: Execution,
+    holder: Holder,
+    *,
+    reason: str | None = None,
+    attempt_timeout_ms: int | None = None,
+    deadline_at: int | None = None,
+) -> Decision[Acquired]:
+    """A new attempt under a new lease; of the type that the row has been waiting for."""
+    attempt_type = queue.NEXT_TYPE.get(row.attempt_state, AttemptType.INITIAL)
+    policy_timeout = decode_terms(row.terms).attempt_timeout_ms
+    timeout = policy_timeout if attempt_timeout_ms is None else attempt_timeout_ms
+    fields = lease.acquire(row, holder, attempt_type, lease.decode_lineage(row.lineage), timeout)
+    if deadline_at:
+        fields["deadline_at"] = deadline_at
+    return acquired(row, holder, fields, "acquired", reason=reason, attempt_type=attempt_type)
+
+
+def continue_attempt(row: Execution, holder: Holder, reason: str, timeout_ms: int | None) -> Decision[Acquired]:
+    """The interrupted attempt under a new lease, with the time it had left unless the claim names another."""
+    timeout = row.next_timeout_ms if timeout_ms is None else timeout_ms
+    fields = lease.acquire(row, holder, None, None, timeout)
+    return acquired(row, holder, fields, "acquired", reason=reason, attempt_type=row.attempt_type)
+
+
+def acquired(
+    row: Execution,
+    holder: Holder,
+    fields: dict[str, Any],
+    event: str,
+    *,
+    attempt_type: AttemptType | None,
+    reason: str | None = None,
+    details: str | None = None,
+    also: tuple[Any, ...] = (),
+) -> Decision[Acquired]:
+    """The decision that gives the row these fields and tells of the new lease."""
+    epoch = row.lease_epoch + 1
+    index = fields.get("attempt_index", row.attempt_index) or 0
+    attempt_id = fields.get("attempt_id", row.attempt_id) or ""
+    told = Event(
+        execution_id=row.execution_id,
+        namespace=row.namespace,
+        tags=row.tags,
+        flow_id=row.flow_id,
+        lease=event,
+        lease_id=holder.lease_id,
+        lease_epoch=epoch,
+        attempt_id=attempt_id,
+        attempt_index=index,
+        worker_id=holder.worker_id,
+        worker_instance_id=holder.worker_instance_id,
+        reason=reason,
+        details=details,
+    )
+    change = Change(guards=(seen(row),), writes=(Patch(Execution, (row.execution_id,), fields), *also), events=(told,))
+    kind = attempt_type or AttemptType.INITIAL
+
+    def answer(now: int) -> Acquired:
+        return Acquired(
+            row.execution_id,
+            holder.lease_id,
+            epoch,
+            index,
+            attempt_id,
+            kind,
+            now + holder.lease_ttl_ms,
+            holder.lease_ttl_ms,
+            row.lane_id,
+            fields["current_lane"],
+            holder.worker_instance_id,
+            fields.get("lease_reclaim_count", 0),
+        )
+
+    return Decision(answer, change)
+
+
+def _leaseable(row: Execution) -> errors.FabricError | None:
+    if row.lifecycle_phase is not LifecyclePhase.RUNNABLE:
+        return errors.ExecutionNotLeaseable(execution_id=row.execution_id)
+    if row.ownership_state is not OwnershipState.UNOWNED:
+        return errors.LeaseConflict(execution_id=row.execution_id)
+    if row.eligibility_state is not EligibilityState.ELIGIBLE_NOW:
+        return errors.ExecutionNotLeaseable(execution_id=row.execution_id)
+    if row.terminal_outcome is not TerminalOutcome.NONE:
+        return errors.ExecutionNotLeaseable(execution_id=row.execution_id)
+    return None

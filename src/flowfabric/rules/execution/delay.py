@@ -1,0 +1,86 @@
+"""Delay and wait for children: the holder puts its work back on the shelf; and promotion, when the time has come."""
+
+from __future__ import annotations
+
+from flowfabric import errors
+from flowfabric.model.answers.execution import Delayed, Moved, Promotion
+from flowfabric.model.change import Change, FromNow, seen
+from flowfabric.model.execution import Execution
+from flowfabric.model.states import BlockingReason, EligibilityState, LifecyclePhase, PublicState
+from flowfabric.rules.decision import Decision, refuse
+from flowfabric.rules.execution import lease, transitions
+from flowfabric.rules.execution.lease import Fence
+from flowfabric.rules.scheduling import queue
+
+
+def delay(
+    row: Execution | None, fence: Fence, source: str | None, until: int | FromNow, now: int, *, why: str = ""
+) -> Decision[Delayed]:
+    """Put active work away until an instant, past ones included; the same attempt goes on afterwards.
+
+    Who puts it away may say why, for people who ask why it does not run.
+    """
+    if row is None:
+        return refuse(errors.NotFound("execution"))
+    held = lease.resolve_fence(row, fence, source)
+    if isinstance(held, errors.FabricError):
+        return refuse(held)
+    if refused := lease.check_lease(row, held, now):
+        return refused
+    change = transitions.parked(
+        row,
+        eligibility=EligibilityState.NOT_ELIGIBLE_UNTIL_TIME,
+        reason=BlockingReason.WAITING_FOR_DELAY,
+        suspension="worker_delay",
+        released="worker_delay",
+        now=now,
+        delay_until=until,
+        blocking_text=why or None,
+    )
+    return Decision(Delayed(row.execution_id), change)
+
+
+def wait_children(
+    row: Execution | None, fence: Fence, source: str | None, *, unresolved: bool, now: int
+) -> Decision[Moved]:
+    """Put active work away until its dependencies are resolved; with none unresolved it is claimable at once."""
+    if row is None:
+        return refuse(errors.NotFound("execution"))
+    held = lease.resolve_fence(row, fence, source)
+    if isinstance(held, errors.FabricError):
+        return refuse(held)
+    if refused := lease.check_lease(row, held, now):
+        return refused
+    if unresolved:
+        eligibility, reason = EligibilityState.BLOCKED_BY_DEPENDENCIES, BlockingReason.WAITING_FOR_CHILDREN
+        text, line = "waiting for child executions to complete", None
+    else:
+        eligibility, reason = EligibilityState.ELIGIBLE_NOW, BlockingReason.WAITING_FOR_WORKER
+        text, line = None, queue.line_of(row)
+    change = transitions.parked(
+        row,
+        eligibility=eligibility,
+        reason=reason,
+        suspension="waiting_children",
+        released="waiting_children",
+        now=now,
+        blocking_text=text,
+        line=line,
+    )
+    public = PublicState.WAITING_CHILDREN if unresolved else PublicState.WAITING
+    return Decision(Moved(row.execution_id, public), change)
+
+
+def promote_delayed(row: Execution | None, now: int) -> Decision[Promotion]:
+    """Make a delayed execution claimable once its time has come; otherwise change nothing."""
+    if row is None:
+        return Decision(Promotion.NOT_FOUND)
+    if row.lifecycle_phase is not LifecyclePhase.RUNNABLE:
+        return Decision(Promotion.NOT_RUNNABLE)
+    if row.eligibility_state is not EligibilityState.NOT_ELIGIBLE_UNTIL_TIME:
+        return Decision(Promotion.NOT_DELAYED)
+    if row.delay_until is not None and row.delay_until > now:
+        return Decision(Promotion.NOT_YET_DUE)
+    fields = queue.entrance(row, row.attempt_state)
+    change = Change(guards=(seen(row),), writes=(transitions.moved(row, fields),), not_before=row.delay_until)
+    return Decision(Promotion.PROMOTED, change)

@@ -1,0 +1,144 @@
+"""Complete and fail: how the holder of a lease ends its attempt."""
+
+from __future__ import annotations
+
+from flowfabric import errors
+from flowfabric.model.answers.execution import Completed, RetryScheduled, TerminalFailed
+from flowfabric.model.change import Change, FromNow, Insert, Write, lease_event, live, seen
+from flowfabric.model.execution import Execution, Lineage, Result
+from flowfabric.model.states import (
+    AttemptRecordState,
+    AttemptState,
+    AttemptType,
+    BlockingReason,
+    EligibilityState,
+    LifecyclePhase,
+    TerminalOutcome,
+)
+from flowfabric.rules.decision import Decision, refuse
+from flowfabric.rules.execution import cleanup, lease, transitions
+from flowfabric.rules.execution.lease import Fence
+from flowfabric.rules.execution.policy import decode_terms, parse_retry
+from flowfabric.rules.execution.retry import backoff_ms, may_retry
+from flowfabric.rules.flow import successors
+
+
+def complete(
+    row: Execution | None, fence: Fence, source: str | None, payload: bytes | None, encoding: str | None, now: int
+) -> Decision[Completed]:
+    """End the execution successfully; its result, if there is one, is kept byte for byte.
+
+    The same holder completing again hears the same answer, and the first result stands.
+    """
+    if row is None:
+        return refuse(errors.NotFound("execution"))
+    held = lease.resolve_fence(row, fence, source)
+    if isinstance(held, errors.FabricError):
+        return refuse(held)
+    if refused := lease.check_lease(row, held, now):
+        if _was_mine(row, fence, TerminalOutcome.SUCCESS):
+            return Decision(Completed(row.execution_id))
+        return refused
+    kept: tuple[Write, ...]
+    kept = () if payload is None else (Insert(Result(row.execution_id, payload, encoding)),)  # a replay drops the last
+    if form := transitions.success_form(row):
+        if row.successors is not None:
+            kept += successors.settled(row, TerminalOutcome.SUCCESS)
+        return Decision(Completed(row.execution_id), Change((seen(row, live(row)),), kept, form=form))
+    change = transitions.ended(
+        row,
+        TerminalOutcome.SUCCESS,
+        attempt=AttemptRecordState.ENDED_SUCCESS,
+        released="completed",
+        guard=seen(row, live(row)),
+        also=kept,
+    )
+    return Decision(Completed(row.execution_id), change)
+
+
+def fail(
+    row: Execution | None,
+    fence: Fence,
+    source: str | None,
+    *,
+    reason: str,
+    category: str,
+    retry_policy: str | None,
+    chance: float,
+    now: int,
+) -> Decision[RetryScheduled | TerminalFailed]:
+    """End the attempt with a failure: schedule a retry while the policy allows one, else end the execution.
+
+    `category` names the failure (free text; the known classes permanent and cancelled are never retried),
+    `retry_policy` stands in for the stored one, `chance` spreads a jittered backoff. The same holder failing again
+    hears the first answer.
+    """
+    if row is None:
+        return refuse(errors.NotFound("execution"))
+    held = lease.resolve_fence(row, fence, source)
+    if isinstance(held, errors.FabricError):
+        return refuse(held)
+    if refused := lease.check_lease(row, held, now):
+        if _was_mine(row, fence, TerminalOutcome.FAILED):
+            return Decision(TerminalFailed(row.execution_id))
+        if _retry_was_mine(row, fence):
+            return Decision(RetryScheduled(row.execution_id, row.delay_until or 0, row.total_attempt_count))
+        return refused
+    retry = decode_terms(row.terms).retry if retry_policy is None else parse_retry(retry_policy)
+    if may_retry(retry, row.retry_count, category):
+        return _retry_later(row, backoff_ms(retry, row.retry_count, chance), reason, category)
+    change = transitions.ended(
+        row,
+        TerminalOutcome.FAILED,
+        attempt=AttemptRecordState.ENDED_FAILURE,
+        attempt_reason=reason,
+        category=category,
+        released="failed_terminal",
+        guard=seen(row, live(row)),
+        failure_reason=reason,
+    )
+    return Decision(TerminalFailed(row.execution_id), change)
+
+
+def _retry_later(row: Execution, backoff: int, reason: str, category: str) -> Decision[RetryScheduled | TerminalFailed]:
+    fields = {
+        "lifecycle_phase": LifecyclePhase.RUNNABLE,
+        "eligibility_state": EligibilityState.NOT_ELIGIBLE_UNTIL_TIME,
+        "blocking_reason": BlockingReason.WAITING_FOR_RETRY_BACKOFF,
+        "attempt_state": AttemptState.PENDING_RETRY_ATTEMPT,
+        "lineage": lease.encode_lineage(Lineage(previous_attempt_index=row.attempt_index, retry_reason=reason)),
+        "retry_count": row.retry_count + 1,
+        "attempt_id": None,
+        "delay_until": FromNow(backoff),
+        "failure_reason": reason,
+        "next_type": AttemptType.RETRY,
+        **lease.release(row),
+    }
+    change = Change(
+        guards=(seen(row, live(row)),),
+        writes=(
+            transitions.moved(row, fields),
+            lease.attempt_ended(row, AttemptRecordState.ENDED_FAILURE, reason=reason, category=category),
+            *cleanup.close_stream(row, cleanup.ATTEMPT_FAILURE),
+        ),
+        events=(lease_event(row, "released", reason="failed_retry_scheduled"),),
+    )
+    return Decision(lambda now: RetryScheduled(row.execution_id, now + backoff, row.total_attempt_count), change)
+
+
+def _was_mine(row: Execution, fence: Fence, outcome: TerminalOutcome) -> bool:
+    """Whether this very holder already ended it with this outcome: the answer to its first call got lost."""
+    return (
+        row.lifecycle_phase is LifecyclePhase.TERMINAL
+        and row.terminal_outcome is outcome
+        and (row.lease_epoch, row.attempt_id) == (fence.lease_epoch, fence.attempt_id)
+    )
+
+
+def _retry_was_mine(row: Execution, fence: Fence) -> bool:
+    """Whether this very holder already scheduled the retry; the epoch suffices, since the next claim raises it."""
+    return (
+        row.lifecycle_phase is LifecyclePhase.RUNNABLE
+        and row.attempt_state is AttemptState.PENDING_RETRY_ATTEMPT
+        and row.lease_epoch == fence.lease_epoch
+    )

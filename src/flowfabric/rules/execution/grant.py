@@ -1,0 +1,145 @@
+"""grant: split from flowfabric.rules.claim."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from flowfabric import errors
+from flowfabric.model.answers.execution import Granted
+from flowfabric.model.change import NOW, Change, Patch, seen
+from flowfabric.model.execution import Execution, Grant
+from flowfabric.model.states import (
+    EligibilityState,
+)
+from flowfabric.rules.decision import Decision, refuse
+from flowfabric.rules.execution import operator, transitions
+from flowfabric.rules.execution.claim import Acquired
+from flowfabric.rules.execution.lease import Holder
+from flowfabric.rules.execution.policy import decode_terms
+from flowfabric.rules.scheduling import capabilities
+from flowfabric.rules.security.grant_key import GrantProof
+
+
+class GrantOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """Who asks for a grant, with what to show for it."""
+
+    worker_id: str
+    worker_instance_id: str
+    lane_id: str
+    capabilities: frozenset[str]
+    grant_ttl_ms: int
+    capability_hash: str | None = None
+    route_snapshot_json: str | None = None
+    admission_summary: str | None = None
+    admitted: bool = False  # budgets and quotas have let the execution run
+
+
+KeyMaker = Callable[[Execution, GrantOrder, int], str]  # signs a grant key for an expiry; returns the stored key id
+
+
+def issue_claim_grant(
+    row: Execution | None,
+    order: GrantOrder,
+    now: int,
+    sign: KeyMaker | None = None,
+    *,
+    unblocking: bool = False,
+) -> Decision[Granted]:
+    """Offer a claimable execution to a worker; it stays claimable and in its place until the grant is used.
+
+    `unblocking` also offers what is blocked by route, and unblocks it in the same step: here is a capable worker.
+    """
+    if row is None:
+        return refuse(errors.NotFound("execution"))
+    if not operator.is_eligible(row) and not (unblocking and _is_route_blocked(row)):
+        return refuse(errors.ExecutionNotEligible(execution_id=row.execution_id))
+    if live_grant(row, now):
+        return refuse(errors.GrantAlreadyExists(execution_id=row.execution_id))
+    if order.lane_id != row.lane_id:
+        return refuse(errors.ExecutionNotInEligibleSet(execution_id=row.execution_id))
+    if refused := capabilities.check_presented(",".join(order.capabilities)):
+        return refuse(refused)
+    if missing := capabilities.missing(row.required_capabilities, order.capabilities):
+        return mismatch(row, errors.CapabilityMismatch(missing, execution_id=row.execution_id))
+    return Decision(Granted(row.execution_id), granted(row, order, "claim", now, sign))
+
+
+def mismatch(row: Execution, answer: Any) -> Decision[Any]:
+    """Say no to a worker that lacks a capability, and note when that happened."""
+    patch = Patch(Execution, (row.execution_id,), {"last_capability_mismatch_at": NOW, "last_mutation_at": NOW})
+    return Decision(answer, Change(guards=(seen(row),), writes=(patch,)))
+
+
+def granted(row: Execution, order: GrantOrder, kind: str, now: int, sign: KeyMaker | None) -> Change:
+    """The change that puts a grant into the execution's one slot."""
+    expires_at = now + order.grant_ttl_ms
+    grant = Grant(
+        kind=kind,
+        worker_id=order.worker_id,
+        worker_instance_id=order.worker_instance_id,
+        lane_id=order.lane_id,
+        created_at=now,
+        expires_at=expires_at,
+        key_id=sign(row, order, expires_at) if sign else "",
+        capability_hash=order.capability_hash,
+        route_snapshot_json=order.route_snapshot_json,
+        admission_summary=order.admission_summary,
+        admitted=order.admitted,
+    )
+    fields = {
+        "grant": msgspec.json.encode(grant).decode(),
+        "granted_until": expires_at,
+        "last_mutation_at": NOW,
+    }
+    patch = Patch(Execution, (row.execution_id,), fields)
+    if _is_route_blocked(row):
+        patch = transitions.moved(row, operator.unblocked(row) | fields)
+    return Change(guards=(seen(row),), writes=(patch,))
+
+
+def while_granted(decision: Decision[Acquired], grant: Grant) -> Decision[Acquired]:
+    """The same decision, to be written only while the grant that it redeems is good."""
+    assert decision.change is not None
+    return Decision(decision.answer, msgspec.structs.replace(decision.change, not_after=grant.expires_at - 1))
+
+
+def live_grant(row: Execution, now: int) -> bool:
+    """Whether the execution's grant slot is taken; a grant dies at its last millisecond."""
+    return row.granted_until is not None and row.granted_until > now
+
+
+def holds_admitted_grant(row: Execution | None) -> bool:
+    """True if an execution with quotas was granted after these had admitted it.
+
+    A slot may lapse before the grant does. So the slot is asked for again when the grant is redeemed.
+    """
+    if row is None or not decode_terms(row.terms).quota_policy_ids:
+        return False
+    grant = stored_grant(row)
+    return grant is not None and grant.admitted
+
+
+def stored_grant(row: Execution) -> Grant | None:
+    """The grant in the slot, in force or lapsed; `Corruption` when what is kept is none."""
+    try:
+        return None if row.grant is None else msgspec.json.decode(row.grant, type=Grant)
+    except msgspec.DecodeError as fault:
+        raise errors.Corruption(f"exec_core: grant: {fault}") from fault
+
+
+def _is_route_blocked(row: Execution) -> bool:
+    return row.eligibility_state is EligibilityState.BLOCKED_BY_ROUTE
+
+
+def _grant_for(row: Execution, holder: Holder, now: int, proof: GrantProof | None) -> Grant | errors.FabricError:
+    grant = stored_grant(row)
+    if grant is None or grant.worker_id != holder.worker_id:
+        return errors.InvalidClaimGrant(execution_id=row.execution_id)
+    if grant.expires_at <= now:
+        return errors.ClaimGrantExpired(execution_id=row.execution_id)
+    if proof is not None and not proof.covers(grant, now):
+        return errors.InvalidClaimGrant("not its key", execution_id=row.execution_id)
+    return grant

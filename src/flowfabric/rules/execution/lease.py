@@ -1,0 +1,281 @@
+"""Leases: who may write, how a lease is acquired, released, and found to have lapsed.
+
+Every lease-bound verb asks the same questions in the same order (execution.md 4.0): is it active, was the lease
+revoked, has it lapsed, is it mine. Expiry outranks staleness: a stale caller hears `lease_expired` when the current
+lease has lapsed as well, and the lapse is marked on the way.
+"""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import Any
+
+import msgspec
+
+from flowfabric import errors
+from flowfabric.model.change import NOW, Change, FromNow, Insert, Patch, at, lapsed, lease_event, seen
+from flowfabric.model.execution import Attempt, Execution, Lineage
+from flowfabric.model.states import (
+    AttemptRecordState,
+    AttemptState,
+    AttemptType,
+    BlockingReason,
+    EligibilityState,
+    LifecyclePhase,
+    OwnershipState,
+    PublicState,
+    TerminalOutcome,
+)
+from flowfabric.rules.decision import Decision, refuse
+from flowfabric.rules.execution import cleanup
+from flowfabric.rules.scheduling import queue
+
+OPERATOR_OVERRIDE = "operator_override"
+
+# Asked of every lease. To find a member in its class takes ten times as long as to find a name here.
+_ACTIVE, _REVOKED = LifecyclePhase.ACTIVE, OwnershipState.LEASE_REVOKED
+_EXPIRED = OwnershipState.LEASE_EXPIRED_RECLAIMABLE
+
+INTERRUPTED_LEASE = frozenset({OwnershipState.LEASE_EXPIRED_RECLAIMABLE, OwnershipState.LEASE_REVOKED})
+
+
+class Fence(msgspec.Struct, frozen=True, gc=False):
+    """What a caller shows to prove that it holds the lease; parts may be missing."""
+
+    lease_id: str | None = None
+    lease_epoch: int | None = None
+    attempt_id: str | None = None
+
+
+def resolve_fence(row: Execution, fence: Fence, source: str | None) -> Fence | errors.FabricError:
+    """The full triple to compare: the caller's own, or the current one for an operator's override."""
+    missing = (fence.lease_id, fence.lease_epoch, fence.attempt_id).count(None)
+    if not missing:
+        return fence
+    if missing < 3:
+        return errors.InvalidInput("partial_fence_triple")
+    if source == OPERATOR_OVERRIDE:
+        return Fence(row.lease_id, row.lease_epoch, row.attempt_id)
+    return errors.InvalidInput("fence_required")
+
+
+def not_active(row: Execution) -> errors.FabricError:
+    """The refusal for work that is not active, with the four facts that let a caller recognise its own doing."""
+    return errors.ExecutionNotActive(
+        terminal_outcome=row.terminal_outcome,
+        lease_epoch=row.lease_epoch,
+        lifecycle_phase=row.lifecycle_phase,
+        attempt_id=row.attempt_id or "",
+        execution_id=row.execution_id,
+    )
+
+
+def stale(row: Execution) -> errors.FabricError:
+    """Somebody else holds the lease."""
+    return errors.StaleLease(execution_id=row.execution_id, lease_epoch=row.lease_epoch)
+
+
+def check_lease(row: Execution, fence: Fence, now: int) -> Decision[Any] | None:
+    """The refusal for a fence that does not hold the live lease; None when it does. A lapse found here is marked."""
+    if row.lifecycle_phase is not _ACTIVE:
+        return refuse(not_active(row))
+    if row.ownership_state is _REVOKED:
+        return refuse(errors.LeaseRevoked(execution_id=row.execution_id))
+    if has_lapsed(row, now):
+        return Decision(errors.LeaseExpired(execution_id=row.execution_id), mark_expired(row))
+    if (fence.lease_id, fence.lease_epoch, fence.attempt_id) != (row.lease_id, row.lease_epoch, row.attempt_id):
+        return refuse(stale(row))
+    return None
+
+
+def has_lapsed(row: Execution, now: int) -> bool:
+    """A lease is dead at its very last millisecond; one that was marked stays dead."""
+    if row.ownership_state is _EXPIRED:
+        return True
+    return row.lease_expires_at is not None and row.lease_expires_at <= now
+
+
+def mark_expired(row: Execution) -> Change | None:
+    """Note that a lease lapsed and let the execution be taken over; None when that is noted already."""
+    if row.ownership_state is OwnershipState.LEASE_EXPIRED_RECLAIMABLE:
+        return None
+    fields = {
+        "ownership_state": OwnershipState.LEASE_EXPIRED_RECLAIMABLE,
+        "blocking_reason": BlockingReason.WAITING_FOR_WORKER,
+        "blocking_text": "lease expired, awaiting reclaim",
+        "attempt_state": AttemptState.ATTEMPT_INTERRUPTED,
+        "lease_expired_at": NOW,
+        "last_mutation_at": NOW,
+        "line": queue.takeover_line(row),
+    }
+    return Change(
+        guards=(seen(row, lapsed(row)),),
+        writes=(Patch(Execution, (row.execution_id,), fields), *cleanup.close_stream(row, cleanup.LEASE_EXPIRED)),
+        events=(lease_event(row, "expired"),),
+    )
+
+
+CLAIMED: dict[str, Any] = {
+    "lifecycle_phase": LifecyclePhase.ACTIVE,
+    "ownership_state": OwnershipState.LEASED,
+    "eligibility_state": EligibilityState.NOT_APPLICABLE,
+    "blocking_reason": BlockingReason.NONE,
+    "attempt_state": AttemptState.RUNNING_ATTEMPT,
+    "public_state": PublicState.ACTIVE,
+    "blocking_text": None,
+    "line": None,
+    "granted_until": None,
+    "grant": None,
+    "delay_until": None,
+    "blocked_on": None,
+    "blocked_at": None,
+    "attempt_suspended_at": None,
+    "attempt_suspension": None,
+    "lease_expired_at": None,
+    "lease_revoked_at": None,
+    "lease_revoke_reason": None,
+}
+
+
+class Holder(msgspec.Struct, frozen=True, gc=False):
+    """Who acquires a lease, under which ids and for how long."""
+
+    worker_id: str
+    worker_instance_id: str
+    lane_id: str
+    lease_id: str
+    attempt_id: str
+    lease_ttl_ms: int
+
+
+def acquire(
+    row: Execution, holder: Holder, attempt_type: AttemptType | None, lineage: Lineage | None, timeout_ms: int | None
+) -> dict[str, Any]:
+    """The fields of a row whose lease was acquired; `attempt_type` begins an attempt, None continues the current one.
+
+    `stores.base.Take` is the batched form of this; a test holds the two together.
+    """
+    fields = dict(CLAIMED)
+    fields.update(
+        lease_id=holder.lease_id,
+        lease_epoch=row.lease_epoch + 1,
+        worker_id=holder.worker_id,
+        worker_instance_id=holder.worker_instance_id,
+        current_lane=holder.lane_id or row.lane_id,
+        lease_acquired_at=NOW,
+        lease_renewed_at=NOW,
+        lease_expires_at=FromNow(holder.lease_ttl_ms),
+        attempt_timeout_at=FromNow(timeout_ms) if timeout_ms else None,
+        last_transition_at=NOW,
+        last_mutation_at=NOW,
+    )
+    if row.started_at is None:
+        fields["started_at"] = NOW
+    if attempt_type is None:
+        fields["attempt_resumed_at"] = NOW
+    else:
+        fields.update(
+            attempt_id=holder.attempt_id,
+            attempt_index=row.total_attempt_count,
+            attempt_type=attempt_type,
+            attempt_started_at=NOW,
+            attempt_resumed_at=None,
+            lineage=encode_lineage(lineage),
+            total_attempt_count=row.total_attempt_count + 1,
+        )
+    return fields
+
+
+def release(row: Execution) -> dict[str, Any]:
+    """The fields of a row whose lease ended. Ids, epoch and index stay as the record of the last lease."""
+    return {**RELEASED, **LEASE_LEAVES.cleared(row)}
+
+
+class Leftovers:
+    """Fields that something leaves behind."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+        self._values = attrgetter(*names)
+        self._none = (None,) * len(names)
+
+    def cleared(self, row: Execution) -> dict[str, None]:
+        """Those that are set, to be unset; so that a change stays as narrow as what it changes."""
+        values = self._values(row)
+        if values == self._none:
+            return {}
+        return {name: None for name, value in zip(self.names, values, strict=True) if value is not None}
+
+
+RELEASED: dict[str, Any] = {"ownership_state": OwnershipState.UNOWNED, "lease_expires_at": None}
+LEASE_LEAVES = Leftovers("attempt_timeout_at", "line", "lease_expired_at", "lease_revoked_at", "lease_revoke_reason")
+
+
+def has_open_attempt(row: Execution) -> bool:
+    """Whether the attempt in the sheet has not ended yet."""
+    return row.attempt_state in (AttemptState.RUNNING_ATTEMPT, AttemptState.ATTEMPT_INTERRUPTED)
+
+
+def keeps_success(row: Execution) -> bool:
+    """Whether the attempt in the sheet is the one that ended this life successfully; it has no row of its own."""
+    return row.terminal_outcome is TerminalOutcome.SUCCESS and row.attempt_index is not None
+
+
+def attempt_ended(
+    row: Execution,
+    state: AttemptRecordState,
+    *,
+    reason: str | None = None,
+    category: str | None = None,
+    ended_at: int | None = None,
+) -> Insert:
+    """The attempt in the sheet as the record it becomes when it ends, or when it makes room for another one."""
+    return Insert(
+        Attempt(
+            execution_id=row.execution_id,
+            attempt_index=row.attempt_index or 0,
+            attempt_id=row.attempt_id or "",
+            attempt_type=row.attempt_type or AttemptType.INITIAL,
+            attempt_state=state,
+            started_at=row.attempt_started_at or 0,
+            lease_id=row.lease_id or "",
+            lease_epoch=row.lease_epoch,
+            worker_id=row.worker_id or "",
+            worker_instance_id=row.worker_instance_id or "",
+            lineage=row.lineage,
+            suspended_at=row.attempt_suspended_at,
+            suspension_id=row.attempt_suspension,
+            resumed_at=row.attempt_resumed_at,
+            ended_at=at(0) if ended_at is None else ended_at,
+            failure_reason=reason,
+            failure_category=category,
+        )
+    )
+
+
+def encode_lineage(lineage: Lineage | None) -> str | None:
+    """Lineage as the text that the sheet and the attempt row keep; no lineage is no text."""
+    return None if lineage in (None, Lineage()) else msgspec.json.encode(lineage).decode()
+
+
+def decode_lineage(text: str | None) -> Lineage:
+    """The reverse; no text is no lineage. `Corruption` when what is kept is none."""
+    try:
+        return Lineage() if text is None else msgspec.json.decode(text, type=Lineage)
+    except msgspec.DecodeError as fault:
+        raise errors.Corruption(f"exec_core: lineage: {fault}") from fault
+
+
+def renewable(row: Execution | None, attempt_index: int, fence: Fence, now: int) -> Decision[None]:
+    """Why a lease cannot be renewed; answers when it can. The store renews by itself when everything matches.
+
+    An operator's override does not count here: whoever renews has to hold the lease.
+    """
+    if row is None:
+        return refuse(errors.NotFound("execution"))
+    held = resolve_fence(row, fence, None)
+    if isinstance(held, errors.FabricError):
+        return refuse(held)
+    if refused := check_lease(row, held, now):
+        return refused
+    return Decision(None) if attempt_index == row.attempt_index else refuse(stale(row))

@@ -1,0 +1,176 @@
+"""What operators and schedulers do to work they do not hold: revoke, re-prioritise, block, unblock."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from flowfabric import errors
+from flowfabric.model.answers.execution import AlreadySatisfied, Blocked, Changed, Revoked, Unblocked
+from flowfabric.model.change import NOW, Change, Patch, lease_event, seen
+from flowfabric.model.event import Event
+from flowfabric.model.execution import Execution
+from flowfabric.model.states import (
+    AttemptState,
+    BlockingReason,
+    EligibilityState,
+    LifecyclePhase,
+    OwnershipState,
+)
+from flowfabric.rules.decision import Decision, refuse
+from flowfabric.rules.execution import lease, transitions
+from flowfabric.rules.execution.policy import decode_terms
+from flowfabric.rules.scheduling import queue
+
+BLOCKS = {
+    BlockingReason.WAITING_FOR_BUDGET: EligibilityState.BLOCKED_BY_BUDGET,
+    BlockingReason.WAITING_FOR_QUOTA: EligibilityState.BLOCKED_BY_QUOTA,
+    BlockingReason.WAITING_FOR_CAPABLE_WORKER: EligibilityState.BLOCKED_BY_ROUTE,
+    BlockingReason.PAUSED_BY_OPERATOR: EligibilityState.BLOCKED_BY_OPERATOR,
+    BlockingReason.PAUSED_BY_POLICY: EligibilityState.BLOCKED_BY_LANE_STATE,
+}
+
+UNBLOCKABLE = frozenset(
+    {
+        EligibilityState.BLOCKED_BY_BUDGET,
+        EligibilityState.BLOCKED_BY_QUOTA,
+        EligibilityState.BLOCKED_BY_ROUTE,
+        EligibilityState.BLOCKED_BY_OPERATOR,
+    }
+)
+
+EXPECTABLE = frozenset(
+    {
+        BlockingReason.WAITING_FOR_BUDGET,
+        BlockingReason.WAITING_FOR_QUOTA,
+        BlockingReason.WAITING_FOR_CAPABLE_WORKER,
+    }
+)
+
+
+def revoke_lease(
+    row: Execution | None, expected_lease_id: str, worker_instance_id: str, reason: str
+) -> Decision[Revoked | AlreadySatisfied]:
+    """Take a lease away at once. The execution stays active until somebody reclaims, cancels or expires it."""
+    if row is None:
+        return refuse(errors.NotFound("execution"))
+    if row.lifecycle_phase is not LifecyclePhase.ACTIVE:
+        if worker_instance_id:
+            return refuse(lease.not_active(row))
+        return Decision(AlreadySatisfied("no_active_lease"))
+    if row.ownership_state is OwnershipState.LEASE_REVOKED:
+        return Decision(AlreadySatisfied("already_revoked"))
+    if row.ownership_state is OwnershipState.LEASE_EXPIRED_RECLAIMABLE:
+        return Decision(AlreadySatisfied("already_expired"))
+    if row.ownership_state is not OwnershipState.LEASED:
+        return refuse(errors.NoActiveLease(execution_id=row.execution_id))
+    if worker_instance_id and worker_instance_id != row.worker_instance_id:
+        return Decision(AlreadySatisfied("different_worker_instance_id"))
+    if expected_lease_id and expected_lease_id != row.lease_id:
+        return refuse(lease.stale(row))
+    fields = {
+        "ownership_state": OwnershipState.LEASE_REVOKED,
+        "blocking_reason": BlockingReason.WAITING_FOR_WORKER,
+        "blocking_text": f"lease revoked: {reason}",
+        "attempt_state": AttemptState.ATTEMPT_INTERRUPTED,
+        "lease_revoked_at": NOW,
+        "lease_revoke_reason": reason,
+        "lease_expires_at": None,
+        "last_mutation_at": NOW,
+        "line": queue.takeover_line(row),
+    }
+    change = Change(
+        guards=(seen(row),),
+        writes=(Patch(Execution, (row.execution_id,), fields),),
+        events=(lease_event(row, "revoked", reason=reason),),
+    )
+    return Decision(Revoked(row.lease_id or "", row.lease_epoch), change)
+
+
+def change_priority(row: Execution | None, priority: int) -> Decision[Changed]:
+    """Re-order a claimable execution; its age stays."""
+    if row is None:
+        return refuse(errors.NotFound("execution"))
+    if not is_eligible(row):
+        return refuse(errors.ExecutionNotEligible(execution_id=row.execution_id))
+    priority = queue.clamp_priority(priority)
+    fields = {
+        "priority": priority,
+        "rank": row.created_at + queue.rank_offset(priority, decode_terms(row.terms)),
+        "last_mutation_at": NOW,
+    }
+    details = msgspec.json.encode({"old_priority": row.priority, "new_priority": priority}).decode()
+    change = Change(
+        guards=(seen(row),),
+        writes=(Patch(Execution, (row.execution_id,), fields),),
+        events=(operator_event(row, "priority_changed", details),),
+    )
+    return Decision(Changed(row.execution_id), change)
+
+
+def block(row: Execution | None, reason: str, detail: str, on: str = "") -> Decision[Blocked]:
+    """Take a claimable execution out of reach for a named reason; `on` is the budget or quota policy in the way.
+
+    What waits for a capable worker keeps its line: a worker that has the capabilities may take it at once.
+    """
+    if row is None:
+        return refuse(errors.NotFound("execution"))
+    if row.lifecycle_phase is LifecyclePhase.TERMINAL:
+        return refuse(lease.not_active(row))
+    if not is_eligible(row):
+        return refuse(errors.ExecutionNotEligible(execution_id=row.execution_id))
+    blocks = {key.value: key for key in BLOCKS}
+    if reason not in blocks:
+        return refuse(errors.InvalidBlockingReason(reason))
+    blocking = blocks[reason]
+    fields: dict[str, object] = {
+        "eligibility_state": BLOCKS[blocking],
+        "blocking_reason": blocking,
+        "blocking_text": detail or None,
+        "blocked_on": queue.blocked_list(row, blocking, on),
+        "blocked_at": NOW,
+    }
+    if blocking is BlockingReason.WAITING_FOR_CAPABLE_WORKER:
+        fields["blocked_on"] = queue.blocked_on(blocking, row.lane_id)
+    else:
+        fields["line"] = None
+    change = Change(guards=(seen(row),), writes=(transitions.moved(row, fields),))
+    return Decision(Blocked(row.execution_id, reason), change)
+
+
+def unblock(row: Execution | None, expected_reason: str | None) -> Decision[Unblocked]:
+    """Make a blocked execution claimable again, at its original place."""
+    if expected_reason and expected_reason not in {reason.value for reason in EXPECTABLE}:
+        return refuse(errors.InvalidBlockingReason(expected_reason))
+    if row is None:
+        return refuse(errors.NotFound("execution"))
+    if row.lifecycle_phase is not LifecyclePhase.RUNNABLE or row.eligibility_state not in UNBLOCKABLE:
+        return refuse(errors.ExecutionNotEligible(execution_id=row.execution_id))
+    if expected_reason and row.blocking_reason != expected_reason:
+        return refuse(errors.ExecutionNotEligible(execution_id=row.execution_id))
+    change = Change(guards=(seen(row),), writes=(transitions.moved(row, unblocked(row)),))
+    return Decision(Unblocked(row.execution_id), change)
+
+
+def unblocked(row: Execution) -> dict[str, Any]:
+    """The fields of a blocked row that becomes claimable again, with the time that its attempt had left."""
+    return queue.entrance(row, row.attempt_state) | {"next_timeout_ms": row.next_timeout_ms}
+
+
+def is_eligible(row: Execution) -> bool:
+    """Whether the execution waits for nothing but a worker."""
+    return row.lifecycle_phase is LifecyclePhase.RUNNABLE and row.eligibility_state is EligibilityState.ELIGIBLE_NOW
+
+
+def operator_event(row: Execution, name: str, details: str, *, lease_name: str | None = None) -> Event:
+    """An entry of the operator feed, which may be told in the lease history too."""
+    return Event(
+        execution_id=row.execution_id,
+        namespace=row.namespace,
+        tags=row.tags,
+        flow_id=row.flow_id,
+        lease=lease_name,
+        operator=name,
+        details=details,
+    )

@@ -1,0 +1,37 @@
+"""Notes on an execution that change no state: progress and tags."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flowfabric import errors
+from flowfabric.model.answers.execution import ProgressNoted
+from flowfabric.model.change import NOW, Change, Patch, live, seen
+from flowfabric.model.execution import Execution
+from flowfabric.model.states import LifecyclePhase, OwnershipState
+from flowfabric.rules.decision import Decision, refuse
+from flowfabric.rules.execution import lease
+from flowfabric.rules.execution.lease import Fence
+
+
+def progress(
+    row: Execution | None, fence: Fence, pct: int | None, message: str | None, now: int
+) -> Decision[ProgressNoted]:
+    """Overwrite what is given and keep the rest; a lapsed lease is refused without being marked."""
+    if row is None:
+        return refuse(errors.NotFound("execution"))
+    if row.lifecycle_phase is not LifecyclePhase.ACTIVE:
+        return refuse(lease.not_active(row))
+    if row.ownership_state is OwnershipState.LEASE_REVOKED:
+        return refuse(errors.LeaseRevoked(execution_id=row.execution_id))
+    if lease.has_lapsed(row, now):
+        return refuse(errors.LeaseExpired(execution_id=row.execution_id))
+    if (fence.lease_id, fence.lease_epoch) != (row.lease_id, row.lease_epoch):
+        return refuse(lease.stale(row))
+    fields: dict[str, Any] = {"progress_updated_at": NOW, "last_mutation_at": NOW}
+    if pct is not None:
+        fields["progress_pct"] = pct
+    if message:
+        fields["progress_message"] = message
+    change = Change(guards=(seen(row, live(row)),), writes=(Patch(Execution, (row.execution_id,), fields),))
+    return Decision(ProgressNoted(row.execution_id), change)

@@ -1,0 +1,87 @@
+"""Replay: give a finished execution another life."""
+
+from __future__ import annotations
+
+import msgspec
+
+from flowfabric import errors
+from flowfabric.model.answers.execution import Replayed
+from flowfabric.model.change import NOW, Change, Delete, Patch, Write, seen
+from flowfabric.model.execution import Execution, Lineage, Result
+from flowfabric.model.flow import Flow
+from flowfabric.model.gate import GateMemo, StepMemo
+from flowfabric.model.states import (
+    AttemptRecordState,
+    AttemptState,
+    LifecyclePhase,
+    PublicState,
+    TerminalOutcome,
+)
+from flowfabric.model.suspension import Suspension
+from flowfabric.rules.decision import Decision, refuse
+from flowfabric.rules.execution import lease, transitions
+from flowfabric.rules.execution.operator import operator_event
+from flowfabric.rules.execution.policy import decode_terms
+from flowfabric.rules.flow import successors
+from flowfabric.rules.scheduling import queue
+
+FORMER_LIFE_LEAVES = lease.Leftovers(
+    "failure_reason",
+    "cancellation_reason",
+    "cancelled_by",
+    "progress_pct",
+    "progress_message",
+    "progress_updated_at",
+)
+
+
+def replay(row: Execution | None, *, branch: str = "normal", groups_reset: int | None = None) -> Decision[Replayed]:
+    """Make a terminal execution claimable again; its history, payload, tags, retries and epoch stay.
+
+    The deadline of the first life is not armed again. `branch` tells what kind of replay this is part of.
+    """
+    if row is None:
+        return refuse(errors.NotFound("execution"))
+    if row.lifecycle_phase is not LifecyclePhase.TERMINAL:
+        return refuse(errors.ExecutionNotTerminal(execution_id=row.execution_id))
+    if row.replay_count >= decode_terms(row.terms).max_replay_count:
+        return refuse(errors.MaxReplaysExhausted(execution_id=row.execution_id))
+    fields = queue.entrance(row, AttemptState.PENDING_REPLAY_ATTEMPT)
+    fields.update(
+        lifecycle_phase=LifecyclePhase.RUNNABLE,
+        terminal_outcome=TerminalOutcome.NONE,
+        attempt_state=AttemptState.PENDING_REPLAY_ATTEMPT,
+        replay_count=row.replay_count + 1,
+        lineage=lease.encode_lineage(Lineage(replayed_from_attempt_index=row.attempt_index)),
+        completed_at=None,
+        purge_at=None,
+        **FORMER_LIFE_LEAVES.cleared(row),
+    )
+    details = {"replay_count": row.replay_count + 1, "replay_type": branch, "branch": branch}
+    if groups_reset is not None:
+        details["groups_reset"] = groups_reset
+    writes: tuple[Write, ...] = (transitions.moved(row, fields), Delete(Result, (row.execution_id,)))
+    if lease.keeps_success(row):  # the sheet needs the room
+        writes += (lease.attempt_ended(row, AttemptRecordState.ENDED_SUCCESS, ended_at=row.completed_at),)
+    if row.flow_id is not None:
+        # The summary of its flow may have been closed. Written even if it is open: a projector that has just seen all
+        # members ended would close it.
+        writes += (Patch(Flow, (row.flow_id,), {"project_at": NOW}),)
+    change = Change(
+        guards=(seen(row),),
+        writes=writes + _forgotten(row) + successors.taken_back(row),
+        events=(operator_event(row, "replayed", msgspec.json.encode(details).decode(), lease_name="replay_initiated"),),
+    )
+    return Decision(Replayed(PublicState.WAITING), change)
+
+
+def _forgotten(row: Execution) -> tuple[Write, ...]:
+    """What a function did in a life that succeeded is done anew; after a failure it goes on from what it had done."""
+    writes: tuple[Write, ...] = ()
+    if row.terminal_outcome is not TerminalOutcome.SUCCESS:
+        return writes
+    if row.has_steps:
+        writes += (Delete(StepMemo, (row.execution_id,)),)
+    if row.has_waits:
+        writes += (Delete(GateMemo, (row.execution_id,)), Patch(Suspension, (row.execution_id,), {"gates": None}))
+    return writes

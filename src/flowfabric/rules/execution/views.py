@@ -1,0 +1,345 @@
+"""What became of an attempt, in one word."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from flowfabric.model.answers.execution import AttemptView
+from flowfabric.model.event import Event, FeedEvent
+from flowfabric.model.execution import Attempt, Execution, Payload
+from flowfabric.model.states import (
+    AttemptRecordState,
+    AttemptState,
+    AttemptType,
+    BlockingReason,
+    OwnershipState,
+    PublicState,
+    TerminalOutcome,
+)
+from flowfabric.rules.execution import lease
+from flowfabric.rules.execution import tags as tag_rules
+from flowfabric.rules.execution.expire import ATTEMPT_TIMEOUT
+from flowfabric.rules.execution.policy import decode_terms
+
+TIMEOUT = "timeout"  # the failure category of a handler that was stopped by its worker
+
+
+class AttemptOutcome(StrEnum):
+    """The words for it."""
+
+    OK = "ok"
+    ERROR = "error"
+    TIMEOUT = "timeout"
+    CANCELLED = "cancelled"
+    RETRY = "retry"
+
+
+def attempt_outcome(outcome: str | None, ended: Attempt | None) -> AttemptOutcome | None:
+    """What became of the attempt that ended with, or without, the life that it belongs to; None when none ended.
+
+    `outcome` is that of the life, if it is over; `ended` the record that the attempt left. One that succeeded leaves
+    none, and one that was taken over has not come to an end of its own.
+    """
+    if outcome == TerminalOutcome.SUCCESS:
+        return AttemptOutcome.OK
+    if ended is None:
+        return None
+    if outcome is None:
+        return AttemptOutcome.RETRY if ended.attempt_state is AttemptRecordState.ENDED_FAILURE else None
+    if ended.attempt_state is AttemptRecordState.ENDED_CANCELLED:
+        return AttemptOutcome.CANCELLED
+    if ended.failure_category == TIMEOUT or ended.failure_reason == ATTEMPT_TIMEOUT:
+        return AttemptOutcome.TIMEOUT
+    return AttemptOutcome.ERROR
+
+
+REPLAY_INITIATED = "replay_initiated"
+
+
+class CurrentAttempt(msgspec.Struct, frozen=True):
+    attempt_id: str
+    attempt_index: int
+
+
+class CurrentLease(msgspec.Struct, frozen=True):
+    lease_epoch: int
+    worker_instance_id: str
+    expires_at: int
+    lease_id: str
+    attempt_index: int
+    last_heartbeat_at: int | None
+
+
+class ExecutionSnapshot(msgspec.Struct, frozen=True):
+    """An execution as people see it."""
+
+    execution_id: str
+    flow_id: str | None
+    lane_id: str
+    namespace: str
+    public_state: PublicState
+    blocking_reason: BlockingReason | None
+    blocking_detail: str | None
+    current_attempt: CurrentAttempt | None
+    current_lease: CurrentLease | None
+    current_waitpoint: str | None
+    created_at: int
+    last_mutation_at: int
+    total_attempt_count: int
+    tags: dict[str, str]
+
+
+class StateVector(msgspec.Struct, frozen=True):
+    lifecycle_phase: str
+    ownership_state: str
+    eligibility_state: str
+    blocking_reason: str
+    terminal_outcome: str
+    attempt_state: str
+    public_state: str
+
+
+class ExecutionInfo(msgspec.Struct, frozen=True):
+    """An execution as the API tells it; unset optional fields are left out there."""
+
+    execution_id: str
+    namespace: str
+    lane_id: str
+    priority: int
+    execution_kind: str
+    state_vector: StateVector
+    public_state: PublicState
+    created_at: int
+    started_at: int | None
+    completed_at: int | None
+    current_attempt_index: int
+    flow_id: str | None
+    blocking_detail: str
+
+
+class ExecutionContext(msgspec.Struct, frozen=True):
+    """What a handler needs to begin."""
+
+    input_payload: bytes
+    execution_kind: str
+    tags: dict[str, str]
+
+
+def blocking_detail(row: Execution) -> str:
+    """Why it waits, in words. Details that name an instant are made from it, so they never disagree."""
+    match row.blocking_reason:
+        case BlockingReason.WAITING_FOR_RETRY_BACKOFF:
+            return f"retry backoff until {row.delay_until} (attempt {row.attempt_index} failed: {row.failure_reason})"
+        case BlockingReason.WAITING_FOR_DELAY:
+            return f"delayed until {row.delay_until}"
+        case _:
+            return row.blocking_text or ""
+
+
+def last_mutation_at(row: Execution) -> int:
+    """The last write of any kind; a renewal moves only the pulse."""
+    return max(row.last_mutation_at, row.lease_renewed_at or 0)
+
+
+def renewal_deadline(row: Execution) -> int | None:
+    """When the holder should have renewed: after two thirds of the lease."""
+    if row.lease_expires_at is None or row.lease_renewed_at is None:
+        return None
+    return row.lease_renewed_at + (row.lease_expires_at - row.lease_renewed_at) * 2 // 3
+
+
+def vector(row: Execution) -> StateVector:
+    """The seven dimensions by name."""
+    return StateVector(
+        row.lifecycle_phase.value,
+        row.ownership_state.value,
+        row.eligibility_state.value,
+        row.blocking_reason.value,
+        row.terminal_outcome.value,
+        row.attempt_state.value,
+        row.public_state.value,
+    )
+
+
+def snapshot(row: Execution) -> ExecutionSnapshot:
+    """The execution for a reader."""
+    attempt = None
+    if row.attempt_id is not None and row.attempt_index is not None:
+        attempt = CurrentAttempt(row.attempt_id, row.attempt_index)
+    held = None
+    if row.ownership_state is not OwnershipState.UNOWNED and row.lease_expires_at is not None:
+        held = CurrentLease(
+            row.lease_epoch,
+            row.worker_instance_id or "",
+            row.lease_expires_at,
+            row.lease_id or "",
+            row.attempt_index or 0,
+            row.lease_renewed_at,
+        )
+    return ExecutionSnapshot(
+        execution_id=row.execution_id,
+        flow_id=row.flow_id,
+        lane_id=row.lane_id,
+        namespace=row.namespace,
+        public_state=row.public_state,
+        blocking_reason=None if row.blocking_reason is BlockingReason.NONE else row.blocking_reason,
+        blocking_detail=blocking_detail(row) or None,
+        current_attempt=attempt,
+        current_lease=held,
+        current_waitpoint=row.current_waitpoint_id,
+        created_at=row.created_at,
+        last_mutation_at=last_mutation_at(row),
+        total_attempt_count=row.total_attempt_count,
+        tags=tag_rules.read_tags(row.tags),
+    )
+
+
+def info(row: Execution, payload: Payload) -> ExecutionInfo:
+    """The execution for the API."""
+    return ExecutionInfo(
+        execution_id=row.execution_id,
+        namespace=row.namespace,
+        lane_id=row.lane_id,
+        priority=row.priority,
+        execution_kind=payload.execution_kind,
+        state_vector=vector(row),
+        public_state=row.public_state,
+        created_at=row.created_at,
+        started_at=row.started_at,
+        completed_at=row.completed_at,
+        current_attempt_index=row.attempt_index or 0,
+        flow_id=row.flow_id,
+        blocking_detail=blocking_detail(row),
+    )
+
+
+def attempts(row: Execution | None, ended: Iterable[Attempt]) -> list[AttemptView]:
+    """Every attempt by index: the ended ones, and the one in the sheet."""
+    views = [_attempt_view(attempt) for attempt in ended]
+    if row is None:
+        return views
+    if lease.keeps_success(row):
+        kept = lease.attempt_ended(row, AttemptRecordState.ENDED_SUCCESS, ended_at=row.completed_at)
+        return [*views, _attempt_view(kept.row)]
+    if not lease.has_open_attempt(row):
+        return views
+    waits = row.attempt_suspended_at is not None
+    views.append(
+        AttemptView(
+            execution_id=row.execution_id,
+            attempt_index=row.attempt_index or 0,
+            attempt_id=row.attempt_id or "",
+            attempt_type=row.attempt_type or AttemptType.INITIAL,
+            attempt_state=AttemptRecordState.SUSPENDED if waits else AttemptRecordState.STARTED,
+            created_at=row.attempt_started_at or 0,
+            started_at=row.attempt_started_at or 0,
+            lease_id=row.lease_id or "",
+            lease_epoch=row.lease_epoch,
+            worker_id=row.worker_id or "",
+            worker_instance_id=row.worker_instance_id or "",
+            lineage=lease.decode_lineage(row.lineage),
+            suspended_at=row.attempt_suspended_at,
+            suspension_id=row.attempt_suspension,
+            resumed_at=row.attempt_resumed_at,
+        )
+    )
+    return views
+
+
+def own_history(row: Execution, told: Sequence[FeedEvent]) -> Sequence[FeedEvent]:
+    """What the lease feed tells of this execution, without what it tells of an earlier one of the same name.
+
+    Events outlive a purge, and clocks are set back, so instants do not say whose they are. But every execution begins
+    with its first lease, and before that it can only have been replayed.
+    """
+    begins = len(told)
+    if row.lease_epoch:
+        first = (place for place in reversed(range(len(told))) if _is_first_lease(told[place].event))
+        begins = next(first, 0)  # of a long life the beginning may be kept no more; nothing older is then, either
+    own = told[begins:]
+    replays = row.replay_count - sum(one.event.lease == REPLAY_INITIATED for one in own)
+    before = [one for one in told[:begins] if one.event.lease == REPLAY_INITIATED]
+    return [*before[-replays:], *own] if replays > 0 else own
+
+
+def _is_first_lease(event: Event) -> bool:
+    return event.lease == "acquired" and event.lease_epoch == 1
+
+
+def core_fields(row: Execution, payload: Payload) -> dict[str, Any]:
+    """The core record by its wire names, without what is unset."""
+    owned = row.ownership_state is not OwnershipState.UNOWNED
+    pending = row.attempt_state in (AttemptState.PENDING_RETRY_ATTEMPT, AttemptState.PENDING_REPLAY_ATTEMPT)
+    lineage = lease.decode_lineage(row.lineage if pending else None)
+    terms = decode_terms(row.terms)
+    fields: dict[str, Any] = {
+        "execution_id": row.execution_id,
+        "namespace": row.namespace,
+        "lane_id": row.lane_id,
+        "execution_kind": payload.execution_kind,
+        "partition_id": row.partition,
+        "priority": row.priority,
+        "creator_identity": payload.creator_identity,
+        **msgspec.structs.asdict(vector(row)),
+        "blocking_detail": blocking_detail(row) or None,
+        "total_attempt_count": row.total_attempt_count,
+        "retry_count": row.retry_count,
+        "replay_count": row.replay_count,
+        "lease_reclaim_count": row.lease_reclaim_count,
+        "current_attempt_index": row.attempt_index,
+        "current_attempt_id": row.attempt_id,
+        "current_lease_id": row.lease_id if owned else None,
+        "current_lease_epoch": row.lease_epoch,
+        "current_worker_id": row.worker_id if owned else None,
+        "current_worker_instance_id": row.worker_instance_id if owned else None,
+        "current_lane": row.current_lane,
+        "created_at": row.created_at,
+        "started_at": row.started_at,
+        "completed_at": row.completed_at,
+        "last_transition_at": row.last_transition_at,
+        "last_mutation_at": last_mutation_at(row),
+        "lease_acquired_at": row.lease_acquired_at,
+        "lease_expires_at": row.lease_expires_at,
+        "lease_last_renewed_at": row.lease_renewed_at if owned else None,
+        "lease_renewal_deadline": renewal_deadline(row) if owned else None,
+        "lease_expired_at": row.lease_expired_at,
+        "lease_revoked_at": row.lease_revoked_at,
+        "lease_revoke_reason": row.lease_revoke_reason,
+        "delay_until": row.delay_until,
+        "execution_deadline_at": row.deadline_at,
+        "attempt_timeout_at": row.attempt_timeout_at,
+        "pending_retry_reason": lineage.retry_reason,
+        "pending_replay_reason": lineage.replay_reason,
+        "pending_replay_requested_by": lineage.replay_requested_by,
+        "pending_previous_attempt_index": _previous(row, pending),
+        "progress_pct": row.progress_pct,
+        "progress_message": row.progress_message,
+        "progress_updated_at": row.progress_updated_at,
+        "flow_id": row.flow_id,
+        "required_capabilities": row.required_capabilities,
+        "failure_reason": row.failure_reason,
+        "cancellation_reason": row.cancellation_reason,
+        "cancelled_by": row.cancelled_by,
+        "last_capability_mismatch_at": row.last_capability_mismatch_at,
+        "current_suspension_id": row.current_suspension_id,
+        "current_waitpoint_id": row.current_waitpoint_id,
+        "last_hmac_validation_failed_at": row.last_hmac_validation_failed_at,
+        "budget_ids": ",".join(terms.budget_ids) or None,
+        "quota_policy_id": ",".join(terms.quota_policy_ids) or None,
+    }
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _previous(row: Execution, pending: bool) -> int | None:
+    return row.attempt_index if pending else None
+
+
+def _attempt_view(attempt: msgspec.Struct) -> AttemptView:
+    fields = msgspec.structs.asdict(attempt)
+    fields["created_at"] = fields["started_at"]
+    fields["lineage"] = lease.decode_lineage(fields["lineage"])
+    return AttemptView(**fields)

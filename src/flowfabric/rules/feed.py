@@ -1,0 +1,173 @@
+"""What the subscribable feeds say of an event: one committed row may mean something in several of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from flowfabric import errors
+from flowfabric.cursors import encode_cursor
+from flowfabric.model.event import Event, FeedEvent
+from flowfabric.model.execution import Execution
+from flowfabric.rules.execution import tags as tag_rules
+
+REVOKED_BY_RECONCILER = frozenset({"max_reclaims_exceeded", "dependency_impossible"})
+
+
+class News(msgspec.Struct, frozen=True):
+    """An entry of a feed: its place, when it happened, and to what."""
+
+    position: int
+    at: int
+    execution_id: str
+
+    @property
+    def cursor(self) -> bytes:
+        """What to subscribe with to go on after this entry."""
+        return encode_cursor(self.position)
+
+
+class LeaseNews(News, frozen=True):
+    """An entry of the lease feed: Acquired, Renewed, Expired, Reclaimed or Revoked."""
+
+    variant: str
+    lease_id: str | None
+    worker_instance_id: str | None
+    revoked_by: str | None = None
+
+
+class Completion(News, frozen=True):
+    """An entry of the completion feed: one for each end of a life."""
+
+    outcome: str
+    flow_id: str | None
+    namespace: str
+    instance_tag: str | None
+
+    @property
+    def variant(self) -> str:
+        """Success, Failure, Cancelled, or Other with the word that was stored."""
+        return OUTCOMES.get(self.outcome, f"Other({self.outcome})")
+
+
+class OperatorNews(News, frozen=True):
+    """An entry of the operator feed."""
+
+    event_type: str
+    details: dict[str, Any]
+
+
+class SignalNews(News, frozen=True):
+    """An entry of the signal feed: Satisfied, Buffered, Deduped, or another effect by its name."""
+
+    signal_id: str
+    waitpoint_id: str | None
+    source_identity: str | None
+    effect: str
+
+
+SIGNAL_EFFECTS = {
+    "resume_condition_satisfied": "Satisfied",
+    "buffered_for_pending_waitpoint": "Buffered",
+    "deduped": "Deduped",
+}
+
+OUTCOMES = {"success": "Success", "failed": "Failure", "failure": "Failure", "cancelled": "Cancelled"}
+
+
+class Filter(msgspec.Struct, frozen=True):
+    """Which events a subscriber wants, or which executions a sweep; unset parts ask for nothing."""
+
+    namespace: str | None = None
+    instance_tag: tuple[str, str] | None = None
+
+    def accepts(self, event: Event | Execution) -> bool:
+        """Whether namespace and tag, as they were when it happened, both match; tags that cannot be read never do."""
+        if self.namespace is not None and event.namespace != self.namespace:
+            return False
+        if self.instance_tag is None:
+            return True
+        key, value = self.instance_tag
+        try:
+            return tag_rules.read_tags(event.tags).get(key) == value
+        except errors.Corruption:
+            return False
+
+
+def lease_news(told: FeedEvent) -> LeaseNews | None:
+    """The lease feed's word for a history entry; some entries are history only."""
+    event = told.event
+    variant, revoked_by = _variant(event)
+    if variant is None:
+        return None
+    return LeaseNews(
+        told.position, told.at, event.execution_id, variant, event.lease_id, event.worker_instance_id, revoked_by
+    )
+
+
+def completion(told: FeedEvent) -> Completion:
+    """The completion feed's entry."""
+    event = told.event
+    return Completion(
+        told.position,
+        told.at,
+        event.execution_id,
+        event.outcome or "",
+        event.flow_id,
+        event.namespace,
+        tag_rules.read_tags(event.tags).get(tag_rules.INSTANCE_TAG),
+    )
+
+
+def signal_news(told: FeedEvent) -> SignalNews:
+    """The signal feed's entry."""
+    event = told.event
+    details = msgspec.json.decode(event.details or "{}", type=dict[str, str])
+    effect = event.signal or ""
+    return SignalNews(
+        told.position,
+        told.at,
+        event.execution_id,
+        details.get("signal_id", ""),
+        details.get("waitpoint_id"),
+        details.get("source_identity"),
+        SIGNAL_EFFECTS.get(effect, f"Other({effect})"),
+    )
+
+
+def operator_news(told: FeedEvent) -> OperatorNews:
+    """The operator feed's entry; what only the history tells is left out."""
+    event = told.event
+    details = msgspec.json.decode(event.details, type=dict[str, Any]) if event.details else {}
+    if event.operator == "replayed":
+        details = {name: value for name, value in details.items() if name in ("branch", "groups_reset")}
+    return OperatorNews(told.position, told.at, event.execution_id, event.operator or "", details)
+
+
+def _variant(event: Event) -> tuple[str | None, str | None]:
+    match event.lease:
+        case "acquired":
+            return "Acquired", None
+        case "renewed":
+            return "Renewed", None
+        case "expired":
+            return "Expired", None
+        case "reclaimed":
+            return "Reclaimed", None
+        case "revoked":
+            return "Revoked", "operator"
+        case "released":
+            return _released(event)
+        case _:
+            return None, None
+
+
+def _released(event: Event) -> tuple[str, str | None]:
+    reason = event.reason or ""
+    if reason.startswith("expired:"):
+        return "Expired", None
+    if reason in REVOKED_BY_RECONCILER:
+        return "Revoked", "reconciler"
+    details = msgspec.json.decode(event.details, type=dict[str, Any]) if event.details else {}
+    return "Revoked", str(details.get("revoked_by", "backend"))

@@ -1,0 +1,275 @@
+"""Flows under construction: the flow, its members, staged edges, the policy of a join, tags.
+
+Every change of membership or graph writes the flow's own row, so two of them never pass each other: that is what
+keeps revisions exact and the graph free of cycles.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from flowfabric import errors
+from flowfabric.ids import ExecutionId, partition_of
+from flowfabric.model.answers.flow import Added, AlreadyMember, AlreadySatisfied, Created, PolicySet, Staged
+from flowfabric.model.change import NOW, Change, Guard, Insert, Patch, Put, Write, absent, at, seen
+from flowfabric.model.execution import Execution
+from flowfabric.model.flow import (
+    DependencyKind,
+    Edge,
+    EdgeGroup,
+    Flow,
+    FlowMember,
+    FlowState,
+    OnSatisfied,
+    PolicyVariant,
+)
+from flowfabric.rules import validation
+from flowfabric.rules.decision import Decision, refuse
+from flowfabric.rules.execution.tags import check_tags_size, read_tags, write_tags
+
+MAX_QUORUM = 2**31 - 1
+FLOW_CHECK_MS = 60 * 60 * 1000  # after which retention checks whether a flow has a member left
+TERMINAL = frozenset({FlowState.CANCELLED, FlowState.COMPLETED, FlowState.FAILED})
+
+
+class Policy(msgspec.Struct, frozen=True):
+    """When a join fires, and what becomes of the upstreams that it no longer needs."""
+
+    variant: PolicyVariant = PolicyVariant.ALL_OF
+    on_satisfied: OnSatisfied | None = None
+    k: int = 0
+
+    def wire(self) -> dict[str, Any]:
+        """The form in which a policy is given and shown."""
+        shown: dict[str, Any] = {"kind": self.variant.value}
+        if self.variant is PolicyVariant.QUORUM:
+            shown["k"] = self.k
+        if self.on_satisfied is not None:
+            shown["on_satisfied"] = self.on_satisfied.value
+        return shown
+
+
+def parse_policy(given: object) -> Policy | errors.FabricError:
+    """A policy from its wire form: `{"kind": "quorum", "k": 2, "on_satisfied": "let_run"}` and its like."""
+    if not isinstance(given, dict):
+        return errors.InvalidInput("policy: not an object")
+    kind = given.get("kind")
+    if kind == PolicyVariant.QUORUM:
+        k = given.get("k")
+        if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= MAX_QUORUM:
+            return errors.InvalidInput(f"policy: k must be a whole number from 1 to {MAX_QUORUM}")
+    if kind in (PolicyVariant.ANY_OF, PolicyVariant.QUORUM):
+        then = given.get("on_satisfied")
+        if not isinstance(then, str) or then not in set(OnSatisfied):
+            return errors.InvalidInput("policy: on_satisfied must be cancel_remaining or let_run")
+        size = given["k"] if kind == PolicyVariant.QUORUM else 1
+        return Policy(PolicyVariant(kind), OnSatisfied(then), size)
+    if kind == PolicyVariant.ALL_OF:
+        return Policy()
+    return errors.InvalidInput(f"policy: {validation.shown(kind)} is none of all_of, any_of, quorum")
+
+
+def policy_of(group: EdgeGroup) -> Policy:
+    """The policy that a group has."""
+    return Policy(group.policy_variant, group.on_satisfied, group.k)
+
+
+def new_group(flow_id: str, downstream: str, policy: Policy, **fields: Any) -> EdgeGroup:
+    """A group without any end counted yet."""
+    return EdgeGroup(flow_id, downstream, policy.variant, policy.on_satisfied, policy.k, **fields)
+
+
+def seen_flow(flow: Flow) -> Guard:
+    """The flow as the rule saw it."""
+    return Guard(Flow, (flow.flow_id,), flow.revision)
+
+
+def seen_group(group: EdgeGroup | None, flow_id: str, downstream: str) -> Guard:
+    """The group as the rule saw it, or its absence."""
+    return Guard(EdgeGroup, (flow_id, downstream), None if group is None else group.revision)
+
+
+def parse_kind(given: object) -> DependencyKind | errors.FabricError:
+    """Which ends satisfy an edge."""
+    try:
+        return DependencyKind(given)  # type: ignore[arg-type]
+    except ValueError:
+        return errors.InvalidInput(f"dependency_kind: {validation.shown(given)} is none of {', '.join(DependencyKind)}")
+
+
+def create(
+    existing: Flow | None, flow_id: str, partition: int, flow_kind: str, namespace: str
+) -> Decision[Created | AlreadySatisfied]:
+    """A new flow; one that exists in this namespace is left as it is, whatever the kind says."""
+    if existing is not None:
+        if existing.namespace != namespace:
+            return refuse(errors.IdInOtherNamespace(flow_id=flow_id))
+        return Decision(AlreadySatisfied(flow_id))
+    flow = Flow(flow_id, partition, flow_kind, namespace, FlowState.OPEN, at(0), at(0))
+    return Decision(Created(flow_id), Change(guards=(absent(Flow, flow_id),), writes=(Insert(flow),)))
+
+
+def add_member(
+    flow: Flow | None, row: Execution | None, member: FlowMember | None, execution_id: str
+) -> Decision[Added | AlreadyMember]:
+    """Make an execution of the flow's namespace a member; again changes no number."""
+    if flow is None:
+        return refuse(errors.NotFound("flow"))
+    if flow.public_flow_state in TERMINAL:
+        return refuse(errors.FlowAlreadyTerminal(flow_id=flow.flow_id))
+    if row is None:
+        return refuse(errors.NotFound("execution"))
+    if row.namespace != flow.namespace:
+        return refuse(errors.IdInOtherNamespace(execution_id=execution_id))
+    if row.flow_id is not None and row.flow_id != flow.flow_id:
+        return refuse(
+            errors.ExecutionAlreadyInFlow(
+                f"already_member_of_different_flow:{row.flow_id}", execution_id=row.execution_id
+            )
+        )
+    fields: dict[str, Any] = {}
+    writes: tuple[Write, ...] = ()
+    if row.flow_id is None:
+        # The flow is written as well, for a member of before whose id was used again, too: retention, which has just
+        # found no member left, is refused.
+        fields = {"purge_check_at": at(FLOW_CHECK_MS)}
+        writes += (Patch(Execution, (execution_id,), {"flow_id": flow.flow_id, "last_mutation_at": NOW}),)
+    if member is None:
+        fields |= {
+            "node_count": flow.node_count + 1,
+            "graph_revision": flow.graph_revision + 1,
+            "last_mutation_at": NOW,
+        }
+        writes += (Insert(FlowMember(flow.flow_id, execution_id)),)
+    if flow.project_at is None:
+        fields["project_at"] = NOW
+    answer: Added | AlreadyMember
+    if member is None:
+        answer = Added(execution_id, flow.node_count + 1)
+    else:
+        answer = AlreadyMember(execution_id, flow.node_count)
+        if not writes and not fields:
+            return Decision(answer)
+    if fields:
+        writes = (Patch(Flow, (flow.flow_id,), fields), *writes)
+    return Decision(answer, Change(guards=(seen_flow(flow), seen(row)), writes=writes))
+
+
+class StageEdge(msgspec.Struct, frozen=True, gc=False):
+    """An edge that a caller asks for; `expected_graph_revision=None` does not ask for any."""
+
+    flow_id: str
+    edge_id: str
+    upstream: str
+    downstream: str
+    kind: DependencyKind
+    data_passing_ref: str | None
+    expected_graph_revision: int | None
+
+
+def stage(
+    flow: Flow | None,
+    existing: Edge | None,
+    members: tuple[FlowMember | None, FlowMember | None],
+    group: EdgeGroup | None,
+    ask: StageEdge,
+    *,
+    closes_circle: bool,
+) -> Decision[Staged]:
+    """Add an edge to the graph. The downstream does not wait for it before it is applied."""
+    if ask.upstream == ask.downstream:
+        return refuse(errors.SelfReferencingEdge(execution_id=ask.upstream))
+    if flow is None:
+        return refuse(errors.NotFound("flow"))
+    if flow.public_flow_state in TERMINAL:
+        return refuse(errors.FlowAlreadyTerminal(flow_id=flow.flow_id))
+    expected = ask.expected_graph_revision
+    if expected is not None and expected != flow.graph_revision:
+        return refuse(errors.StaleGraphRevision(expected=expected, actual=flow.graph_revision))
+    for member, execution_id in zip(members, (ask.upstream, ask.downstream), strict=True):
+        if member is None:
+            return refuse(errors.ExecutionNotInFlow(execution_id=execution_id))
+    if closes_circle:
+        return refuse(errors.CycleDetected(f"{ask.upstream} already comes after {ask.downstream}"))
+    if existing is not None:
+        return refuse(errors.DependencyAlreadyExists(existing=edge_snapshot(existing)))
+    revision = flow.graph_revision + 1
+    fields = {"graph_revision": revision, "edge_count": flow.edge_count + 1, "last_mutation_at": NOW}
+    key = (ask.flow_id, ask.downstream)
+    joined: Write = (
+        Insert(new_group(*key, Policy(), staged=1))
+        if group is None
+        else Patch(EdgeGroup, key, {"staged": group.staged + 1})
+    )
+    change = Change(
+        guards=(seen_flow(flow), seen_group(group, *key)),
+        writes=(Patch(Flow, (flow.flow_id,), fields), joined, Insert(edge_row(ask))),
+    )
+    return Decision(Staged(ask.edge_id, revision), change)
+
+
+class EdgeSnapshot(msgspec.Struct, frozen=True):
+    """An edge as people see it. Its state never changes: how it was resolved stands with the downstream."""
+
+    edge_id: str
+    flow_id: str
+    upstream_execution_id: str
+    downstream_execution_id: str
+    dependency_kind: str
+    data_passing_ref: str | None
+    created_at: int
+    satisfaction_condition: str = "all_required"
+    edge_state: str = "pending"
+    created_by: str = "engine"
+
+
+def edge_snapshot(edge: Edge) -> EdgeSnapshot:
+    """The edge for a reader."""
+    return EdgeSnapshot(
+        edge.edge_id,
+        edge.flow_id,
+        edge.upstream_execution_id,
+        edge.downstream_execution_id,
+        edge.dependency_kind.value,
+        edge.data_passing_ref,
+        edge.created_at,
+    )
+
+
+def edge_row(ask: StageEdge) -> Edge:
+    """The row of a staged edge."""
+    ref = ask.data_passing_ref or None
+    return Edge(ask.flow_id, ask.edge_id, ask.upstream, ask.downstream, ask.kind, at(0), ref)
+
+
+def set_policy(
+    flow: Flow | None, group: EdgeGroup | None, flow_id: str, downstream: str, policy: Policy
+) -> Decision[PolicySet]:
+    """Fix how a downstream joins its upstreams, as long as no edge into it is staged; it need not be a member yet."""
+    if flow is None:
+        return refuse(errors.NotFound("flow"))
+    if partition_of(ExecutionId(downstream)) != flow.partition:
+        return refuse(errors.InvalidInput(f"partition mismatch: {downstream} is not on {flow.partition}, as its flow"))
+    if group is not None and group.staged > 0:
+        return refuse(
+            errors.InvalidInput(f"edge_group_policy_already_fixed: {group.staged} edge(s) lead to {downstream}")
+        )
+    if group is not None and policy_of(group) == policy:
+        return Decision(PolicySet.ALREADY_SET)
+    put = Put(new_group(flow_id, downstream, policy))
+    # Decided on the flow as well: a join must not outlive a flow that retention removes meanwhile.
+    guards = (seen_flow(flow), seen_group(group, flow_id, downstream))
+    return Decision(PolicySet.SET, Change(guards=guards, writes=(put,)))
+
+
+def set_tag(flow: Flow | None, key: str, value: str) -> Decision[None]:
+    """Set one tag of a flow."""
+    if flow is None:
+        return refuse(errors.NotFound("flow"))
+    merged = read_tags(flow.tags) | {key: value}
+    if too_large := check_tags_size(merged):
+        return refuse(too_large)
+    fields = {"tags": write_tags(merged), "last_mutation_at": NOW}
+    return Decision(None, Change(guards=(seen_flow(flow),), writes=(Patch(Flow, (flow.flow_id,), fields),)))

@@ -1,0 +1,83 @@
+"""sibling_cancel: split from flowfabric.rules.cancel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+from operator import attrgetter
+from typing import Any
+
+import msgspec
+
+from flowfabric.model.change import Change, Form, Like, as_form, supposed
+from flowfabric.model.execution import Execution
+from flowfabric.model.flow import Dependency
+from flowfabric.model.states import AttemptState, LifecyclePhase, OwnershipState, TerminalOutcome
+from flowfabric.rules.execution import lease, transitions
+from flowfabric.rules.execution.cancel import SIBLING_REASONS, _ended
+from flowfabric.rules.execution.policy import decode_terms
+from flowfabric.rules.flow import successors
+
+# Work that was never started, and to which nothing is attached.
+UNSTARTED: dict[str, Any] = {
+    "lifecycle_phase": LifecyclePhase.RUNNABLE,
+    "ownership_state": OwnershipState.UNOWNED,
+    "attempt_state": AttemptState.PENDING_FIRST_ATTEMPT,
+    "terminal_outcome": TerminalOutcome.NONE,
+    "attempt_index": None,
+    "stream_index": None,
+    "parent_id": None,
+    **{name: None for name in transitions.LIFE_LEAVES.names if name != "blocking_text"},
+}
+_known = attrgetter(*UNSTARTED)
+_UNSTARTED_VALUES = tuple(UNSTARTED.values())
+
+
+def sibling_form(row: Execution, source: str, reason: str) -> Form | None:
+    """The cancel of a sibling that was never started: the same for all of them; None for any other cancel."""
+    if source != lease.OPERATOR_OVERRIDE or reason not in SIBLING_REASONS:
+        return None
+    if _known(row) != _UNSTARTED_VALUES or decode_terms(row.terms).quota_policy_ids:
+        return None
+    return _sibling_form(transitions.retention_ms(row), reason, row.flow_id is not None)
+
+
+# Born with another one: what is known of both by the birth of one. Who waits for it is known from its edge.
+BORN = ("lane_id", "flow_id", "created_at", "terms")
+AS_BORN = Like(UNSTARTED, own=(*BORN, "successors"))
+_born = attrgetter(*BORN)
+
+
+def cancel_unseen(
+    edges: Iterable[Dependency], inbound: int, other: Execution, reason: str
+) -> list[tuple[Change, Execution]]:
+    """What `cancel` says of the upstreams of these edges if they are as they were born, with `other`; stores prove it.
+
+    Each comes with the row of which that is said, where `Own` stands for what is not known. None come when they would
+    need a look. `inbound` counts the edges that lead to the downstream.
+
+    One thing is left out: the ends are not noted on the edges. The downstream's group has fired and is in no hurry to
+    know of them; whoever cancels them counts them together, and their purge notes what nobody has counted.
+    """
+    if reason not in SIBLING_REASONS or decode_terms(other.terms).quota_policy_ids:
+        return []
+    kept_ms, born = transitions.retention_ms(other), _born(other)
+    form = _sibling_form(kept_ms, reason, other.flow_id is not None)
+    model = msgspec.structs.replace(_unseen_sibling(kept_ms), **dict(zip(BORN, born, strict=True)))
+    found = []
+    for edge in edges:
+        name, waits = edge.upstream_execution_id, successors.only(edge, inbound)
+        row = msgspec.structs.replace(model, execution_id=name, successors=waits)
+        guard = supposed(Execution, AS_BORN, name, own=(*born, waits))
+        found.append((Change((guard,), form=form), row))
+    return found
+
+
+@lru_cache(maxsize=256)
+def _unseen_sibling(kept_ms: int) -> Execution:
+    return transitions.unseen(UNSTARTED, kept_ms, is_member=True)
+
+
+@lru_cache(maxsize=256)
+def _sibling_form(kept_ms: int, reason: str, is_member: bool) -> Form:
+    return as_form(_ended(transitions.unseen(UNSTARTED, kept_ms, is_member=is_member), lease.OPERATOR_OVERRIDE, reason))

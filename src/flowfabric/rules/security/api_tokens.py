@@ -1,0 +1,96 @@
+"""Tokens of the API: made, renewed, revoked, and what one is good for."""
+
+from __future__ import annotations
+
+import hmac
+
+import msgspec
+
+from flowfabric import errors
+from flowfabric.model.api_token import ApiToken, Scope, TokenView
+from flowfabric.model.change import NOW, Change, Guard, Insert, Patch, at
+from flowfabric.rules.decision import Decision, refuse
+
+
+def make(
+    row: ApiToken | None,
+    *,
+    token_id: str,
+    name: str,
+    scopes: frozenset[Scope],
+    namespaces: frozenset[str] | None,
+    digest: str,
+    expires_in_ms: int | None,
+) -> Decision[None]:
+    """A new token; one that is there already is this one, written by a try whose answer was lost."""
+    if row is not None:
+        return Decision(None)
+    made = ApiToken(
+        token_id=token_id,
+        name=name,
+        scopes=",".join(sorted(scopes)),
+        digest=digest,
+        created_at=at(0),
+        namespaces=None if namespaces is None else msgspec.json.encode(sorted(namespaces)).decode(),
+        expires_at=None if expires_in_ms is None else at(expires_in_ms),
+    )
+    return Decision(None, Change(guards=(Guard(ApiToken, (token_id,), None),), writes=(Insert(made),)))
+
+
+def rotate(row: ApiToken | None, digest: str, grace_ms: int) -> Decision[None]:
+    """Let another secret stand for a token; the one before is good for `grace_ms` more."""
+    if row is None or row.revoked_at is not None:
+        return refuse(errors.NotFound("api_token"))
+    if row.digest == digest:
+        return Decision(None)
+    fields = {"digest": digest, "previous_digest": row.digest, "previous_until": at(grace_ms)}
+    return Decision(None, _patch(row, fields))
+
+
+def revoke(row: ApiToken | None) -> Decision[bool]:
+    """Make a token good for nothing; again changes nothing."""
+    if row is None:
+        return refuse(errors.NotFound("api_token"))
+    if row.revoked_at is not None:
+        return Decision(False)
+    return Decision(True, _patch(row, {"revoked_at": NOW}))
+
+
+def _patch(row: ApiToken, fields: dict[str, object]) -> Change:
+    return Change(
+        guards=(Guard(ApiToken, (row.token_id,), row.revision),), writes=(Patch(ApiToken, (row.token_id,), fields),)
+    )
+
+
+def is_good(row: ApiToken, digest: str, now: int) -> bool:
+    """Whether this secret is the token's now; both digests are compared, so that the time tells nothing."""
+    current = hmac.compare_digest(row.digest, digest)
+    previous = hmac.compare_digest(row.previous_digest or "", digest)
+    if row.revoked_at is not None or (row.expires_at is not None and row.expires_at <= now):
+        return False
+    return current or (previous and row.previous_until is not None and row.previous_until > now)
+
+
+def scopes_of(row: ApiToken) -> frozenset[Scope]:
+    """What a token is good for."""
+    return frozenset(Scope(name) for name in row.scopes.split(","))
+
+
+def namespaces_of(row: ApiToken) -> frozenset[str] | None:
+    """Where a token is good; None is everywhere."""
+    return None if row.namespaces is None else frozenset(msgspec.json.decode(row.namespaces, type=list[str]))
+
+
+def view(row: ApiToken) -> TokenView:
+    """A token as administrators see it."""
+    namespaces = namespaces_of(row)
+    return TokenView(
+        token_id=row.token_id,
+        name=row.name,
+        scopes=tuple(sorted(scopes_of(row))),
+        namespaces=None if namespaces is None else tuple(sorted(namespaces)),
+        created_at=row.created_at,
+        expires_at=row.expires_at,
+        revoked_at=row.revoked_at,
+        previous_until=row.previous_until,
+    )

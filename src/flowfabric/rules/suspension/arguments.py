@@ -1,0 +1,113 @@
+"""What a suspend asks for, and what is wrong with it before anything is looked at."""
+
+from __future__ import annotations
+
+import msgspec
+
+from flowfabric import errors
+from flowfabric.model.condition import ByName, Condition, Single, TimeoutOnly
+from flowfabric.model.suspension import Requester, TimeoutBehavior
+from flowfabric.rules.suspension import conditions
+
+SKEW_MS = 600_000
+REMEMBER_GRACE_MS = 60_000
+REMEMBER_MOST_MS = 7 * 24 * 60 * 60 * 1000
+
+
+class Fresh(msgspec.Struct, frozen=True):
+    """A waitpoint that the suspend makes."""
+
+    waitpoint_id: str
+    waitpoint_key: str
+
+
+class UsePending(msgspec.Struct, frozen=True):
+    """A waitpoint that was made before; its key and token are its own."""
+
+    waitpoint_id: str
+
+
+Binding = Fresh | UsePending
+
+
+class ResumePolicy(msgspec.Struct, frozen=True):
+    """How to go on. All of it is kept; the delay is what matters."""
+
+    resume_target: str = "runnable"
+    consume_matched_signals: bool = True
+    retain_signal_buffer_until_closed: bool = False
+    resume_delay_ms: int | None = None
+    close_waitpoint_on_resume: bool = True
+
+
+class SuspendArgs(msgspec.Struct, frozen=True, kw_only=True):
+    """What a suspend asks for. `now` is the caller's clock, for the checks of the arguments alone."""
+
+    suspension_id: str
+    waitpoints: tuple[Binding, ...]
+    resume_condition: Condition
+    reason_code: str
+    now: int
+    resume_policy: ResumePolicy = ResumePolicy()
+    requested_by: Requester = Requester.WORKER
+    timeout_at: int | None = None
+    timeout_behavior: TimeoutBehavior = TimeoutBehavior.FAIL
+    continuation_metadata_pointer: str | None = None
+    idempotency_key: str | None = None
+
+    @property
+    def remember_ms(self) -> int:
+        """How long the answer is remembered."""
+        if self.timeout_at is None:
+            return REMEMBER_MOST_MS
+        return min(max(self.timeout_at - self.now, 0) + REMEMBER_GRACE_MS, REMEMBER_MOST_MS)
+
+
+def check_arguments(args: SuspendArgs) -> errors.FabricError | None:
+    """What is wrong with the arguments alone."""
+    bindings, condition = args.waitpoints, args.resume_condition
+    if not bindings:
+        return errors.InvalidInput("waitpoints_empty")
+    primary = bindings[0]
+    if (
+        isinstance(primary, Fresh)
+        and isinstance(condition, Single)
+        and condition.waitpoint_key != primary.waitpoint_key
+    ):
+        return errors.InvalidInput("waitpoint_key_mismatch")
+    if len(bindings) > 1 and (detail := _several(bindings, condition)):
+        return errors.InvalidInput(detail)
+    if isinstance(condition, TimeoutOnly) and args.timeout_at is None:
+        return errors.InvalidInput("timeout_only_without_deadline")
+    if isinstance(condition, Single) and condition.matcher == ByName(""):
+        return errors.InvalidInput(conditions.EMPTY_NAME)
+    if args.timeout_at is not None and args.timeout_at + SKEW_MS < args.now:
+        return errors.InvalidInput("timeout_at_in_past")
+    return conditions.check_structure(condition)
+
+
+def _several(bindings: tuple[Binding, ...], condition: Condition) -> str | None:
+    for place, binding in enumerate(bindings[1:], start=1):
+        if isinstance(binding, UsePending):
+            return f"additional_waitpoint_binding_must_be_fresh at waitpoints[{place}]"
+    if isinstance(bindings[0], UsePending):
+        return "use_pending_with_extras_unsupported"
+    fresh = [binding for binding in bindings if isinstance(binding, Fresh)]
+    for place, binding in enumerate(fresh[1:], start=1):
+        if not binding.waitpoint_key:
+            return f"additional_waitpoint_binding_empty_key at waitpoints[{place}]"
+    keys = [binding.waitpoint_key for binding in fresh]
+    referenced = conditions.referenced_keys(condition)
+    for key in referenced:
+        if key not in keys:
+            return f"referenced_waitpoint_key_missing_binding: {key}"
+    for key in keys:
+        if key not in referenced:
+            return f"extra_binding_not_referenced_by_condition: {key}"
+    for place, binding in enumerate(fresh):
+        others = fresh[:place]
+        if any(
+            binding.waitpoint_id == one.waitpoint_id or binding.waitpoint_key == one.waitpoint_key for one in others
+        ):
+            return f"duplicate_waitpoint_binding: {binding.waitpoint_key}"
+    return None

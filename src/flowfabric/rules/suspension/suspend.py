@@ -1,0 +1,373 @@
+"""Putting work on the shelf until something happens: what every suspension does to the execution and its waitpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+
+from flowfabric import errors
+from flowfabric.handles import HandleFields
+from flowfabric.model.change import NOW, Change, Patch, Put, Write, at, lease_event, live, seen
+from flowfabric.model.condition import Single
+from flowfabric.model.execution import Execution
+from flowfabric.model.signing_key import SigningKey
+from flowfabric.model.states import AttemptState, BlockingReason, EligibilityState, LifecyclePhase
+from flowfabric.model.suspension import (
+    NO_TIMEOUT,
+    Remembered,
+    Signal,
+    Suspension,
+    Waitpoint,
+    WaitpointState,
+)
+from flowfabric.rules.decision import Decision, refuse
+from flowfabric.rules.durable import gates as gate_rules
+from flowfabric.rules.execution import lease, transitions
+from flowfabric.rules.execution.lease import Fence
+from flowfabric.rules.limits import budget as budget_rules
+from flowfabric.rules.scheduling import queue
+from flowfabric.rules.security import keystore
+from flowfabric.rules.suspension import conditions
+from flowfabric.rules.suspension import encoding as wait_encoding
+from flowfabric.rules.suspension import state as wait_state
+from flowfabric.rules.suspension import waitpoints as waitpoint_rules
+from flowfabric.rules.suspension.arguments import Fresh, SuspendArgs, UsePending
+from flowfabric.rules.suspension.conditions import Arrival, Effect
+from flowfabric.rules.suspension.encoding import Bound, Place
+
+BLOCKING = {
+    "waiting_for_signal": BlockingReason.WAITING_FOR_SIGNAL,
+    "waiting_for_approval": BlockingReason.WAITING_FOR_APPROVAL,
+    "waiting_for_callback": BlockingReason.WAITING_FOR_CALLBACK,
+    "waiting_for_tool_result": BlockingReason.WAITING_FOR_TOOL_RESULT,
+    "waiting_for_operator_review": BlockingReason.PAUSED_BY_OPERATOR,
+    "paused_by_policy": BlockingReason.PAUSED_BY_POLICY,
+    "paused_by_budget": BlockingReason.WAITING_FOR_BUDGET,
+    "step_boundary": BlockingReason.WAITING_FOR_SIGNAL,
+    "manual_pause": BlockingReason.PAUSED_BY_OPERATOR,
+}
+
+
+def shelved(
+    row: Execution,
+    *,
+    suspension_id: str,
+    waitpoint_id: str | None,
+    reason_code: str,
+    now: int,
+    waits_for: str | None = None,
+    keys: Iterable[str | None] = (),
+) -> Patch:
+    """The row without its lease, waiting; the deadline of the whole execution keeps running.
+
+    `keys` are what it waits on: one that names a budget lets room in that budget find it. `waits_for` says in words
+    what a function waits for.
+    """
+    words = f"waitpoint {waitpoint_id} awaiting {reason_code}" if waits_for is None else f"waiting for {waits_for}"
+    need = next((need for key in keys if (need := budget_rules.read_need(key, row.namespace))), None)
+    fields = {
+        **lease.release(row),
+        "lifecycle_phase": LifecyclePhase.SUSPENDED,
+        "eligibility_state": EligibilityState.NOT_APPLICABLE,
+        "blocking_reason": BLOCKING.get(reason_code, BlockingReason.WAITING_FOR_SIGNAL),
+        "blocking_text": f"suspended: {words if need is None else f'waiting for room in budget {need.budget_id}'}",
+        "attempt_state": AttemptState.ATTEMPT_INTERRUPTED,
+        "attempt_suspended_at": NOW,
+        "attempt_suspension": suspension_id,
+        "current_suspension_id": suspension_id,
+        "current_waitpoint_id": waitpoint_id,
+        "has_waits": True,
+        "next_type": None,
+        "next_timeout_ms": transitions.remaining_ms(row, now),
+    }
+    if need is not None:
+        fields |= {"blocked_on": queue.asleep_on(need.budget), "blocked_at": NOW}
+    return transitions.moved(row, fields)
+
+
+def needs(row: Execution, root: Suspension | None) -> list[budget_rules.Need]:
+    """What an open suspension of an execution waits for, as far as that is room in budgets."""
+    if root is None or not wait_state.is_open(root):
+        return []
+    keys: list[str | None] = [one.waitpoint_key for one in wait_encoding.bound(root)]
+    found = wait_state.open_gates(root)
+    keys += [found[name].mailbox for name in gate_rules.waits_on(root) if name in found]
+    return [need for key in keys if (need := budget_rules.read_need(key, row.namespace))]
+
+
+SCOPE = "suspend"
+
+
+class Minted(msgspec.Struct, frozen=True):
+    """A waitpoint and the token that was given out for it."""
+
+    waitpoint_id: str
+    waitpoint_key: str
+    kid: str
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What became of a suspend, kept as long as its key is remembered; the engine makes tokens and a handle of it."""
+
+    suspended: bool  # else the signals that were there already satisfied the condition
+    suspension_id: str
+    waitpoints: tuple[Minted, ...]
+    holder: HandleFields
+
+
+class Scene(msgspec.Struct, frozen=True):
+    """What a suspend is decided on."""
+
+    row: Execution | None
+    root: Suspension | None
+    remembered: Remembered | None
+    waitpoints: Mapping[str, Waitpoint]
+    buffered: Sequence[Signal]
+    keys: Sequence[SigningKey]
+
+
+def suspend(scene: Scene, args: SuspendArgs, fence: Fence, holder: HandleFields | None, now: int) -> Decision[Outcome]:
+    """Release the lease and wait; or find that what was waited for has come already, and change nothing of the work.
+
+    `holder` is what the caller's handle says; without one (`fence` alone) it is read from the row.
+    """
+    kept, row, root = scene.remembered, scene.row, scene.root
+    if kept is not None and kept.expires_at > now:
+        return Decision(msgspec.json.decode(kept.answer, type=Outcome))
+    if row is None:
+        return refuse(errors.NotFound("execution"))
+    held = lease.resolve_fence(row, fence, None)
+    if isinstance(held, errors.FabricError):
+        return refuse(held)
+    if refused := lease.check_lease(row, held, now):
+        return refused
+    if holder is not None and holder.attempt_index != row.attempt_index:
+        return refuse(errors.InvalidLeaseForSuspend(execution_id=row.execution_id))
+    if wait_state.is_open(root):
+        return refuse(errors.AlreadySuspended(execution_id=row.execution_id))
+    holder = holder or _holder_of(row)
+    primary = args.waitpoints[0]
+    if isinstance(primary, UsePending):
+        return _on_pending(scene, row, args, holder, scene.waitpoints.get(primary.waitpoint_id), now)
+    minted = _minted(scene, row, args, now)
+    if isinstance(minted, errors.FabricError):
+        return refuse(minted)
+    return suspended(scene, row, args, holder, minted, {}, [], now)
+
+
+def _on_pending(
+    scene: Scene, row: Execution, args: SuspendArgs, holder: HandleFields, waitpoint: Waitpoint | None, now: int
+) -> Decision[Outcome]:
+    if waitpoint is None:
+        return refuse(errors.WaitpointNotFound())
+    if wait_state.was_never_activated(waitpoint, now):
+        return refuse(errors.PendingWaitpointExpired())
+    if wait_state.state_of(waitpoint, scene.root, now) is not WaitpointState.PENDING:
+        return refuse(errors.WaitpointNotPending())
+    if (waitpoint.execution_id, waitpoint.attempt_index) != (row.execution_id, row.attempt_index):
+        return refuse(errors.InvalidWaitpointForExecution())
+    if not waitpoint.token_kid:
+        return refuse(errors.WaitpointNotTokenBound())
+    condition = args.resume_condition
+    if isinstance(condition, Single) and condition.waitpoint_key != waitpoint.waitpoint_key:
+        return refuse(errors.InvalidInput("waitpoint_key_mismatch"))
+    active = msgspec.structs.replace(
+        waitpoint,
+        suspension_id=args.suspension_id,
+        activated_at=at(0),
+        expires_at=args.timeout_at,
+        pending_until=None,
+    )
+    progress: conditions.Progress = {}
+    counted: list[Place] = []
+    for signal in scene.buffered:
+        effect, progress = conditions.meet(condition, progress, _arrival(signal, waitpoint))
+        if effect in (Effect.SATISFIED, Effect.APPENDED):
+            counted.append(Place(signal.waitpoint_id, signal.seq))
+        if effect == Effect.SATISFIED:
+            return _satisfied(scene, row, args, holder, active, counted, signal)
+    return suspended(scene, row, args, holder, [active], progress, counted, now)
+
+
+def _arrival(signal: Signal, waitpoint: Waitpoint) -> Arrival:
+    return Arrival(
+        waitpoint.waitpoint_id,
+        waitpoint.waitpoint_key,
+        signal.signal_id,
+        signal.signal_name,
+        signal.source_type,
+        signal.source_identity,
+    )
+
+
+def _minted(scene: Scene, row: Execution, args: SuspendArgs, now: int) -> list[Waitpoint] | errors.FabricError:
+    fresh = [binding for binding in args.waitpoints if isinstance(binding, Fresh)]
+    for binding in fresh:
+        if waitpoint_rules.is_taken(scene.waitpoints.get(binding.waitpoint_id), row, scene.root, now):
+            return errors.WaitpointAlreadyExists()
+    signer = keystore.waitpoint_signer(scene.keys)
+    if isinstance(signer, errors.FabricError):
+        return signer
+    return [
+        waitpoint_rules.new_waitpoint(
+            row,
+            signer,
+            binding.waitpoint_id,
+            binding.waitpoint_key,
+            suspension_id=args.suspension_id,
+            activated_at=at(0),
+            expires_at=args.timeout_at,
+        )
+        for binding in fresh
+    ]
+
+
+def suspended(
+    scene: Scene,
+    row: Execution,
+    args: SuspendArgs,
+    holder: HandleFields,
+    waitpoints: Sequence[Waitpoint],
+    progress: conditions.Progress,
+    counted: Sequence[Place],
+    now: int,
+) -> Decision[Outcome]:
+    """The holder's work put away on these waitpoints, as far as its condition has come."""
+    outcome = _outcome(args, holder, waitpoints, suspended=True)
+    activated = isinstance(args.waitpoints[0], UsePending)  # goes on with the signals that it kept
+    root = _recorded(
+        scene,
+        row,
+        args,
+        waitpoints,
+        progress=wait_encoding.written(progress),
+        satisfiers=wait_encoding.written(list(counted)),
+    )
+    change = Change(
+        guards=(seen(row, live(row)), wait_state.guard_of(scene.root, row.execution_id)),
+        writes=(
+            shelved(
+                row,
+                suspension_id=args.suspension_id,
+                waitpoint_id=waitpoints[0].waitpoint_id,
+                reason_code=args.reason_code,
+                now=now,
+                keys=[one.waitpoint_key for one in waitpoints],
+            ),
+            Put(root),
+            *((Put(waitpoints[0]),) if activated else waitpoint_rules.placed(waitpoints, scene.waitpoints)),
+            *waitpoint_rules.let_go(scene.root, waitpoints),
+            *_remembered(row, args, outcome),
+        ),
+        events=(lease_event(row, "released", reason="suspend"),),
+        not_before=_not_before(scene, args),
+        not_after=_not_after(scene, args),
+    )
+    return Decision(outcome, change)
+
+
+def _satisfied(
+    scene: Scene,
+    row: Execution,
+    args: SuspendArgs,
+    holder: HandleFields,
+    waitpoint: Waitpoint,
+    counted: Sequence[Place],
+    closer: Signal,
+) -> Decision[Outcome]:
+    outcome = _outcome(args, holder, [waitpoint], suspended=False)
+    root = _recorded(
+        scene,
+        row,
+        args,
+        [waitpoint],
+        satisfiers=wait_encoding.written(list(counted)),
+        closer_signal_id=closer.signal_id,
+        satisfied_at=at(0),
+        closed_at=at(0),
+        close_reason=wait_state.RESUMED,
+        due_at=None,
+    )
+    change = Change(
+        guards=(seen(row, live(row)), wait_state.guard_of(scene.root, row.execution_id)),
+        writes=(
+            Put(root),
+            Put(waitpoint),
+            *waitpoint_rules.let_go(scene.root, [waitpoint]),
+            *_remembered(row, args, outcome),
+        ),
+        not_before=_not_before(scene, args),
+        not_after=_not_after(scene, args),
+    )
+    return Decision(outcome, change)
+
+
+def _recorded(
+    scene: Scene, row: Execution, args: SuspendArgs, waitpoints: Sequence[Waitpoint], **fields: object
+) -> Suspension:
+    """The root with this suspension in place of the one before; what belongs to the execution stays."""
+    before = wait_state.root_of(scene.root, row)
+    given: dict[str, object] = {
+        "execution_id": before.execution_id,
+        "partition": before.partition,
+        "signal_count": before.signal_count,
+        "gates": before.gates,
+        "mail": before.mail,
+        "suspension_id": args.suspension_id,
+        "attempt_index": row.attempt_index,
+        "waitpoints": wait_encoding.written([Bound(one.waitpoint_id, one.waitpoint_key) for one in waitpoints]),
+        "reason_code": args.reason_code,
+        "requested_by": args.requested_by,
+        "continuation_metadata_pointer": args.continuation_metadata_pointer,
+        "created_at": at(0),
+        "last_signal_at": waitpoints[0].last_signal_at,
+        "timeout_at": args.timeout_at,
+        "timeout_behavior": args.timeout_behavior,
+        "due_at": NO_TIMEOUT if args.timeout_at is None else args.timeout_at,
+        "resume_condition": conditions.write_condition(args.resume_condition),
+        "resume_policy": msgspec.json.encode(args.resume_policy).decode(),
+    }
+    return Suspension(**(given | fields))  # type: ignore[arg-type]
+
+
+def _remembered(row: Execution, args: SuspendArgs, outcome: Outcome) -> tuple[Write, ...]:
+    if not args.idempotency_key:
+        return ()
+    answer = msgspec.json.encode(outcome).decode()
+    key = wait_encoding.digest(args.idempotency_key)
+    return (Put(Remembered(row.execution_id, SCOPE, key, at(args.remember_ms), answer)),)
+
+
+def _outcome(args: SuspendArgs, holder: HandleFields, waitpoints: Sequence[Waitpoint], *, suspended: bool) -> Outcome:
+    minted = tuple(Minted(one.waitpoint_id, one.waitpoint_key, one.token_kid) for one in waitpoints)
+    return Outcome(suspended, args.suspension_id, minted, holder)
+
+
+def _not_before(scene: Scene, args: SuspendArgs) -> int | None:
+    """A key whose time was over at the look must be over."""
+    kept = scene.remembered
+    return kept.expires_at if args.idempotency_key and kept is not None else None
+
+
+def _not_after(scene: Scene, args: SuspendArgs) -> int | None:
+    """A waitpoint that was pending at the look may not be activated after its time."""
+    primary = args.waitpoints[0]
+    if not isinstance(primary, UsePending):
+        return None
+    until = scene.waitpoints[primary.waitpoint_id].pending_until
+    return None if until is None else until - 1
+
+
+def _holder_of(row: Execution) -> HandleFields:
+    ttl = (row.lease_expires_at or 0) - (row.lease_renewed_at or 0)
+    return HandleFields(
+        row.execution_id,  # type: ignore[arg-type]
+        row.attempt_index or 0,
+        row.attempt_id,  # type: ignore[arg-type]
+        row.lease_id,  # type: ignore[arg-type]
+        row.lease_epoch,
+        ttl,
+        row.current_lane or row.lane_id,  # type: ignore[arg-type]
+        row.worker_instance_id,  # type: ignore[arg-type]
+    )

@@ -1,0 +1,143 @@
+"""What a handler does with budgets: spend, and keep room free before it does."""
+
+from __future__ import annotations
+
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from msgspec import UNSET
+
+from flowfabric.engine.types import GateArgs, Need
+from flowfabric.errors import InvalidInput
+from flowfabric.model.answers import limits as limit_answers
+from flowfabric.model.gate import GateKind
+from flowfabric.model.owned_id import DEFAULT_NAMESPACE
+from flowfabric.sdk.durations import Duration, to_ms
+from flowfabric.sdk.exceptions import BudgetExceeded
+from flowfabric.sdk.limits import Budget
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from flowfabric.engine.engine import Engine
+    from flowfabric.sdk.durable.attempt import Durable
+    from flowfabric.sdk.fabric import Fabric
+
+
+class Reservation:
+    """Room that is kept free; say what was really used with `spend`."""
+
+    def __init__(self) -> None:
+        self.used: dict[str, int | float] = {}
+
+    def spend(self, **amounts: int | float) -> None:
+        """What was used of it, counted when the reservation ends."""
+        for dimension, amount in amounts.items():
+            self.used[dimension] = self.used.get(dimension, 0) + amount
+
+
+class Spending(ABC):
+    """The part of a context that deals with budgets."""
+
+    app: Fabric
+    engine: Engine
+    run_id: str
+    attempt: int
+    _budgets: Mapping[str, str]
+
+    @property
+    @abstractmethod
+    def durable(self) -> Durable:
+        """What earlier attempts left behind."""
+
+    @abstractmethod
+    async def remembered(self, label: str, ask: Callable[[str], Awaitable[Any]]) -> Any:
+        """Ask once, under a key that is the same on every attempt."""
+
+    async def spend(self, budget: Budget, **amounts: int | float) -> None:
+        """Count what was spent: once, however often the attempt is retried.
+
+        Beyond a hard limit nothing is counted: `BudgetExceeded` is raised, or the run sleeps until there is room.
+        """
+        budget_id = await self._id_of(budget)
+        counted = budget.amounts(amounts)
+
+        async def report(key: str) -> str:
+            while True:
+                answer = await self.engine.record_spend(
+                    budget_id, self.run_id, counted, idempotency_key=key, namespace=self.app.namespace
+                )
+                if not isinstance(answer, limit_answers.HardBreach):
+                    return type(answer).__name__
+                await self._meet_limit(budget, budget_id, answer, counted)
+
+        await self.remembered(f"spend:{budget.name}", report)
+
+    @asynccontextmanager
+    async def reserve(
+        self, budget: Budget, *, lasts: Duration = "1h", **amounts: int | float
+    ) -> AsyncIterator[Reservation]:
+        """Keep room free while the block runs; what it `spend`s is counted at its end, and the rest given back.
+
+        Without room `BudgetExceeded` is raised, or the run sleeps until there is some. A reservation whose process died
+        is over after `lasts`, or taken up again by the next attempt.
+        """
+        budget_id = await self._id_of(budget)
+        counted = budget.amounts(amounts)
+        name, occurrence = self.durable.place(f"reserve:{budget.name}")
+        reservation_id = str(uuid.uuid5(uuid.NAMESPACE_OID, f"{self.run_id}|{name}|{occurrence}"))
+        while True:
+            answer = await self.engine.reserve_budget(
+                budget_id,
+                self.run_id,
+                counted,
+                ttl_ms=to_ms(lasts, "lasts"),
+                reservation_id=reservation_id,
+                namespace=self.app.namespace,
+            )
+            if not isinstance(answer, limit_answers.HardBreach):
+                break
+            await self._meet_limit(budget, budget_id, answer, counted)
+        reservation = Reservation()
+        try:
+            yield reservation
+        except BaseException:
+            if not self.durable.parked:  # a run that waits keeps its room, for as long as it lasts
+                await self.engine.refund_budget(budget_id, reservation_id, namespace=self.app.namespace)
+                if reservation.used:
+                    key, used = f"{reservation_id}|{self.attempt}", budget.amounts(reservation.used)
+                    await self.engine.record_spend(
+                        budget_id, self.run_id, used, idempotency_key=key, namespace=self.app.namespace
+                    )
+            raise
+        used = budget.amounts(reservation.used)
+        await self.engine.settle_budget(budget_id, self.run_id, reservation_id, used, namespace=self.app.namespace)
+
+    async def _meet_limit(
+        self, budget: Budget, budget_id: str, breach: limit_answers.HardBreach, amounts: Mapping[str, int]
+    ) -> None:
+        """Fail, or sleep until there is room."""
+        numbers = (breach.current_usage + breach.reserved, breach.hard_limit, amounts[breach.dimension])
+        dimension, (used, limit, asked) = budget.shown(breach.dimension, *numbers)
+        if budget.on_hard != "suspend":
+            raise BudgetExceeded(budget.name, dimension, used=used, limit=limit, asked=asked)
+        if asked > limit:
+            raise InvalidInput(f"budget {budget.name}: {dimension}={asked} is more than it ever has room for")
+        owner = DEFAULT_NAMESPACE if breach.namespace is UNSET else breach.namespace
+        need = Need(budget_id, breach.dimension, amounts[breach.dimension], owner)
+        await self.durable.wait(
+            GateArgs(name=self.durable.gate_name("budget"), kind=GateKind.MAILBOX, mailbox=need.key),
+            then=lambda: self.engine.wake_budget(budget_id, namespace=owner),
+        )
+
+    async def _id_of(self, budget: Budget) -> str:
+        if not isinstance(budget, Budget):
+            raise InvalidInput(f"budget: {budget!r} is no Budget; hand over the one that was declared")
+        if (found := self._budgets.get(budget.name)) is not None:
+            return found
+        if budget.per is not None:
+            raise InvalidInput(f"budget {budget.name}: it is per {budget.per}; name it in budgets=[…] of the task")
+        return await self.app.declared(self.engine, budget)

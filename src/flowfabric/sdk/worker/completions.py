@@ -1,0 +1,185 @@
+"""Ends: what a worker's attempts came to, told to the store.
+
+Attempts that succeed at about the same time are told together, without a task for each: while many are on their way
+the next ones gather, and behind a few they need not wait. Nobody waits for an end here; who holds a lease hears when
+there is nothing more to tell.
+
+Only the store decides about an end. While it is unreachable, or something on the way refuses the request, the end is
+sent again until the store has answered or the lease is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from flowfabric.engine.engine import Engine
+from flowfabric.errors import FabricError, SchemaTooNew
+from flowfabric.model.answers.execution import Claimed
+from flowfabric.model.text import counted
+from flowfabric.sdk.worker.outcome import (
+    LEASE_IS_OVER,
+    Away,
+    Done,
+    Failed,
+    Outcome,
+    is_unfit,
+    is_verdict,
+    reason_of,
+    tell,
+)
+
+logger = logging.getLogger("flowfabric.worker")
+
+TOGETHER = 500  # successes that are told in one go
+LANES = 2  # how many goes may be under way
+FEW = 8  # under way that leave room for another go
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # before an end that found nobody is sent again
+
+
+class Ends:
+    """The ends of one worker's attempts."""
+
+    def __init__(
+        self, engine: Engine, over: Callable[[list[Claimed]], None], *, until: Callable[[str], int] = lambda _: 0
+    ) -> None:
+        """`over` is called with attempts of which there is nothing more to tell; `until` tells the end of a lease."""
+        self._engine = engine
+        self._over = over
+        self._until = until
+        self._surroundings = contextvars.copy_context()  # those of a handler are none of the store's business
+        self._untold: dict[str, Claimed] = {}
+        self._successes: list[tuple[Claimed, Done]] = []  # that are not on their way yet
+        self._lanes = 0
+        self._on_their_way = 0
+        self._is_starting = False  # a lane that will take whatever is there when its turn comes
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.succeeded = 0
+        self.failed = 0  # attempts, whether or not others follow
+
+    def __len__(self) -> int:
+        """How many are not told yet."""
+        return len(self._untold)
+
+    def add(self, claimed: Claimed, outcome: Outcome) -> None:
+        """Tell how an attempt ended, soon."""
+        self._untold[claimed.lease_id] = claimed
+        if type(outcome) is Done:
+            self._successes.append((claimed, outcome))
+            if not self._is_starting and self._lanes < (LANES if self._on_their_way <= FEW else 1):
+                self._is_starting = True
+                self._lanes += 1
+                self._start(self._tell_successes())
+        elif type(outcome) is Away:
+            self._forget([claimed])
+        else:
+            self._start(self._tell(claimed, outcome))
+
+    async def all_told(self) -> None:
+        """Wait until nothing is left to tell."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def drop(self) -> list[Claimed]:
+        """Tell nothing more; what was not told yet."""
+        for task in self._tasks:
+            task.cancel()
+        if self._is_starting:  # cancelled before its turn came, it will never count itself out
+            self._is_starting = False
+            self._lanes -= 1
+        left = list(self._untold.values())
+        self._successes.clear()
+        self._forget(left)
+        return left
+
+    def _start(self, telling: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(telling, context=self._surroundings.copy())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _tell_successes(self) -> None:
+        self._is_starting = False
+        try:
+            while some := self._successes[:TOGETHER]:
+                del self._successes[:TOGETHER]
+                await self._tell_together(some)
+        finally:
+            self._lanes -= 1
+
+    async def _tell_together(self, successes: list[tuple[Claimed, Done]]) -> None:
+        claimed = [one for one, _ in successes]
+        on_their_way = len(claimed)
+        self._on_their_way += on_their_way
+
+        def answered() -> None:
+            """Make room for the next ones, which need not wait until something is made of the answer."""
+            nonlocal on_their_way
+            self._on_their_way -= on_their_way
+            on_their_way = 0
+
+        unheard: list[tuple[Claimed, Done, FabricError]] = []
+        try:
+            answers = await self._engine.complete_many(
+                [(one.handle, done.result) for one, done in successes], encoding="json", answered=answered
+            )
+            for (one, done), answer in zip(successes, answers, strict=True):
+                if not isinstance(answer, FabricError):
+                    self.succeeded += 1
+                elif is_unfit(answer):  # a result that cannot be kept will be none next time either
+                    await self._tell(one, Failed(reason_of(answer), "permanent"))
+                elif is_verdict(answer):
+                    _refused(one, answer)
+                else:
+                    unheard.append((one, done, answer))
+        except Exception:
+            logger.exception("%s could not be reported as completed", counted(len(claimed), "attempt"))
+        finally:
+            answered()
+            again = {one.lease_id for one, _, _ in unheard}
+            self._forget([one for one in claimed if one.lease_id not in again])
+        for one, done, away in unheard:
+            self._start(self._tell(one, done, away))
+
+    async def _tell(self, claimed: Claimed, outcome: Outcome, away: FabricError | None = None) -> None:
+        """Send one end until the store has judged it or the lease is over; `away` is why it was not heard so far."""
+        pause_s = FIRST_PAUSE_S
+        try:
+            while True:
+                if away is not None:
+                    if self._engine.estimate.now() > self._until(claimed.lease_id):
+                        logger.warning(
+                            "%s: its end was not heard, and its lease is over: %s", claimed.execution_id, away
+                        )
+                        return
+                    logger.warning("%s: its end was not heard, and is sent again: %s", claimed.execution_id, away)
+                    await asyncio.sleep(pause_s)
+                    pause_s = min(pause_s * 2, LONGEST_PAUSE_S)
+                try:
+                    await tell(self._engine, claimed.handle, outcome)
+                    self.succeeded += type(outcome) is Done
+                    self.failed += type(outcome) is Failed
+                    return
+                except FabricError as refused:
+                    if is_verdict(refused):
+                        _refused(claimed, refused)
+                        return
+                    away = refused
+        except Exception:
+            logger.exception("%s: its end could not be told", claimed.execution_id)
+        finally:
+            self._forget([claimed])
+
+    def _forget(self, told: list[Claimed]) -> None:
+        for one in told:
+            self._untold.pop(one.lease_id, None)
+        self._over(told)
+
+
+def _refused(claimed: Claimed, refusal: FabricError) -> None:
+    if refusal.kind in LEASE_IS_OVER or isinstance(refusal, SchemaTooNew):
+        logger.warning("%s: its end was refused: %s", claimed.execution_id, refusal)
+    else:
+        logger.error("%s: its end could not be told", claimed.execution_id, exc_info=refusal)

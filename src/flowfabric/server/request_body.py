@@ -1,0 +1,102 @@
+"""Bodies of requests: received within limits of size and time, and decoded into what the route expects."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+
+import msgspec
+
+from flowfabric import json_limits
+from flowfabric.server.errors import Refused, TooLarge
+from flowfabric.server.request import Ask, Receive
+from flowfabric.server.routing import FIELDS, Operation
+
+_JSON_TYPE = re.compile(rb"application/(?:[^;\s]+\+)?json\s*(?:;.*)?", re.IGNORECASE | re.DOTALL).fullmatch
+_OCTETS_TYPE = re.compile(rb"application/octet-stream\s*(?:;.*)?", re.IGNORECASE | re.DOTALL).fullmatch
+_FIELDS = FIELDS.encode()
+_UNSUPPORTED = "invalid JSON: Unsupported Media Type"
+_MALFORMED = "invalid JSON: Bad Request"
+_UNPROCESSABLE = "invalid JSON: Unprocessable Entity"
+BODY_S = 60.0
+
+
+async def received(ask: Ask[Any], operation: Operation) -> bytes:
+    """The body as it was sent; 413, 415 or 408 when it is too large, of another type, or takes too long."""
+    limit = operation.limit
+    length = ask.headers.get(b"content-length")
+    if length is not None and length.isdigit() and (len(length) > 18 or int(length) > limit):
+        raise TooLarge(limit, operation.path)
+    if operation.decoder is not None and not _is_octets(ask, operation) and not _JSON_TYPE(_type(ask)):
+        raise Refused(415, _UNSUPPORTED)
+    try:
+        async with asyncio.timeout(BODY_S):
+            message = await ask.receive()
+            body: bytes = message.get("body", b"")
+            if message.get("more_body"):
+                body = await _rest(ask.receive, body, limit, operation.path)
+    except TimeoutError:
+        raise Refused(408, "the body took too long", connection="close") from None
+    if len(body) > limit:
+        raise TooLarge(limit, operation.path)
+    return body
+
+
+def decoded(ask: Ask[Any], operation: Operation, body: bytes) -> Any:
+    """What the route expects; 400 or 422 when the body is no such thing."""
+    if operation.decoder is None:
+        return body
+    is_octets = _is_octets(ask, operation)
+    fields = ask.headers.get(_FIELDS, b"{}")
+    try:
+        json_limits.check_numbers(fields if is_octets else body)
+        return _around(body, fields, operation) if is_octets else operation.decoder.decode(body)
+    except msgspec.ValidationError:
+        raise (Refused(422, _UNPROCESSABLE) if is_octets or _is_json(body) else Refused(400, _MALFORMED)) from None
+    except json_limits.NumberTooLong as fault:
+        raise Refused(400, f"invalid JSON: {fault}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise Refused(400, _MALFORMED) from None
+
+
+def _type(ask: Ask[Any]) -> bytes:
+    return ask.headers.get(b"content-type", b"")
+
+
+def _is_octets(ask: Ask[Any], operation: Operation) -> bool:
+    """Whether the body is one field of the request, as the bytes themselves."""
+    return operation.octets is not None and _OCTETS_TYPE(_type(ask)) is not None
+
+
+def _is_json(body: bytes) -> bool:
+    """Whether all of a body is well-formed; of a wrong shape the decoder tells before it has read to the end."""
+    try:
+        msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
+    return True
+
+
+def _around(octets: bytes, fields: bytes, operation: Operation) -> Any:
+    """The body of which one field came as bytes, and the others in a header."""
+    given = msgspec.json.decode(fields, type=dict[str, Any])
+    if operation.octets in given:
+        raise msgspec.ValidationError(f"{operation.octets} is given twice")
+    given[operation.octets or ""] = octets
+    return msgspec.convert(given, operation.body)
+
+
+async def _rest(receive: Receive, body: bytes, limit: int, route: str) -> bytes:
+    parts, size, more = [body], len(body), True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise Refused(400, _MALFORMED)
+        part = message.get("body", b"")
+        size += len(part)
+        if size > limit:
+            raise TooLarge(limit, route)
+        parts.append(part)
+        more = message.get("more_body", False)
+    return b"".join(parts)

@@ -1,0 +1,235 @@
+"""The page behind a signed link: shows what is decided, asks for a decision, and sends it as a signal.
+
+The link's token is all that is asked for. A wrong link, one that is used up and one that never was look the same.
+Programs post their decision to the link itself, as JSON, and are answered in JSON.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from base64 import b64encode
+from html import escape
+from typing import Any
+from urllib.parse import parse_qsl
+
+import msgspec
+
+from flowfabric import errors, ids, json_limits
+from flowfabric.api.encoding import Unsaid, variants
+from flowfabric.engine.types import Accepted, Duplicate, SignalArgs, WaitpointToken, asked_by, schema_of
+from flowfabric.server import approval_form
+from flowfabric.server.errors import Refused, bad_request
+from flowfabric.server.request import Ask, encode, tagged
+from flowfabric.server.routing import HTML, SIGNAL_LIMIT, Param, Reply, Routes
+
+routes = Routes("waitpoint pages")
+
+PATH = "/v1/waitpoints/{id}/{waitpoint_id}"
+STYLE = (
+    "body{font:16px/1.5 system-ui,sans-serif;max-width:40rem;margin:3rem auto;padding:0 1rem;color:#222}"
+    "dl{display:grid;grid-template-columns:max-content 1fr;gap:.3rem 1rem}dt{color:#666}dd{margin:0}"
+    "label{display:block;margin:.8rem 0}input,select,textarea{display:block;width:100%;font:inherit;padding:.4rem}"
+    "button{font:inherit;padding:.5rem 1.5rem}.bad{color:#a00}"
+)
+_STYLE_HASH = b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
+_NOTHING_ELSE = "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+SAFE = (
+    (
+        "content-security-policy",
+        f"default-src 'none'; style-src 'sha256-{_STYLE_HASH}'; {_NOTHING_ELSE}",
+    ),
+    ("cache-control", "no-store"),
+    ("referrer-policy", "no-referrer"),
+    ("x-content-type-options", "nosniff"),
+)
+NOT_GOOD = "not found: waitpoint"
+OVER = "This link is not good: it is wrong, it has been used, or the decision is over."
+DONE = "Thank you. Your decision was recorded."
+VOTED = "A decision was given with this link before. That one counts, and this one does not."
+LONGEST_NAME = 200
+
+
+class Question(Unsaid, msgspec.Struct, frozen=True):
+    """What a link leads to."""
+
+    execution_id: str
+    waitpoint_id: str
+    token: str
+    title: str
+    shown: Any
+    schema: dict[str, Any]
+
+
+@routes.get(PATH, {200: HTML}, scope=None, query=(Param("token", {"type": "string"}, required=True),))
+async def show_waitpoint(ask: Ask[None]) -> Reply:
+    """What is decided, and a form to decide it."""
+    question = await _question(ask, ask.query("token") or "")
+    return _page("Not found", f"<p>{OVER}</p>", 404) if question is None else _form(ask, question)
+
+
+@routes.post(
+    PATH,
+    {200: variants(Accepted, Duplicate)},
+    scope=None,
+    body=bytes,
+    limit=SIGNAL_LIMIT,
+    query=(
+        Param("token", {"type": "string", "description": "the link's; the body is then the decision, as JSON"}),
+        Param("by", {"type": "string", "description": "who decides"}),
+    ),
+)
+async def answer_waitpoint(ask: Ask[bytes]) -> Reply:
+    """Send a decision: the page's form, or JSON posted to the link itself, which is answered in JSON."""
+    token = ask.query("token")
+    return await _answer_form(ask) if token is None else await _answer_json(ask, token)
+
+
+async def _answer_form(ask: Ask[bytes]) -> Reply:
+    try:
+        given = dict(parse_qsl(ask.body.decode(), keep_blank_values=True, max_num_fields=2 * approval_form.MAX_FIELDS))
+    except ValueError:
+        return _page("Not understood", "<p>The form could not be read.</p>", 400)
+    question = await _question(ask, given.get("token", ""))
+    if question is None:
+        return _page("Not found", f"<p>{OVER}</p>", 404)
+    try:
+        decided = approval_form.value(given, question.schema)
+    except approval_form.NotFilledIn as missing:
+        return _form(ask, question, str(missing))
+    once = given.get("once", "")
+    try:
+        signal_id = ids.parse_uuid(once)
+    except errors.InvalidInput:
+        signal_id = ask.engine.minter.uuid()
+    try:
+        answer = await ask.engine.deliver_signal(
+            _vote(
+                (question.execution_id, question.waitpoint_id),
+                question.token,
+                signal_id=signal_id,
+                by=given.get("by", ""),
+                payload=encode(decided),
+                once=signal_id,  # the same form sent twice is one vote
+            )
+        )
+    except errors.InvalidInput as wrong:  # of another kind than was asked for
+        return _form(ask, question, wrong.detail)
+    except (errors.StateError, errors.ValidationError):
+        return _page("Too late", f"<p>{OVER}</p>", 409)
+    if isinstance(answer, Duplicate):
+        return _page(question.title, f"<p>{DONE} It had been recorded before.</p>")
+    if not answer.counts:
+        return _page("Not counted", f"<p>{VOTED}</p>", 409)
+    return _page(question.title, f"<p>{DONE}</p>")
+
+
+async def _answer_json(ask: Ask[bytes], token: str) -> Reply:
+    """Take a program's decision; the same decision posted again after a lost answer is the same vote."""
+    place = _place(ask)
+    if place is None or not await ask.engine.is_token_of(*place, WaitpointToken(token)):
+        raise Refused(404, NOT_GOOD)
+    try:
+        json_limits.decode(ask.body)
+    except json_limits.NumberTooLong as fault:
+        raise bad_request(f"invalid JSON: {fault}") from None
+    except (msgspec.DecodeError, RecursionError):
+        raise bad_request("invalid JSON: Bad Request") from None
+    try:
+        answer = await ask.engine.deliver_signal(
+            _vote(
+                place,
+                token,
+                signal_id=ask.engine.minter.uuid(),
+                by=ask.query("by") or "",
+                payload=ask.body,
+                once=hashlib.sha256(ask.body).hexdigest(),
+            )
+        )
+    except (errors.InvalidToken, errors.NotFound):
+        raise Refused(404, NOT_GOOD) from None
+    if isinstance(answer, Accepted) and not answer.counts:
+        raise Refused(409, VOTED, kind="state_conflict", retryable=False)
+    return tagged(answer)
+
+
+def _vote(place: tuple[str, str], token: str, *, signal_id: str, by: str, payload: bytes, once: str) -> SignalArgs:
+    execution_id, waitpoint_id = place
+    return SignalArgs(
+        execution_id=execution_id,
+        waitpoint_id=waitpoint_id,
+        signal_id=signal_id,
+        signal_name="vote",
+        signal_category="approval",
+        source_type="link",
+        source_identity=by.replace("\x00", "")[:LONGEST_NAME],
+        waitpoint_token=token,
+        payload=payload,
+        payload_encoding="json",
+        idempotency_key=once,
+    )
+
+
+def _place(ask: Ask[Any]) -> tuple[str, str] | None:
+    """The execution and the waitpoint in the path; None when they are no ids."""
+    try:
+        return ids.parse_execution_id(ask.params[0]), ids.parse_uuid(ask.params[1])
+    except errors.InvalidInput:
+        return None
+
+
+async def _question(ask: Ask[Any], token: str) -> Question | None:
+    if (place := _place(ask)) is None:
+        return None
+    execution_id, waitpoint_id = place
+    # One look, whatever is wrong: how long a refusal takes tells no more than the page does.
+    kept = await ask.engine.read_token_of(execution_id, waitpoint_id)
+    if kept is None or kept != WaitpointToken(token):
+        return None
+    record = await ask.engine.describe_waitpoint(execution_id, waitpoint_id)
+    if record is None:
+        return None
+    snapshot = await ask.engine.describe_execution(execution_id)
+    tags = {} if snapshot is None else snapshot.tags
+    name = asked_by(record.waitpoint_key)
+    schema = schema_of(tags, record.waitpoint_key)
+    return Question(
+        execution_id,
+        waitpoint_id,
+        token,
+        name.replace("_", " "),
+        _json(tags.get("ff.show")),
+        {"type": "boolean", "title": "Approve?"} if schema is None else schema,
+    )
+
+
+def _json(text: str | None) -> Any:
+    try:
+        return None if text is None else json_limits.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        return None
+
+
+def _form(ask: Ask[Any], question: Question, wrong: str = "") -> Reply:
+    token = escape(question.token, quote=True)
+    told = f'<p class="bad">{escape(wrong)}</p>' if wrong else ""
+    return _page(
+        question.title,
+        f"{approval_form.facts(question.shown)}{told}"
+        f'<form method="post" action="?">{approval_form.first(question.schema)}\n'
+        f'<input type="hidden" name="token" value="{token}">'
+        f'<input type="hidden" name="once" value="{ask.engine.minter.uuid()}">\n'
+        f"{approval_form.fields(question.schema)}"
+        f'<label>Your name<input type="text" name="by" maxlength="{LONGEST_NAME}"></label>\n'
+        f"{approval_form.buttons(question.schema)}\n</form>",
+        400 if wrong else 200,
+    )
+
+
+def _page(title: str, body: str, status: int = 200) -> Reply:
+    html = (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width">'
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n"
+        f"<body><h1>{escape(title)}</h1>\n{body}\n</body></html>\n"
+    )
+    return Reply(status, html.encode(), HTML, SAFE)

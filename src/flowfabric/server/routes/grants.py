@@ -1,0 +1,145 @@
+"""Claims and reclaims as the reference has them: the server grants, the worker redeems."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from flowfabric import errors, ids
+from flowfabric.api.encoding import Body, Whole
+from flowfabric.model.answers import execution as answers
+from flowfabric.model.api_token import Scope
+from flowfabric.server.errors import bad_request
+from flowfabric.server.request import Ask, json
+from flowfabric.server.routing import Reply, Routes, Subject
+
+routes = Routes("claims")
+
+MAX_GRANT_MS = 60_000
+
+
+class ClaimBody(Body, frozen=True):
+    lane_id: str
+    worker_instance_id: str
+    grant_ttl_ms: Whole
+    capabilities: tuple[str, ...] = ()
+
+
+class Grant(msgspec.Struct, frozen=True):
+    """An offer; `grant_kind` is claim, resume or reclaim: how it is redeemed."""
+
+    execution_id: str
+    partition_key: str
+    grant_key: str
+    expires_at_ms: int
+    grant_kind: str
+
+
+def check_names(worker_id: str, worker_instance_id: str, *lanes: str) -> None:
+    """Refuse names that are none, in the reference's words."""
+    for field, text in (("worker_id", worker_id), ("worker_instance_id", worker_instance_id)):
+        size = len(text.encode("utf-8", "surrogatepass"))
+        if not text:
+            raise bad_request(f"{field}: must not be empty")
+        if size > ids.MAX_WORKER_BYTES:
+            raise bad_request(f"{field}: exceeds {ids.MAX_WORKER_BYTES} bytes (got {size})")
+        if ids.blank_or_control(text):
+            raise bad_request(f"{field}: must not contain whitespace or control characters")
+    for lane in lanes:
+        try:
+            ids.parse_lane_id(lane)
+        except ids.LaneIdEmpty:
+            raise bad_request("lane_id: lane_id is empty") from None
+        except ids.LaneIdTooLong as long:
+            raise bad_request(f"lane_id: lane_id exceeds {ids.MAX_LANE_BYTES} bytes (got {long.length})") from None
+        except ids.LaneIdNonPrintable as odd:
+            raise bad_request(f"lane_id: lane_id contains non-ASCII-printable byte at index {odd.index}") from None
+
+
+def check_grant_ttl(ttl_ms: int) -> None:
+    """Refuse grants that last for ever, or not at all."""
+    if not 1 <= ttl_ms <= MAX_GRANT_MS:
+        raise bad_request(f"grant_ttl_ms must be in 1..={MAX_GRANT_MS}")
+
+
+@routes.post(
+    "/v1/workers/{worker_id}/claim",
+    {200: Grant, 204: None},
+    body=ClaimBody,
+    scope=Scope.WORK,
+    subject=Subject.OWN,
+)
+async def claim_for_worker(ask: Ask[ClaimBody]) -> Reply:
+    """A grant for the best execution of the lane that this worker may run; 204 when there is none."""
+    worker_id, body = ask.params[0], ask.body
+    check_names(worker_id, body.worker_instance_id, body.lane_id)
+    check_grant_ttl(body.grant_ttl_ms)
+    within = ask.principal.namespaces
+    grant = await ask.engine.claim_for_worker(worker_id=worker_id, namespaces=within, **body.told())
+    if grant is None:
+        return Reply(204)
+    kind = "reclaim" if isinstance(grant, answers.ReclaimGrant) else "resume" if grant.resumes else "claim"
+    return json(Grant(grant.execution_id, grant.partition_key, grant.grant_key, grant.expires_at_ms, kind))
+
+
+class ReclaimBody(Body, frozen=True):
+    worker_id: str
+    worker_instance_id: str
+    lane_id: str
+    grant_ttl_ms: Whole
+    capability_hash: str | None = None
+    route_snapshot_json: str | None = None
+    admission_summary: str | None = None
+    worker_capabilities: tuple[str, ...] = ()
+
+
+class ReclaimAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """`granted`, `not_reclaimable` or `reclaim_cap_exceeded`, with what belongs to each."""
+
+    status: str
+    execution_id: str
+    partition_key: str = ""
+    grant_key: str = ""
+    expires_at_ms: int | None = None
+    lane_id: str = ""
+    detail: str = ""
+    reclaim_count: int | None = None
+
+
+@routes.post(
+    "/v1/executions/{id}/reclaim",
+    {200: ReclaimAnswer},
+    body=ReclaimBody,
+    scope=Scope.WORK,
+    subject=Subject.EXECUTION,
+)
+async def issue_reclaim_grant(ask: Ask[ReclaimBody]) -> Reply:
+    """Offer work whose lease is gone to one worker; a business refusal is an answer."""
+    execution_id, body = ask.execution_id, ask.body
+    check_names(body.worker_id, body.worker_instance_id, body.lane_id)
+    check_grant_ttl(body.grant_ttl_ms)
+    answer = await ask.engine.issue_reclaim_grant(execution_id, **body.told())
+    return json(reclaim_answer(execution_id, answer))
+
+
+def reclaim_answer(execution_id: str, answer: Any) -> ReclaimAnswer:
+    """The answer with its status."""
+    match answer:
+        case answers.ReclaimGrant():
+            return ReclaimAnswer(
+                "granted",
+                execution_id,
+                answer.partition_key,
+                answer.grant_key,
+                answer.expires_at_ms,
+                answer.lane_id,
+            )
+        case answers.NotReclaimable(detail=detail):
+            return ReclaimAnswer("not_reclaimable", execution_id, detail=detail)
+        case answers.ReclaimCapExceeded(reclaim_count=count):
+            return ReclaimAnswer("reclaim_cap_exceeded", execution_id, reclaim_count=count)
+        case answers.GrantNotFound():
+            return ReclaimAnswer("grant_not_found", execution_id)
+        case _:
+            raise errors.BugError(f"reclaim: {type(answer).__name__}")

@@ -1,0 +1,230 @@
+"""The rows that stores keep: table names, keys, roots and indexes, told once for all stores.
+
+A *root* carries a revision and can be guarded; every other row belongs to a root. Columns and their types come from
+the record types; stores derive their statements from this page, and a test compares it with each store's schema.
+"""
+
+from __future__ import annotations
+
+import types
+from enum import Enum
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from flowfabric.model.api_token import ApiToken
+from flowfabric.model.budget import Budget, BudgetDimension, BudgetSpend, Reservation, UsageKey
+from flowfabric.model.deployment import Deployment
+from flowfabric.model.execution import Attempt, Execution, IdempotencyKey, LineKey, Payload, Result
+from flowfabric.model.flow import (
+    CancelBacklog,
+    Dependency,
+    Dispatch,
+    Edge,
+    EdgeGroup,
+    Flow,
+    FlowMember,
+    FlowSummary,
+    PendingCancel,
+    PendingCancelGroup,
+)
+from flowfabric.model.gate import ChildEnd, GateMemo, Mail, StepMemo
+from flowfabric.model.outbox import Message
+from flowfabric.model.quota import QuotaPolicy, QuotaRequest, QuotaSlot
+from flowfabric.model.signing_key import Keystore, SigningKey
+from flowfabric.model.stream import Frame, Stream, Summary
+from flowfabric.model.suspension import Remembered, Signal, Suspension, Waitpoint
+from flowfabric.model.sweep import SweepLease
+from flowfabric.model.worker import Worker, WorkerEvent
+
+
+class Column(msgspec.Struct, frozen=True):
+    """One column: its kind is one of int, str, bytes, bool, float, line, or an enum stored as its member's place."""
+
+    name: str
+    kind: type[Any]
+    optional: bool
+
+    @property
+    def is_enum(self) -> bool:
+        return issubclass(self.kind, Enum)
+
+
+class Index(msgspec.Struct, frozen=True):
+    """An ordered index; rows whose first column is unset are not in it."""
+
+    columns: tuple[str, ...]
+
+
+class Table(msgspec.Struct, frozen=True):
+    """One kind of row."""
+
+    name: str
+    row: type[msgspec.Struct]
+    key: tuple[str, ...]
+    root: type[msgspec.Struct]  # the row itself when it is a root
+    columns: tuple[Column, ...]
+    indexes: tuple[Index, ...] = ()
+
+    @property
+    def is_root(self) -> bool:
+        return self.root is self.row
+
+    @property
+    def column_names(self) -> tuple[str, ...]:
+        return tuple(column.name for column in self.columns)
+
+
+def _columns(row: type[msgspec.Struct]) -> tuple[Column, ...]:
+    hints = get_type_hints(row)
+    found = []
+    for field in row.__struct_fields__:
+        hint, optional = hints[field], False
+        if get_origin(hint) in (Union, types.UnionType):
+            inner = [arg for arg in get_args(hint) if arg is not type(None)]
+            hint, optional = inner[0], True
+        found.append(Column(field, hint, optional))
+    return tuple(found)
+
+
+def _table(
+    name: str,
+    row: type[msgspec.Struct],
+    *key: str,
+    root: type[msgspec.Struct] | None = None,
+    indexes: tuple[tuple[str, ...], ...] = (),
+) -> Table:
+    return Table(name, row, key, root or row, _columns(row), tuple(Index(columns) for columns in indexes))
+
+
+TABLES: tuple[Table, ...] = (
+    _table(
+        "ff_exec_core",
+        Execution,
+        "execution_id",
+        indexes=(
+            ("line", "rank", "execution_id"),
+            ("lease_expires_at", "execution_id"),
+            ("delay_until", "execution_id"),
+            ("attempt_timeout_at", "execution_id"),
+            ("deadline_at", "execution_id"),
+            ("purge_at", "execution_id"),
+            ("blocked_on", "rank", "execution_id"),
+        ),
+    ),
+    _table("ff_payload", Payload, "execution_id", root=Execution),
+    _table("ff_result", Result, "execution_id", root=Execution),
+    _table("ff_attempt", Attempt, "execution_id", "attempt_index", root=Execution),
+    _table("ff_idempotency", IdempotencyKey, "partition", "digest", indexes=(("expires_at",),)),
+    _table("ff_sweep", SweepLease, "sweep"),
+    _table("ff_partition_config", Deployment, "deployment_id"),
+    _table("ff_api_token", ApiToken, "token_id"),
+    _table("ff_keystore", Keystore, "keystore_id"),
+    _table("ff_waitpoint_hmac", SigningKey, "keystore_id", "kid", root=Keystore),
+    _table("ff_suspension", Suspension, "execution_id", indexes=(("due_at", "execution_id"),)),
+    _table(
+        "ff_waitpoint",
+        Waitpoint,
+        "waitpoint_id",
+        "partition",
+        root=Suspension,
+        indexes=(("execution_id", "waitpoint_id"), ("pending_until", "waitpoint_id")),
+    ),
+    _table("ff_signal", Signal, "execution_id", "waitpoint_id", "seq", root=Suspension),
+    _table("ff_remembered", Remembered, "execution_id", "scope", "digest", root=Suspension),
+    _table("ff_gate", GateMemo, "execution_id", "gate", root=Suspension),
+    _table("ff_mail", Mail, "execution_id", "mailbox", "seq", root=Suspension),
+    _table("ff_child_end", ChildEnd, "parent_id", "child_id", "life", root=Suspension, indexes=(("due_at",),)),
+    _table("ff_step", StepMemo, "execution_id", "name", "occurrence", root=Execution),
+    _table("ff_stream", Stream, "execution_id", "attempt_index"),
+    _table("ff_frame", Frame, "execution_id", "attempt_index", "page", "ms", "seq", root=Stream),
+    _table("ff_stream_summary", Summary, "execution_id", "attempt_index", root=Stream),
+    _table(
+        "ff_flow_core",
+        Flow,
+        "flow_id",
+        indexes=(("partition", "flow_id"), ("project_at", "flow_id"), ("purge_check_at", "flow_id")),
+    ),
+    _table("ff_flow_member", FlowMember, "flow_id", "execution_id", root=Flow),
+    _table(
+        "ff_edge",
+        Edge,
+        "flow_id",
+        "edge_id",
+        root=Flow,
+        indexes=(("upstream_execution_id", "edge_id"), ("downstream_execution_id", "edge_id")),
+    ),
+    _table(
+        "ff_edge_group",
+        EdgeGroup,
+        "flow_id",
+        "downstream_execution_id",
+        indexes=(("waiting_since", "flow_id", "downstream_execution_id"),),
+    ),
+    _table(
+        "ff_dependency",
+        Dependency,
+        "downstream_execution_id",
+        "edge_id",
+        indexes=(("unfolded_at", "downstream_execution_id", "edge_id"),),
+    ),
+    _table("ff_dispatch", Dispatch, "execution_id", indexes=(("due_at", "execution_id"),)),
+    _table(
+        "ff_pending_cancel_groups",
+        PendingCancelGroup,
+        "flow_id",
+        "downstream_execution_id",
+        indexes=(("flagged_at", "flow_id", "downstream_execution_id"),),
+    ),
+    _table("ff_cancel_backlog", CancelBacklog, "flow_id", indexes=(("due_at", "flow_id"),)),
+    _table("ff_cancel_backlog_member", PendingCancel, "flow_id", "execution_id", root=CancelBacklog),
+    _table("ff_flow_summary", FlowSummary, "flow_id", root=Flow),
+    _table("ff_outbox", Message, "origin", "message_id", indexes=(("due_at",),)),
+    _table(
+        "ff_budget_policy",
+        Budget,
+        "namespace",
+        "budget_id",
+        indexes=(("next_reset_at", "namespace", "budget_id"), ("lapse_at", "namespace", "budget_id")),
+    ),
+    _table("ff_budget_usage", BudgetDimension, "namespace", "budget_id", "dimension", root=Budget),
+    _table("ff_budget_usage_by_exec", BudgetSpend, "namespace", "budget_id", "execution_id", "dimension", root=Budget),
+    _table("ff_budget_reservation", Reservation, "namespace", "budget_id", "reservation_id", "dimension", root=Budget),
+    _table(
+        "ff_budget_usage_dedup",
+        UsageKey,
+        "namespace",
+        "budget_id",
+        "digest",
+        "expires_at",
+        root=Budget,
+        indexes=(("expires_at",),),
+    ),
+    _table("ff_quota_policy", QuotaPolicy, "namespace", "quota_policy_id"),
+    _table("ff_quota_admitted", QuotaSlot, "namespace", "quota_policy_id", "execution_id", root=QuotaPolicy),
+    _table(
+        "ff_quota_window", QuotaRequest, "namespace", "quota_policy_id", "dimension", "execution_id", root=QuotaPolicy
+    ),
+    _table("ff_worker_registry", Worker, "namespace", "worker_instance_id", indexes=(("lapses_at",),)),
+    _table(
+        "ff_worker_registry_event",
+        WorkerEvent,
+        "namespace",
+        "worker_instance_id",
+        "event_at_ms",
+        "event_kind",
+        root=Worker,
+        indexes=(("expires_at",),),
+    ),
+)
+
+TABLE: dict[type[msgspec.Struct], Table] = {table.row: table for table in TABLES}
+
+
+def index_of(row: type[msgspec.Struct], column: str) -> tuple[str, ...]:
+    """The columns of the index that begins with this one."""
+    return next(index.columns for index in TABLE[row].indexes if index.columns[0] == column)
+
+
+# A line is kept as a small number; the store's line table says which number stands for which key.
+LINE_COLUMN = LineKey

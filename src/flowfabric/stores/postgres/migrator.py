@@ -1,0 +1,147 @@
+"""The schema and how it grows: numbered files, forward only, each applied once and under one lock.
+
+A running process learns of a newer schema when it connects, when a statement does not fit the schema, and by looking
+every few seconds (`Watch`).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import resources
+from time import monotonic
+from typing import Any, NamedTuple
+
+from flowfabric import errors
+from flowfabric.stores.compatibility import is_compatible, refuse_newer
+from flowfabric.stores.port import Schema
+
+# Whoever migrates holds this lock until its transaction ends, so that two processes that start together do not.
+_LOCK = 0x666C6F7766616272
+
+MIGRATION_S = 3600.0  # which the steps may take together; a dead connection is noticed by the kernel
+OLDEST = 13  # of the servers whose words our statements use
+ENCODINGS = ("UTF8", "SQL_ASCII")  # that keep every text; in others a run could not tell how it failed
+
+_VERSIONS = """
+create table if not exists ff_schema_version (
+    version    integer primary key,
+    name       text not null,
+    applied_at timestamptz not null default now(),
+    compatible boolean not null default false
+)
+"""
+_COMPATIBLE = "alter table ff_schema_version add column if not exists compatible boolean not null default false"
+_EXISTS = "select to_regclass('ff_schema_version')"
+# The newest version, and whether it is compatible; tables of earlier releases have no such column.
+_NEWEST = """
+select version, coalesce((to_jsonb(v) ->> 'compatible')::boolean, false)
+  from ff_schema_version v order by version desc limit 1
+"""
+CHECK_S = 5.0  # between two looks at the version
+
+
+class Migration(NamedTuple):
+    """One step of the schema."""
+
+    version: int
+    name: str
+    text: str
+
+    @property
+    def compatible(self) -> bool:
+        """True if the release before may run on the schema that this step makes."""
+        return is_compatible(self.text)
+
+
+@cache
+def migrations() -> tuple[Migration, ...]:
+    """All steps, in order."""
+    found = []
+    for file in resources.files(__package__).joinpath("migrations").iterdir():
+        number, _, name = file.name.removesuffix(".sql").partition("_")
+        if file.name.endswith(".sql"):
+            found.append(Migration(int(number), name, file.read_text(encoding="utf-8")))
+    return tuple(sorted(found))
+
+
+async def bring_up(connection: Any, *, migrate: bool) -> Schema:
+    """Make the schema the one this code knows, or refuse: a newer one always, an older one unless `migrate`.
+
+    A server that is too old, or a database that cannot keep every text, is refused as well.
+
+    The caller wraps this in a transaction, so that a schema is changed whole or not at all.
+    """
+    _check(connection)
+    known = migrations()[-1].version
+    found, compatible = await _newest(connection)
+    first = found
+    if found < known and migrate:
+        await connection.execute("set local statement_timeout = 0")
+        await connection.execute(f"select pg_advisory_xact_lock({_LOCK})")
+        await connection.execute(_VERSIONS)
+        await connection.execute(_COMPATIBLE)
+        found, compatible = await _newest(connection)
+        for step in migrations():
+            if step.version > found:
+                await connection.execute(step.text)
+                await connection.execute(
+                    "insert into ff_schema_version (version, name, compatible) values ($1, $2, $3)",
+                    *(step.version, step.name, step.compatible),
+                )
+        found = max(found, known)
+    refuse_newer(found, known, compatible=compatible)
+    if found < known:
+        detail = "the database has no FlowFabric schema" if found == 0 else f"the schema is at version {found}"
+        raise errors.Unavailable("open", f"{detail}, this release needs version {known}: migrate first")
+    applied = [step for step in migrations() if step.version > first > 0]
+    return Schema(first, found, all(step.compatible for step in applied))
+
+
+def _check(connection: Any) -> None:
+    """Refuse what the store cannot work on, by what a server tells of itself at the start."""
+    major, encoding = connection.get_server_version().major, connection.get_settings().server_encoding
+    if major < OLDEST:
+        raise errors.InvalidInput(f"url: the server is PostgreSQL {major}; the store needs {OLDEST} or newer")
+    if encoding not in ENCODINGS:
+        raise errors.InvalidInput(
+            f"url: the database keeps texts in {encoding}; the store needs one with encoding UTF8"
+        )
+
+
+async def _newest(connection: Any) -> tuple[int, bool]:
+    """The newest version that was applied, 0 for none, and whether it is compatible."""
+    if await connection.fetchval(_EXISTS) is None:
+        return 0, False
+    found, compatible = await connection.fetchrow(_NEWEST) or (0, False)
+    return found, compatible
+
+
+class Watch:
+    """Notices that the schema of a store has become newer than what this release runs on."""
+
+    def __init__(self) -> None:
+        self._check_at = 0.0
+        self._refusal: errors.SchemaTooNew | None = None
+
+    def refuse(self) -> None:
+        """Raise `SchemaTooNew` if that was found out before."""
+        if self._refusal is not None:
+            raise self._refusal.with_traceback(None)
+
+    def is_due(self) -> bool:
+        """True if the next call shall look at the version first."""
+        return monotonic() >= self._check_at
+
+    def look_soon(self) -> None:
+        """Look with the next call, whenever the last look was."""
+        self._check_at = 0.0
+
+    async def look(self, connection: Any) -> None:
+        """Raise `SchemaTooNew` if this release does not run on the schema any more."""
+        self._check_at = monotonic() + CHECK_S
+        found, compatible = await _newest(connection)
+        try:
+            refuse_newer(found, migrations()[-1].version, compatible=compatible)
+        except errors.SchemaTooNew as refusal:
+            self._refusal = refusal
+            raise

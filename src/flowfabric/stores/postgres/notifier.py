@@ -1,0 +1,210 @@
+"""Hints between processes: LISTEN and NOTIFY.
+
+A hint that goes out with a commit is heard at the instant of that commit. But a transaction that notifies queues behind
+all others that do, through their fsync. So only a process at rest lets its commit carry the hint: one that has carried
+none for a while, longer where commits take longer, and hears few. All other hints are sent after their commits, on a
+connection beside the others: those of one moment together, in transactions that do not wait for the disk. A commit with
+much to tell shows that this process is busy: its hints wait a little for those of the next ones.
+
+Losing a hint costs the others a poll interval, so every failure here is met by trying again later, or not at all.
+Through a pooler nothing is heard, and everything else works: LISTEN would stay behind in a session that is not ours,
+and tell the pooler what nobody waits for. Those who are connected to the server itself hear what is sent through it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from math import inf
+from secrets import token_hex
+from time import monotonic
+from typing import Any
+
+import asyncpg
+import msgspec
+
+from flowfabric.errors import FabricError
+from flowfabric.stores.postgres.errors import BROKEN
+from flowfabric.stores.postgres.pool import Links, in_transaction
+
+CHANNEL = "ff_wake"
+MOST_BYTES = 7900  # of topics; the server refuses messages of 8000 and more
+SENDER = "from:"  # begins what a message says first: who sent it
+REST_S = 0.005  # of a process between two commits that carry a hint, at least ...
+RESTS = 4  # ... and so many times as long as its commits take
+TURNS = 6  # of the loop, after which whoever goes on in this process has sent what follows (engine.finishing.TURNS)
+MUCH = 64  # topics of one commit
+LATER_S = 0.02  # that these wait at most
+LAST_WORDS_S = 0.2  # that a process which ends has to send what it has not sent yet
+FEW = 4  # when so many hints, of whomever, were heard in that time, no commit carries one
+_SEND = f"select set_config('synchronous_commit', 'off', true), pg_notify('{CHANNEL}', $1)"
+
+Callback = Callable[[frozenset[str]], None]
+
+
+class Wake:
+    """Sends the hints of this process and hears those of others."""
+
+    def __init__(self, links: Links) -> None:
+        self._links = links
+        self._name = SENDER + token_hex(6)
+        self._callbacks: list[Callback] = []
+        self._took = 0.0  # seconds that commits take of late
+        self._carried_at = -inf
+        self._heard_at = deque([-inf] * FEW, maxlen=FEW)
+        self._unsent: set[str] = set()
+        self._later: asyncio.TimerHandle | None = None
+        self._work = asyncio.Event()
+        self._all_sent = asyncio.Event()
+        self._all_sent.set()
+        self._task: asyncio.Task[None] | None = None
+        self._closed = False
+
+    def send(self, topics: frozenset[str]) -> None:
+        """Tell other processes, soon."""
+        if not topics:
+            return
+        self._unsent |= topics
+        self._all_sent.clear()
+        if len(topics) < MUCH:
+            self._stir()
+        elif self._later is None:
+            self._later = asyncio.get_running_loop().call_later(LATER_S, self._stir)
+
+    @contextmanager
+    def along(self, topics: frozenset[str]) -> Iterator[str | None]:
+        """The message that a commit shall carry, or None when the topics are to be sent after it."""
+        began = monotonic()
+        at_rest = began - max(self._carried_at, self._heard_at[0]) > max(REST_S, RESTS * self._took)
+        messages = list(payloads(topics, self._name)) if at_rest else []
+        carries = len(messages) == 1
+        if carries:
+            self._carried_at = inf  # one at a time
+        try:
+            yield messages[0] if carries else None
+        finally:
+            ended = monotonic()
+            self._took += (ended - began - self._took) / 8
+            if carries:
+                self._carried_at = ended
+
+    def on_wake(self, callback: Callback) -> None:
+        """Call back whenever another process sent something."""
+        self._callbacks.append(callback)
+        self._stir()
+
+    async def close(self) -> None:
+        """Stop; what cannot be sent soon is lost."""
+        if not self._all_sent.is_set() and not self._closed:
+            self._stir()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._all_sent.wait(), LAST_WORDS_S)
+        self._closed = True
+        self._not_later()
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+
+    def _not_later(self) -> None:
+        if self._later is not None:
+            self._later.cancel()
+            self._later = None
+
+    def _stir(self) -> None:
+        self._not_later()
+        self._work.set()
+        if self._task is None and not self._closed:
+            self._task = asyncio.get_running_loop().create_task(self._run(), name="flowfabric-wake")
+
+    async def _run(self) -> None:
+        while True:
+            with suppress(FabricError, *BROKEN):
+                connection = await self._links.connect()
+                try:
+                    await self._serve(connection)
+                finally:
+                    connection.terminate()
+                    self._links.broke()
+            await asyncio.sleep(0.2)
+
+    async def _serve(self, connection: Any) -> None:
+        """Listen and send until the connection ends."""
+        connection.add_termination_listener(lambda _: self._work.set())
+        listening = False
+        while not connection.is_closed():
+            if self._callbacks and not listening and self._links.cached:
+                listening = True
+                with suppress(asyncpg.PostgresError):
+                    async with self._links.in_time():
+                        await connection.add_listener(CHANNEL, self._heard)
+            self._work.clear()  # with nothing awaited before what there is to do is taken
+            if connection.is_closed():
+                return
+            topics, self._unsent = self._unsent, set()
+            async with self._links.in_time():
+                for payload in payloads(topics, self._name):
+                    if self._links.cached:
+                        await _notify(connection, payload)
+                    else:
+                        await in_transaction(connection, partial(_notify, payload=payload))
+            if not self._unsent:
+                self._all_sent.set()
+            await self._wait_for_work(connection, listening)
+            for _ in range(TURNS):
+                await asyncio.sleep(0)
+
+    async def _wait_for_work(self, connection: Any, listening: bool) -> None:
+        """Wait until there is something to send; a connection that only listens is asked now and then if it lives."""
+        while True:
+            try:
+                async with asyncio.timeout(self._links.deadlines.command_s or None if listening else None):
+                    await self._work.wait()
+                return
+            except TimeoutError:
+                async with self._links.in_time():
+                    await connection.execute("select 1")
+
+    def _heard(self, connection: Any, pid: int, channel: str, payload: str) -> None:
+        """A message came, perhaps one of our own, or one that was on its way when the connection ended."""
+        self._heard_at.append(monotonic())
+        with suppress(msgspec.DecodeError):
+            topics = msgspec.json.decode(payload, type=list[str])
+            if self._name in topics:
+                return
+            told = frozenset(topic for topic in topics if not topic.startswith(SENDER))
+            for callback in self._callbacks:
+                callback(told)
+
+
+async def _notify(connection: Any, payload: str) -> None:
+    await connection.execute(_SEND, payload)
+
+
+def payloads(topics: Iterable[str], sender: str = SENDER) -> Iterator[str]:
+    """The topics as messages that are short enough; a topic that is too long on its own is left out.
+
+    Without a sender they are for everybody, the own process as well.
+    """
+    ordered = sorted(topics)
+    whole = msgspec.json.encode([sender, *ordered])
+    if len(whole) <= MOST_BYTES:
+        if ordered:
+            yield whole.decode()
+        return
+    some: list[str] = []
+    size = 2
+    for topic in ordered:
+        bytes_ = len(msgspec.json.encode(topic)) + 1
+        if bytes_ > MOST_BYTES:
+            continue
+        if some and size + bytes_ > MOST_BYTES:
+            yield msgspec.json.encode([sender, *some]).decode()
+            some, size = [], 2
+        some.append(topic)
+        size += bytes_
+    if some:
+        yield msgspec.json.encode([sender, *some]).decode()

@@ -1,0 +1,96 @@
+"""The schema: numbered SQL files, applied once each, in order, and never taken back."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from importlib.resources import files
+
+import apsw
+
+from flowfabric import errors
+from flowfabric.model.execution import LineKey
+from flowfabric.stores.catalog import Column, Table
+from flowfabric.stores.compatibility import is_compatible, refuse_newer
+from flowfabric.stores.port import Schema
+
+_VERSION = "SELECT max(version) FROM ff_schema_version"
+_EXISTS = "SELECT count(*) FROM sqlite_schema WHERE name = 'ff_schema_version'"
+_HAS_COLUMN = "SELECT count(*) FROM pragma_table_info('ff_schema_version') WHERE name = 'compatible'"
+_ADD_COLUMN = "ALTER TABLE ff_schema_version ADD COLUMN compatible INTEGER NOT NULL DEFAULT 0"
+_COMPATIBLE = "SELECT compatible FROM ff_schema_version WHERE version = ?"
+_KEEP = "INSERT INTO ff_schema_version (version, applied_at, compatible) VALUES (?, ?, ?)"
+
+
+@cache
+def migrations() -> dict[int, str]:
+    """The text of each migration by its number."""
+    folder = files(__package__) / "migrations"
+    named = {re.match(r"(\d{4})_\w+\.sql$", entry.name): entry for entry in folder.iterdir()}
+    return {
+        int(match[1]): entry.read_text()
+        for match, entry in sorted(named.items(), key=lambda item: item[1].name)
+        if match
+    }
+
+
+def version(db: apsw.Connection) -> int:
+    """The number of the last migration that was applied; 0 for an empty file."""
+    ((exists,),) = db.execute(_EXISTS)
+    return int(next(iter(db.execute(_VERSION)))[0]) if exists else 0
+
+
+def prepare(db: apsw.Connection, *, migrate: bool, now: int) -> Schema:
+    """Bring the schema up to this code, within a writing transaction; or refuse what does not fit."""
+    steps = migrations()
+    found, known = version(db), max(steps)
+    check(db)
+    if found < known and not migrate:
+        raise errors.Unavailable(
+            "open", f"the file has schema version {found}, this release needs {known}: migrate first"
+        )
+    for number in sorted(number for number in steps if number > found):
+        for _ in db.execute(steps[number]):  # a text of several statements runs on only while it is read from
+            pass
+        if not _one(db, _HAS_COLUMN):  # which the first release did not have
+            db.execute(_ADD_COLUMN)
+        db.execute(_KEEP, (number, now, is_compatible(steps[number])))
+    applied = [text for number, text in steps.items() if number > found > 0]
+    return Schema(found, max(found, known), all(map(is_compatible, applied)))
+
+
+def check(db: apsw.Connection) -> None:
+    """Raise `SchemaTooNew` if the file has a schema that this release does not run on; asked in every transaction."""
+    try:
+        found = _one(db, _VERSION) or 0
+    except apsw.SQLError:  # an empty file has no such table
+        return
+    known = max(migrations())
+    if found > known:
+        compatible = bool(_one(db, _HAS_COLUMN)) and bool(_one(db, _COMPATIBLE, found))
+        refuse_newer(found, known, compatible=compatible)
+
+
+def _one(db: apsw.Connection, words: str, *values: int) -> int | None:
+    found: int | None = next(iter(db.execute(words, values)))[0]
+    return found
+
+
+def definition(table: Table) -> str:
+    """How the catalogue wants a table to be: what a migration has to arrive at."""
+    columns = [
+        f"    {column.name} {_type(column)}{'' if column.optional else ' NOT NULL'}," for column in table.columns
+    ]
+    lines = [f"CREATE TABLE {table.name} (", *columns, f"    PRIMARY KEY ({', '.join(table.key)})", ") STRICT;"]
+    for index in table.indexes:
+        first = index.columns[0]
+        lines += [
+            f"CREATE INDEX {table.name}_{first} ON {table.name} ({', '.join(index.columns)}) WHERE {first} IS NOT NULL;"
+        ]
+    return "\n".join(lines)
+
+
+def _type(column: Column) -> str:
+    if column.is_enum or column.kind in (int, bool, LineKey):
+        return "INTEGER"
+    return {str: "TEXT", bytes: "BLOB", float: "REAL"}[column.kind]

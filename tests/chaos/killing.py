@@ -1,0 +1,185 @@
+"""Four worker processes of which one is killed every second, and what must be true afterwards."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+
+from flowfabric import Engine, Run
+from flowfabric.cursors import FROM_THE_START
+from tests.chaos import app as killed_app
+from tests.chaos.app import STEPS, TRACE_VARIABLE, traces
+from tests.kill.control import Sample, samples, stretch_between
+from tests.postgres_install import ROOT
+
+WORKERS = 4
+SLOTS = 60  # more than the work needs: a takeover should wait for a lease, not for a slot
+TTL_MS = 2000
+SCAN_MS = 1000  # within which a takeover follows the end of a lease on an idle machine
+STEP_S = 0.2
+PATIENCE_S = 60
+
+
+class Crew:
+    """Workers that are replaced when they are killed; knows who was killed when."""
+
+    def __init__(self, url: str, folder: Path) -> None:
+        self._command = [sys.executable, "-m", "flowfabric.cli", "worker", "tests.chaos.app:app", "--store", url]
+        self._command += ["--slots", str(SLOTS), "--lease-ttl", f"{TTL_MS}ms"]
+        self._environ = {**os.environ, TRACE_VARIABLE: str(folder / "traces")}
+        self._environ["PYTHONPATH"] = f"{ROOT / 'src'}{os.pathsep}{ROOT}"
+        self._folder = folder
+        self._log = (folder / "log").open("wb")
+        self._hands: list[subprocess.Popen[bytes]] = []
+        self.control = folder / "control"
+        self._control = subprocess.Popen([sys.executable, "-m", "tests.kill.control", str(self.control)], cwd=ROOT)
+        self.killed_at: dict[int, int] = {}
+
+    def start(self) -> None:
+        """One more worker."""
+        self._hands.append(
+            subprocess.Popen(
+                self._command,
+                cwd=ROOT,
+                env=self._environ,
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+            )
+        )
+
+    def kill_one(self, chance: random.Random, at_work: int, now: int) -> bool:
+        """Kill a worker at the store's time `now` and start another; False while fewer than `at_work` are at work."""
+        busy = {trace.pid for trace in traces(self._folder / "traces")}
+        found = [hand for hand in self._hands if hand.pid in busy]
+        if len(found) < at_work:
+            return False
+        hand = chance.choice(found)
+        assert hand.poll() is None, "a worker ended by itself"
+        hand.kill()
+        self.killed_at[hand.pid] = now
+        hand.wait()
+        self._hands.remove(hand)
+        self.start()
+        return True
+
+    def close(self) -> None:
+        """Send everybody home."""
+        for hand in self._hands:
+            hand.terminate()
+        for hand in self._hands:
+            hand.wait(PATIENCE_S)
+        self._control.kill()
+        self._control.wait()
+        self._log.close()
+
+
+@contextmanager
+def crew(url: str, folder: Path) -> Iterator[Crew]:
+    """Workers that are gone at the end, whatever happened."""
+    made = Crew(url, folder)
+    try:
+        for _ in range(WORKERS):
+            made.start()
+        yield made
+    finally:
+        made.close()
+
+
+class Takeover(msgspec.Struct, frozen=True):
+    """How long the work of a killed worker waited for another one, and how much slower the machine was meanwhile."""
+
+    waited_ms: int
+    stretch: float
+
+    @property
+    def is_late(self) -> bool:
+        return self.waited_ms > TTL_MS + SCAN_MS * self.stretch
+
+
+class Tale(msgspec.Struct, frozen=True):
+    """What happened, in numbers."""
+
+    kills: int
+    reruns: int  # steps that had run when their worker was killed, and whose result was not kept yet
+    takeovers: list[Takeover]
+
+
+async def survive(url: str, folder: Path, *, orders: int, kills: int, at_work: int, seed: int) -> Tale:
+    """Kill a worker every second, so often, wait until everything has ended, and check what came of it.
+
+    At least so many orders come in as a stream, which goes on until all kills are done. Processes take their time to
+    start, and work can be taken over only by those who are there: nobody is killed while fewer than `at_work` are.
+    """
+    app, chance = killed_app.app, random.Random(seed)
+    app.url = url
+    async with app:
+        engine = await app.engine()
+        feed = await engine.subscribe_completion(FROM_THE_START)
+        runs: list[Run[int]] = []
+        with crew(url, folder) as hands:
+            ended: Counter[str] = Counter()
+            began = kill_at = silent_since = time.monotonic()
+            while len(hands.killed_at) < kills or len(ended) < max(orders, len(runs)):
+                due = 1 + int((time.monotonic() - began) * orders / kills)
+                if due > len(runs) and (len(hands.killed_at) < kills or len(runs) < orders):
+                    some = (killed_app.order.s(number, STEP_S) for number in range(len(runs), due))
+                    runs += await killed_app.order.submit_many(some)
+                is_due = len(hands.killed_at) < kills and time.monotonic() >= kill_at
+                if is_due and hands.kill_one(chance, at_work, await engine.ping()):
+                    kill_at = time.monotonic() + 1
+                if (end := await feed.next(timeout_s=0.05)) is not None:
+                    ended[end.execution_id] += 1
+                    silent_since = time.monotonic()
+                assert time.monotonic() - silent_since < PATIENCE_S, f"{len(runs) - len(ended)} did not end"
+        while (end := await feed.next(timeout_s=0)) is not None:
+            ended[end.execution_id] += 1
+        assert ended == {run.id: 1 for run in runs}
+        assert [await run.result() for run in runs] == [number + len(STEPS) for number in range(len(runs))]
+        taken_over = await _takeovers(engine, [run.id for run in runs], hands.killed_at, samples(hands.control))
+        reruns = await _steps_stay_done(engine, [run.id for run in runs], folder)
+        return Tale(len(hands.killed_at), reruns, taken_over)
+
+
+async def _steps_stay_done(engine: Engine, runs: list[str], folder: Path) -> int:
+    """Each step ran, and not again after its result was kept; how many ran again before."""
+    ran: dict[tuple[str, str], list[int]] = defaultdict(list)  # in which attempts
+    for trace in traces(folder / "traces"):
+        ran[trace.run, trace.step].append(trace.attempt)
+    reruns = 0
+    for run in runs:
+        memos = await engine.read_steps(run)
+        assert [memo.name for memo in sorted(memos, key=lambda memo: memo.recorded_at)] == list(STEPS)
+        for memo in memos:
+            attempts = ran[run, memo.name]
+            assert memo.attempt_index in attempts, f"{memo.name} of {run} never ran in the attempt that recorded it"
+            assert max(attempts) == memo.attempt_index, f"{memo.name} of {run} ran again after its result was recorded"
+            assert len(set(attempts)) == len(attempts), f"{memo.name} of {run} ran twice in one attempt"
+            reruns += len(attempts) - 1
+    return reruns
+
+
+async def _takeovers(
+    engine: Engine, runs: list[str], killed_at: dict[int, int], control: list[Sample]
+) -> list[Takeover]:
+    """How long work of killed workers waited; none was taken from a worker that lived."""
+    found = []
+    for run in runs:
+        attempts = await engine.attempt_history(run)
+        for before, after in pairwise(attempts):
+            pid = int(before.worker_instance_id.split(":")[1])
+            assert after.attempt_type.value == "reclaim", f"{run} was retried, though nothing failed"
+            assert pid in killed_at, f"{run} was taken from {before.worker_instance_id}, which lives"
+            stretch = stretch_between(control, killed_at[pid], after.started_at)
+            found.append(Takeover(after.started_at - killed_at[pid], stretch))
+    return found

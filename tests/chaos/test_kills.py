@@ -1,0 +1,58 @@
+"""Workers die with SIGKILL every second, and every run ends once, with no step done twice after it was done."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.killing import TTL_MS, Takeover, Tale, survive
+from tests.conftest import emptied
+
+
+def address(kind: str, request: pytest.FixtureRequest, folder: Path) -> str:
+    if kind == "sqlite":
+        return f"sqlite:///{folder}/ff.db"
+    return asyncio.run(emptied(request.getfixturevalue("own_database")))
+
+
+def assert_all_was_taken_over(tale: Tale) -> None:
+    assert tale.takeovers, "no kill hit any work"
+    late = [one for one in tale.takeovers if one.is_late]
+    assert not late, late[:5]
+
+
+@pytest.mark.slow
+@pytest.mark.serial
+@pytest.mark.parametrize("kind", ["sqlite", "postgres"])
+def test_runs_survive_kills(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    url = address(kind, request, tmp_path)
+
+    tale = asyncio.run(survive(url, tmp_path, orders=250, kills=3, at_work=4, seed=7))
+
+    assert tale.kills == 3
+    assert_all_was_taken_over(tale)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["sqlite", "postgres"])
+def test_two_thousand_runs_survive_half_a_minute_of_kills(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    url = address(kind, request, tmp_path)
+
+    tale = asyncio.run(survive(url, tmp_path, orders=2000, kills=30, at_work=3, seed=11))
+
+    print(f"{tale.kills} kills, {tale.reruns} steps ran twice before they were kept,", end=" ")
+    print(f"{len(tale.takeovers)} takeovers, the slowest after {max(one.waited_ms for one in tale.takeovers)} ms")
+    assert tale.kills == 30
+    assert_all_was_taken_over(tale)
+
+
+@pytest.mark.parametrize(
+    ("waited_ms", "stretch", "is_late"),
+    [(TTL_MS + 900, 1.0, False), (TTL_MS + 1100, 1.0, True), (TTL_MS + 1900, 2.0, False), (TTL_MS + 2100, 2.0, True)],
+)
+def test_a_late_takeover_is_noticed_however_slow_the_machine_is(waited_ms: int, stretch: float, is_late: bool) -> None:
+    assert Takeover(waited_ms, stretch).is_late is is_late

@@ -1,0 +1,286 @@
+"""Apps and workers on a real server: tokens, scopes, restarts, stops."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from flowfabric import Budget, Context, Fabric, Limit, connect, errors
+from flowfabric.model.api_token import Scope
+from flowfabric.model.states import PublicState
+from flowfabric.sdk.run import Frame
+from flowfabric.sdk.worker.worker import Worker
+from flowfabric.server import ServerSettings
+from flowfabric.settings import Secret
+from tests.client.serving import Serving, serving
+
+ROOT = "a-long-secret-that-nobody-guesses"
+APP = (Scope.READ, Scope.SUBMIT, Scope.WORK)
+
+
+@pytest.fixture
+def store_url(tmp_path: Path) -> str:
+    return f"sqlite:///{tmp_path / 'app.db'}"
+
+
+@pytest.fixture
+def server(store_url: str) -> Iterator[Serving]:
+    with serving(store_url) as server:
+        yield server
+
+
+@pytest.fixture
+def guarded(store_url: str) -> Iterator[Serving]:
+    """A server that asks for tokens."""
+    with serving(store_url, ServerSettings(api_token=Secret(ROOT))) as server:
+        yield server
+
+
+@asynccontextmanager
+async def working(app: Fabric, **ways: object) -> AsyncIterator[Worker]:
+    worker = Worker(app, **ways)  # type: ignore[arg-type]
+    task = asyncio.create_task(worker.work())
+    try:
+        yield worker
+    finally:
+        worker.stop()
+        await task
+
+
+async def token(server: Serving, *scopes: Scope, namespaces: list[str] | None = None) -> str:
+    """A token with these scopes."""
+    async with await connect(server.store_url) as engine:
+        return (await engine.make_api_token("app", scopes, namespaces=namespaces)).token
+
+
+def doubling(app: Fabric) -> Fabric:
+    @app.task(name="double")
+    async def double(ctx: Context, n: int) -> int:
+        await ctx.stream("out").write(str(n))
+        return await ctx.step(lambda: n * 2, name="twice")
+
+    return app
+
+
+# -- who may what -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shown", [None, "wrong"])
+async def test_a_token_that_is_missing_or_wrong_is_told_when_connecting(guarded: Serving, shown: str | None) -> None:
+    app = Fabric(guarded.url, token=shown)
+    with pytest.raises(errors.Unauthorized, match="Authorization"):
+        await app.engine()
+
+
+@pytest.mark.parametrize("variable", ["FLOWFABRIC_TOKEN", "FF_API_TOKEN"])
+async def test_a_token_comes_from_the_environment(
+    guarded: Serving, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setenv(variable, ROOT)
+    async with doubling(Fabric(guarded.url)) as app, working(app):
+        assert await (await app.tasks["double"].submit(4)).result(20) == 8
+
+
+async def test_an_app_works_with_a_token_to_read_submit_and_work(
+    guarded: Serving, caplog: pytest.LogCaptureFixture
+) -> None:
+    shown = await token(guarded, *APP)
+    with caplog.at_level(logging.DEBUG):
+        async with doubling(Fabric(guarded.url, token=shown)) as app, working(app):
+            run = await app.tasks["double"].submit(4)
+            assert await run.result(20) == 8
+            assert [piece.text async for piece in run.stream("out") if isinstance(piece, Frame)] == ["4"]
+            with pytest.raises(errors.Unauthorized, match="token lacks scope: operate"):
+                await run.cancel()
+    assert shown not in caplog.text
+    assert "could not be told of the end" not in caplog.text, "a worker may leave the registry"
+
+
+async def test_a_token_that_may_only_submit_submits(guarded: Serving) -> None:
+    shown = await token(guarded, Scope.SUBMIT)
+    async with doubling(Fabric(guarded.url, token=shown)) as app:
+        run = await app.tasks["double"].submit(1)
+        with pytest.raises(errors.Unauthorized, match="token lacks scope: read"):
+            await run.state()
+        with pytest.raises(errors.Unauthorized, match="token lacks scope: work"):
+            await Worker(app).work()
+
+
+async def test_a_token_of_a_namespace_sees_nothing_else(guarded: Serving) -> None:
+    shown = await token(guarded, *APP, namespaces=["mine"])
+    async with doubling(Fabric(guarded.url, token=ROOT)) as others:
+        foreign = await others.tasks["double"].submit(1)
+    async with doubling(Fabric(guarded.url, token=shown, namespace="mine")) as app:
+        await app.tasks["double"].submit(1)
+        with pytest.raises(errors.NotFound):
+            await app.find(foreign.id).state()
+    async with doubling(Fabric(guarded.url, token=shown, namespace="theirs")) as app:
+        with pytest.raises(errors.Unauthorized, match="namespace theirs"):
+            await app.tasks["double"].submit(1)
+
+
+async def test_workers_of_namespaces_share_lanes_and_work_on_what_is_theirs(guarded: Serving) -> None:
+    ours, theirs = [await token(guarded, *APP, namespaces=[name]) for name in ("ours", "theirs")]
+    async with (
+        doubling(Fabric(guarded.url, token=ours, namespace="ours")) as app,
+        doubling(Fabric(guarded.url, token=theirs, namespace="theirs")) as other,
+    ):
+        foreign = await other.tasks["double"].submit(2)
+        async with working(app):
+            assert await (await app.tasks["double"].submit(1)).result(20) == 2
+            assert await foreign.state() is PublicState.WAITING
+        async with working(other):
+            assert await foreign.result(20) == 4
+
+
+async def test_a_worker_needs_no_operator_to_cancel_what_its_runs_spawned(guarded: Serving) -> None:
+    shown = await token(guarded, *APP)
+    app = Fabric(guarded.url, token=shown)
+    found: dict[str, str] = {}
+
+    @app.task
+    async def wait(ctx: Context, seconds: float) -> float:
+        await ctx.sleep(seconds)
+        return seconds
+
+    @app.task
+    async def parent(ctx: Context, stranger: str) -> float:
+        first = await ctx.race(wait.s(0.01), wait.s(3600), wait.s(3600))
+        child = await ctx.spawn(wait, 3600)
+        await child.cancel("not needed")
+        found["state"] = await child.state()
+        with pytest.raises(errors.Unauthorized, match="token lacks scope: operate"):
+            await ctx.app.find(stranger).cancel()
+        return first
+
+    async with app, working(app):
+        stranger = await wait.submit(3600)
+        run = await parent.submit(stranger.id)
+        assert await run.result(20) == 0.01
+        runs = (await (await app.engine()).search_executions()).executions
+        states = sorted(one.public_state.value for one in runs if one.execution_id not in (stranger.id, run.id))
+    assert states == ["cancelled", "cancelled", "cancelled", "completed"]
+    assert found["state"] == PublicState.CANCELLED
+
+
+async def test_budgets_and_limits_are_declared_by_an_operator_and_found_by_others(guarded: Serving) -> None:
+    def declaring(shown: str, calls: int = 5) -> Fabric:
+        app, budget = Fabric(guarded.url, token=shown), Budget("calls", {"calls": calls})
+
+        @app.task(name="spend", budgets=[budget], limits=[Limit(concurrency=2)])
+        async def spend(ctx: Context) -> None:
+            await ctx.spend(budget, calls=1)
+            async with ctx.reserve(budget, calls=2) as reserved:
+                reserved.spend(calls=1)
+
+        return app
+
+    lesser = await token(guarded, *APP)
+    async with declaring(lesser) as app:
+        with pytest.raises(errors.Unauthorized, match="token lacks scope: operate"):
+            await app.tasks["spend"].submit()
+    async with declaring(ROOT) as app:
+        await app.declare(await app.engine())
+    async with declaring(lesser) as app, working(app):
+        await (await app.tasks["spend"].submit()).result(20)
+        status = await (await app.engine()).get_budget_status(Budget("calls", {"calls": 5}).id(app.namespace))
+        assert (status.usage, status.reserved) == ({"calls": 2}, {})
+    async with declaring(lesser, calls=500) as app:
+        await app.tasks["spend"].submit()
+        status = await (await app.engine()).get_budget_status(Budget("calls", {"calls": 500}).id(app.namespace))
+        assert status.hard_limits == {"calls": 5}, "what an operator declared stays"
+
+
+# -- servers come and go ------------------------------------------------------------------------------------------
+
+
+async def test_an_address_where_nobody_listens_is_told_soon(store_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flowfabric.client.engine.FIRST_PATIENCE_S", 0.1)
+    with pytest.raises(errors.StoreUnavailable, match="server: "):
+        await Fabric(Serving(store_url).url).engine()
+
+
+async def test_a_server_that_restarts_in_between_is_hardly_noticed(server: Serving) -> None:
+    app = Fabric(server.url)
+    begun, go_on = asyncio.Event(), asyncio.Event()
+
+    @app.task
+    async def long(ctx: Context) -> list[str]:
+        steps = [await ctx.step(lambda: "before", name="before")]
+        begun.set()
+        await go_on.wait()
+        await ctx.stream("out").write("after")
+        return [*steps, await ctx.step(lambda: "after", name="after"), str(ctx.attempt)]
+
+    async with app, working(app, lease_ttl="20s"):
+        run = await long.submit()
+        waiting = asyncio.create_task(run.result(60))
+        await asyncio.wait_for(begun.wait(), 20)
+        await asyncio.to_thread(server.stop)
+        go_on.set()  # what it writes now finds nobody
+        await asyncio.sleep(0.2)
+        await asyncio.to_thread(server.start)
+        assert await waiting == ["before", "after", "0"]
+        assert len(await run.attempts()) == 1
+        assert await (await long.submit()).result(20) == ["before", "after", "0"], "and the worker pulls again"
+
+
+async def test_an_idle_worker_stops_at_once(server: Serving) -> None:
+    async with doubling(Fabric(server.url)) as app:
+        for pause_s in (0.0, 0.02, 0.3):  # before, while and after its claim gets to the server
+            began = time.monotonic()
+            async with working(app):
+                await asyncio.sleep(pause_s)
+            assert time.monotonic() - began < 5, "a claim waits for 10 s"
+        assert server.app is not None
+        assert server.app.waiting_claims == {}
+
+
+async def test_a_server_with_waiting_clients_stops_at_once(server: Serving) -> None:
+    async with doubling(Fabric(server.url)) as app, working(app):
+        run = await app.tasks["double"].options(delay="1h").submit(1)
+        waiting = asyncio.create_task(run.result(20))
+        while server.app is None or not server.app.waiting_claims:  # noqa: ASYNC110 - it is in another thread
+            await asyncio.sleep(0.01)
+        began = time.monotonic()
+        await asyncio.to_thread(server.restart)
+        assert time.monotonic() - began < 8
+        assert await run.state() is PublicState.DELAYED
+        waiting.cancel()
+
+
+async def test_hundreds_wait_for_their_ends_with_few_connections(server: Serving) -> None:
+    app = Fabric(server.url)
+
+    @app.task
+    async def number(n: int) -> int:
+        return n
+
+    async with app:
+        runs = await number.submit_many(range(200))
+        waiting = [asyncio.create_task(run.result(60)) for run in runs]
+        with pytest.raises(TimeoutError):
+            await runs[0].result(0.05)
+        with pytest.raises(errors.NotFound):
+            await app.find(runs[0].id[:-4] + "ffff").result(20)
+        async with working(app, slots=50):
+            assert await asyncio.gather(*waiting) == list(range(200))
+
+
+async def test_more_input_than_one_request_of_the_reference_holds_goes_in_another(server: Serving) -> None:
+    app = Fabric(server.url)
+
+    @app.task
+    async def length(text: str) -> int:
+        return len(text)
+
+    async with app, working(app):
+        assert await (await length.submit("x" * 2_000_000)).result(20) == 2_000_000
+        with pytest.raises(errors.PayloadTooLarge):
+            await length.submit("x" * 20_000_000)

@@ -1,0 +1,47 @@
+"""Worlds whose app sees its engine through the server and the client, in memory and in virtual time."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import httpx2
+import pytest
+
+from flowfabric.client import RemoteEngine, leases, results
+from flowfabric.clock import Estimate
+from flowfabric.engine.engine import Engine
+from flowfabric.ids import SeededMinter
+from flowfabric.server import create_app
+from flowfabric.server.routes import client, workers
+from flowfabric.testing.world import SELDOM_MS, SETTINGS, World
+
+TURNS = 2000  # of the loop: a request takes more of them than a call
+
+
+class Exact(Estimate):
+    """The store's time itself: tests tell lengths to the millisecond, which two clocks may round differently."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self._world = world
+
+    def now(self) -> int:
+        return self._world.now_ms()
+
+
+def see_through_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put a server and its client between the apps of all worlds and their engines."""
+
+    async def offered(self: World) -> Engine:
+        wire = httpx2.ASGITransport(app=create_app(self.engine))
+        engine = RemoteEngine("http://world", settings=SETTINGS, minter=SeededMinter(7), transport=wire)
+        engine.estimate = Exact(self)
+        engine.is_shared = False  # its leases are renewed on the loop whose time is bent
+        await engine.ping()
+        self.engine.start_sweeps()  # as servers do
+        return cast("Engine", engine)
+
+    monkeypatch.setattr(World, "offered", offered)
+    monkeypatch.setattr("flowfabric.testing.world.TURNS", TURNS)
+    for page in (client, workers, results, leases):  # nobody looks in between here
+        monkeypatch.setattr(page, "MAX_WAIT_MS", SELDOM_MS)

@@ -1,0 +1,99 @@
+"""A claim that was given up and arrives late leaves nothing to its lease: what it took is given back soon."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from flowfabric import errors
+from flowfabric.engine.engine import Engine
+from flowfabric.ids import SeededMinter
+from flowfabric.stores.claims import Take, Taken
+from flowfabric.stores.port import Store
+from flowfabric.testing.faults import FlakyStore, Loss
+
+LEASE_MS = 60_000
+W: dict[str, Any] = {"worker_id": "w", "worker_instance_id": "w-1", "lease_ttl_ms": LEASE_MS}
+
+
+class LateStore(FlakyStore):
+    """A store whose next take is doubtful, and arrives only when it is let through."""
+
+    late: asyncio.Task[Taken] | None = None
+    gate: asyncio.Event | None = None
+
+    async def take(self, take: Take) -> Taken:
+        if self.gate is None or self.late is not None:
+            return await super().take(take)
+        self.late = asyncio.create_task(self._arrives(take, self.gate))
+        raise errors.StoreUnavailable("gone", backend="test", in_doubt=True)
+
+    async def _arrives(self, take: Take, gate: asyncio.Event) -> Taken:
+        await gate.wait()
+        return await self.inner.take(take)
+
+
+async def state(engine: Engine, e: str, wanted: str) -> None:
+    """Wait until an execution is in a state."""
+    async with asyncio.timeout(20):
+        while str(await engine.read_execution_state(e)) != wanted:  # noqa: ASYNC110 - nobody tells of it
+            await asyncio.sleep(0.01)
+
+
+async def test_what_a_late_request_takes_is_claimable_again_soon(store: Store) -> None:
+    late = LateStore(store)
+    engine, other = Engine(late, minter=SeededMinter(1)), Engine(store, minter=SeededMinter(2))
+    first, second = [engine.new_execution_id() for _ in range(2)]
+    await engine.create_execution(execution_id=first, priority=9)
+    await engine.claim("idle", **W)  # so that nothing has to be learned below
+    late.gate = asyncio.Event()
+    got = await engine.claim("default", **W)
+    assert got is not None
+    assert got.execution_id == first
+    await engine.create_execution(execution_id=second)
+
+    late.gate.set()
+    assert late.late is not None
+    taken = await late.late
+    assert [row.execution_id for row, _ in taken.rows] == [second]
+
+    await state(other, second, "waiting")
+    [again] = await other.claim_many("default", 5, **W)
+    assert again.execution_id == second
+    await other.complete(again.handle)
+    await engine.complete(got.handle)
+    await engine.late_claims.close()
+
+
+async def test_what_a_cancelled_claim_takes_is_claimable_again_soon(store: Store) -> None:
+    flaky = FlakyStore(store)
+    engine, other = Engine(flaky, minter=SeededMinter(1)), Engine(store, minter=SeededMinter(2))
+    e = engine.new_execution_id()
+    await engine.create_execution(execution_id=e)
+    answered = flaky.stop_after("take")
+    claiming = asyncio.create_task(engine.claim("default", **W))
+    await answered.reached()
+    assert str(await other.read_execution_state(e)) == "active"
+
+    claiming.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await claiming
+
+    await state(other, e, "waiting")
+    await engine.late_claims.close()
+
+
+async def test_what_the_caller_got_is_not_given_back(store: Store) -> None:
+    flaky = FlakyStore(store)
+    engine = Engine(flaky, minter=SeededMinter(1))
+    e = engine.new_execution_id()
+    await engine.create_execution(execution_id=e)
+
+    flaky.lose("take", Loss.REPLY)
+    got = await engine.claim("default", **W)
+
+    assert got is not None
+    assert not engine.late_claims._watches
+    await engine.complete(got.handle)

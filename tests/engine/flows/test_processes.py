@@ -1,0 +1,83 @@
+"""Four processes finish the thousand parents of one join at once: it fires once and strands nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from asyncio.subprocess import PIPE, Process
+from time import perf_counter
+from uuid import uuid4
+
+import pytest
+
+from flowfabric import CreateExecution, connect
+from flowfabric.engine.engine import Engine
+from flowfabric.engine.operations.flows import GraphEdge
+from flowfabric.engine.runtime.wakeups import lane_topic
+from flowfabric.ids import FlowId, mint_for_flow
+from flowfabric.model.flow import EdgeGroup
+from flowfabric.stores.queries import Want
+from flowfabric.testing.flow_invariants import check_flow_invariants
+
+PARENTS, PROCESSES = 1000, 4
+
+
+async def started(url: str, lane: str, count: int = PARENTS // PROCESSES, ttl_ms: int = 60_000) -> Process:
+    command = (sys.executable, "-m", "tests.engine.finisher", url, lane, str(count), str(ttl_ms))
+    process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
+    assert process.stdout is not None
+    assert await process.stdout.readline() == b"ready\n"
+    return process
+
+
+async def joined(engine: Engine, flow: FlowId, join: str) -> EdgeGroup:
+    """The group as soon as it has fired; looked at again with every hint."""
+    async with asyncio.timeout(30):
+        while True:
+            hint = engine.wakes.expect(lane_topic("join"))
+            found = (await engine.load((Want(EdgeGroup, (flow, join)),))).rows[0]
+            group: EdgeGroup = found[0]
+            if group.group_state != "pending":
+                hint.cancel()
+                return group
+            await asyncio.wait((hint,), timeout=0.02)
+
+
+async def fan_in(engine: Engine, flow: FlowId, count: int) -> str:
+    """A join of so many parents; its id."""
+    *parents, join = (mint_for_flow(flow, engine.partitions, engine.minter) for _ in range(count + 1))
+    nodes = [
+        CreateExecution(
+            execution_id=name,
+            partition=0,
+            namespace="default",
+            lane_id="join" if name == join else "parents",
+            execution_kind="task",
+        )
+        for name in (*parents, join)
+    ]
+    await engine.create_flow_graph(flow, nodes, [GraphEdge(parent, join) for parent in parents])
+    return join
+
+
+@pytest.mark.serial
+async def test_a_thousand_parents_finished_by_four_processes_fire_their_join_once(database: str) -> None:
+    flow = FlowId(str(uuid4()))
+    async with await connect(database, migrate=False) as engine:
+        join = await fan_in(engine, flow, PARENTS)
+        processes = await asyncio.gather(*(started(database, "parents") for _ in range(PROCESSES)))
+
+        began = perf_counter()
+        for process in processes:
+            assert process.stdin is not None
+            process.stdin.write(b"go\n")
+        group = await joined(engine, flow, join)
+        took = perf_counter() - began
+        told = [(await process.communicate())[0] for process in processes]
+
+        assert told == [b'{"finished": 250}\n'] * PROCESSES
+        assert (group.succeeded, group.n, group.group_state) == (PARENTS, PARENTS, "satisfied")
+        claimed = await engine.claim_many("join", 10, worker_id="w", worker_instance_id="w-1", lease_ttl_ms=60_000)
+        assert [one.execution_id for one in claimed] == [join]
+        await check_flow_invariants(engine)
+        print(f"{PARENTS} parents, {PROCESSES} processes: {took:.2f} s")  # how quick it is, is for the bench to say

@@ -1,0 +1,154 @@
+"""Whatever a caller of a flow's verbs hands in, only typed refusals come out, and nothing was written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flowfabric import CreateExecution, errors
+from flowfabric.engine.engine import Engine
+from flowfabric.engine.operations.flows import GraphEdge
+from flowfabric.ids import FlowId, SeededMinter, mint_for_flow
+from flowfabric.settings import Settings
+from flowfabric.stores.port import Store
+from tests.engine.bad import A_UUID, COUNT, EXECUTION_ID, NAME, REQUIRED, TEXT, UUID, Verb
+from tests.scenarios.watched import dump
+
+FLOW = FlowId("550e8400-e29b-41d4-a716-446655440000")
+MEMBERS = [mint_for_flow(FLOW, Settings().partitions, SeededMinter(number)) for number in range(3)]
+STRANGER = "22222222-2222-4222-8222-222222222222"
+
+FLOW_ID: list[Any] = [*REQUIRED, *A_UUID]
+A_TEXT = [bad for bad in TEXT if bad is not None]
+ON_PARTITION = [*EXECUTION_ID, "{fp:1}:" + UUID]
+POLICY: list[Any] = [None, 5, "all_of", [], {}, {"kind": None}, {"kind": "any_of", "on_satisfied": 5}, {"kind": []}]
+KIND: list[Any] = [5, True, "", "success", b"success_only", ["success_only"], "nul\0"]
+REVISION = [*(bad for bad in COUNT if bad not in (None, 2**63)), 2**64]
+KEY: list[Any] = [None, 5, b"a.b", "", "nodot", "A.b", "a.b\0", "\ud800.x"]
+NODE: list[Any] = [None, 5, "node", {"execution_id": MEMBERS[0]}]
+
+flow: dict[str, Any] = {"flow_id": FLOW}
+bad_flow: dict[str, Any] = {"flow_id": FLOW_ID}
+ends = {"upstream": MEMBERS[0], "downstream": MEMBERS[1]}
+bad_ends = {"upstream": EXECUTION_ID, "downstream": EXECUTION_ID}
+
+VERBS: dict[str, Verb] = {
+    "create_flow": Verb({"flow_id": STRANGER}, {**bad_flow, "flow_kind": [*REQUIRED, "", *NAME], "namespace": NAME}),
+    "create_flow_graph": Verb(
+        {"flow_id": STRANGER, "nodes": []},
+        {
+            **bad_flow,
+            "nodes": [None, 5, "nodes", *([bad] for bad in NODE)],
+            "edges": [5, "edges", [5], [("a", "b")], [GraphEdge(5, 6)]],  # type: ignore[arg-type]
+            "policies": [5, "policies", {5: {}}, {MEMBERS[0]: 5}],
+            "flow_kind": [*REQUIRED, "", *NAME],
+            "namespace": NAME,
+        },
+    ),
+    "add_execution_to_flow": Verb({**flow, "execution_id": MEMBERS[2]}, {**bad_flow, "execution_id": ON_PARTITION}),
+    "stage_dependency_edge": Verb(
+        {**flow, **ends, "edge_id": UUID},
+        {
+            **bad_flow,
+            **bad_ends,
+            "edge_id": FLOW_ID,
+            "dependency_kind": [*REQUIRED, *KIND],
+            "data_passing_ref": A_TEXT,
+            "expected_graph_revision": REVISION,
+        },
+    ),
+    "apply_dependency_to_child": Verb(
+        {**flow, **ends, "edge_id": UUID},
+        {
+            **bad_flow,
+            **bad_ends,
+            "edge_id": FLOW_ID,
+            "dependency_kind": KIND,
+            "data_passing_ref": A_TEXT,
+            "graph_revision": REVISION,
+        },
+    ),
+    "set_edge_group_policy": Verb(
+        {**flow, "downstream": MEMBERS[2], "policy": {"kind": "all_of"}},
+        {**bad_flow, "downstream": ON_PARTITION, "policy": POLICY},
+    ),
+    "set_flow_tag": Verb({**flow, "key": "a.b", "value": "v"}, {**bad_flow, "key": KEY, "value": [None, *A_TEXT]}),
+    "purge_flow": Verb(flow, bad_flow),
+    "get_flow_tag": Verb({**flow, "key": "a.b"}, {**bad_flow, "key": KEY}),
+    "resolve_dependency": Verb(
+        {**flow, "edge_id": UUID, "downstream": MEMBERS[1], "outcome": "success"},
+        {**bad_flow, "edge_id": FLOW_ID, "downstream": EXECUTION_ID, "outcome": [None, 5, "", "none", "completed"]},
+    ),
+    "cascade_completion": Verb({"execution_id": MEMBERS[0]}, {"execution_id": EXECUTION_ID}),
+    "promote_blocked_to_eligible": Verb({"execution_id": MEMBERS[0]}, {"execution_id": EXECUTION_ID}),
+    "evaluate_flow_eligibility": Verb({"execution_id": MEMBERS[0]}, {"execution_id": EXECUTION_ID}),
+    "resolve_execution_flow_id": Verb({"execution_id": MEMBERS[0]}, {"execution_id": EXECUTION_ID}),
+    "cancel_flow": Verb(
+        flow, {**bad_flow, "policy": [None, 5, "", "all"], "reason": [None, *A_TEXT], "wait": [None, 5, "wait"]}
+    ),
+    "cancel_flow_header": Verb(
+        flow, {**bad_flow, "policy": [None, 5, "all"], "reason": [None, *A_TEXT], "grace_ms": [*COUNT, 2**53]}
+    ),
+    "ack_cancel_member": Verb({**flow, "execution_id": MEMBERS[0]}, {**bad_flow, "execution_id": EXECUTION_ID}),
+    "drain_sibling_cancel_group": Verb({**flow, "downstream": MEMBERS[1]}, {**bad_flow, "downstream": EXECUTION_ID}),
+    "reconcile_sibling_cancel_group": Verb(
+        {**flow, "downstream": MEMBERS[1]}, {**bad_flow, "downstream": EXECUTION_ID}
+    ),
+    "describe_flow": Verb(flow, bad_flow),
+    "describe_edge": Verb({**flow, "edge_id": UUID}, {**bad_flow, "edge_id": FLOW_ID}),
+    "get_flow_summary": Verb(flow, bad_flow),
+    "project_flow_summary": Verb(flow, bad_flow),
+    "list_flow_members": Verb(flow, bad_flow),
+    "list_outgoing_edges": Verb({**flow, "execution_id": MEMBERS[0]}, {**bad_flow, "execution_id": EXECUTION_ID}),
+    "list_incoming_edges": Verb({**flow, "execution_id": MEMBERS[0]}, {**bad_flow, "execution_id": EXECUTION_ID}),
+    "list_edges": Verb({**flow, "outgoing": MEMBERS[0]}, {**bad_flow, "outgoing": EXECUTION_ID}),
+    "list_flows": Verb(
+        {"partition": 1}, {"partition": [*COUNT, "x", "{b:1}", 65_536], "cursor": A_UUID, "limit": COUNT}
+    ),
+}
+WITHOUT_ARGUMENTS = {"dispatched", "finish_background"}
+ELSEWHERE = {"purge_flow"}  # beside the removal of executions
+PAGES = ("flows", "flow_cancels", "flow_reads")
+
+
+@pytest.fixture
+async def engine(store: Store) -> Engine:
+    engine = Engine(store, minter=SeededMinter(1), settings=Settings(dispatch=False))
+    asks = [
+        CreateExecution(execution_id=name, partition=0, namespace="n", lane_id="default", execution_kind="task")
+        for name in MEMBERS[:2]
+    ]
+    await engine.create_flow_graph(FLOW, asks)
+    await engine.create_execution(execution_id=MEMBERS[2])
+    return engine
+
+
+def test_every_verb_of_a_flow_is_tried() -> None:
+    homes = [cls for cls in Engine.__mro__ if cls.__module__ in {f"flowfabric.engine.{page}" for page in PAGES}]
+    found = {name for home in homes for name in vars(home) if not name.startswith("_")}
+
+    assert found - WITHOUT_ARGUMENTS == set(VERBS) - ELSEWHERE
+
+
+@pytest.mark.parametrize("verb", VERBS)
+async def test_every_wrong_argument_is_refused_and_nothing_is_written(engine: Engine, verb: str) -> None:
+    before = await dump(engine.store)
+    for argument, values in VERBS[verb].bad.items():
+        for value in values:
+            with pytest.raises(errors.FabricError) as caught:
+                await getattr(engine, verb)(**(VERBS[verb].good | {argument: value}))
+            assert caught.value.family == "validation", f"{argument}={value!r} gave {caught.value!r}"
+            assert caught.value.detail or type(caught.value) is not errors.InvalidInput, "say what is wrong"
+        assert await dump(engine.store) == before, f"{verb} wrote something for a wrong {argument}"
+
+
+@pytest.mark.parametrize("verb", VERBS)
+async def test_the_same_call_with_good_arguments_is_not_refused_as_wrong(engine: Engine, verb: str) -> None:
+    try:
+        await getattr(engine, verb)(**VERBS[verb].good)
+    except errors.InvalidDependency:
+        assert verb in ("apply_dependency_to_child", "resolve_dependency")  # no such edge was staged
+    except errors.NotBlockedByDeps:
+        assert verb == "promote_blocked_to_eligible"
+    await engine.finish_background()

@@ -1,0 +1,167 @@
+"""What is written together: no two changes that write one row, and not more rows than two commits do side by side."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+import pytest
+
+from flowfabric.clock import ManualClock
+from flowfabric.engine.engine import Engine
+from flowfabric.engine.runtime.commit_queue import MANY_ROWS
+from flowfabric.ids import FlowId, SeededMinter, mint_for_flow
+from flowfabric.model.change import NOW, Change, Guard, Patch
+from flowfabric.model.execution import Execution
+from flowfabric.model.flow import Dependency, DependencyKind, Dispatch, EdgeGroup, Flow, FlowMember
+from flowfabric.model.states import TerminalOutcome
+from flowfabric.rules.execution import replay
+from flowfabric.rules.execution.create import CreateExecution
+from flowfabric.rules.flow import build, joins, successors
+from flowfabric.rules.flow.build import StageEdge
+from flowfabric.rules.flow.joins import Settlement, Surroundings
+from flowfabric.settings import Settings
+from flowfabric.stores.memory.store import MemoryStore
+from flowfabric.stores.port import Store
+from flowfabric.testing.flow_invariants import check_flow_invariants
+from tests.scenarios.flowing import Flowing
+
+
+@pytest.fixture
+async def flow(store: Store, clock: ManualClock) -> Flowing:
+    """A flow on an engine that follows nothing up by itself."""
+    return Flowing(Engine(store, minter=SeededMinter(1), settings=Settings(dispatch=False)), clock)
+
+
+async def together(flow: Flowing, *changes: Change | None) -> list[int | None]:
+    """What becomes of changes that are handed in at the same moment."""
+    engine = flow.engine
+    given = [msgspec.structs.replace(one, id=engine.minter.change_id()) for one in changes if one is not None]
+    assert len(given) == len(changes)
+    return await asyncio.gather(*(engine.commits.add(one) for one in given))
+
+
+async def staging(flow: Flowing, upstream: str, downstream: str) -> Change | None:
+    names = (flow.names[upstream], flow.names[downstream])
+    ask = StageEdge(flow.id, flow.engine.minter.uuid(), *names, DependencyKind.SUCCESS_ONLY, None, None)
+    members: Any = tuple([await flow.one(FlowMember, flow.id, name) for name in names])
+    found = await flow.one(Flow, flow.id)
+    return build.stage(found, None, members, None, ask, closes_circle=False).change
+
+
+async def test_a_replay_does_not_undo_what_happens_to_its_flow_at_that_moment(flow: Flowing) -> None:
+    await flow.begin("abc")
+    await flow.fail("c")
+    await flow.sweep("flow_projector")
+    staged = await staging(flow, "a", "b")
+    replayed = replay.replay(await flow.row("c")).change
+
+    assert None not in await together(flow, staged, replayed)
+
+    found = await flow.one(Flow, flow.id)
+    assert (found.edge_count, found.graph_revision, found.project_at) == (1, 4, flow.clock.now)
+    await check_flow_invariants(flow.engine)
+
+
+async def test_an_end_that_is_noted_while_an_earlier_one_is_counted_leaves_the_count_alone(flow: Flowing) -> None:
+    await flow.begin("ab")
+    await flow.edge("a", "b")
+    group, child = await flow.group("b"), await flow.row("b")
+    counted = joins.tally(group, [Settlement(await flow.dependency("a", "b"), TerminalOutcome.FAILED)])
+    fold = joins.fold(group, child, counted, Surroundings()).change
+    above = await flow.row("a")
+    note = successors.settle(flow.names["b"], flow.edges["a", "b"], TerminalOutcome.SUCCESS)
+    ended = Change(
+        guards=(Guard(Execution, (above.execution_id,), above.revision),),
+        writes=(Patch(Execution, (above.execution_id,), {"last_mutation_at": NOW}), note),
+    )
+
+    assert None not in await together(flow, fold, ended)
+
+    dependency = await flow.dependency("a", "b")
+    assert (dependency.state, dependency.outcome, dependency.unfolded_at) == ("impossible", "failed", None)
+    assert await flow.counts("b") == "0/1/0 of 1 impossible"
+    await check_flow_invariants(flow.engine)
+
+
+async def test_a_replay_takes_the_rest_of_its_end_back_while_some_of_it_is_told(
+    flow: Flowing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flowfabric.rules.flow.successors.FEW", 1)
+    await flow.begin("abc")
+    await flow.edge("a", "b")
+    await flow.edge("a", "c")
+    await flow.fail("a")
+    owed: Dispatch = await flow.one(Dispatch, flow.names["a"])
+    told = Change(
+        guards=(Guard(Dispatch, (owed.execution_id,), owed.revision),),
+        writes=(Patch(Dispatch, (owed.execution_id,), {"after_edge": flow.edges["a", "b"]}),),
+    )
+
+    assert None not in await together(flow, told, replay.replay(await flow.row("a")).change)
+
+    assert await flow.one(Dispatch, flow.names["a"]) is None
+    assert (await flow.one(EdgeGroup, *flow.child("c"))).group_state == "pending"
+    assert (await flow.one(Dependency, flow.names["c"], flow.edges["a", "c"])).outcome is None
+
+
+class Watched(MemoryStore):
+    """Has two commits under way at a time, and remembers how many changes each of them held."""
+
+    commit_lanes = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: list[int] = []
+        self.under_way = self.most = 0
+
+    async def commit(self, changes: Sequence[Change], hint: frozenset[str] = frozenset()) -> list[int | None]:
+        self.held.append(len(changes))
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        self.under_way -= 1
+        return await super().commit(changes, hint)
+
+
+async def graph_of(engine: Engine, size: int) -> str:
+    """A new flow of so many members without edges; its id."""
+    flow_id = FlowId(str(uuid4()))
+    names = [mint_for_flow(flow_id, engine.partitions, engine.minter) for _ in range(size)]
+    nodes = [
+        CreateExecution(execution_id=name, partition=0, namespace="n", lane_id="default", execution_kind="task")
+        for name in names
+    ]
+    await engine.create_flow_graph(flow_id, nodes)
+    return flow_id
+
+
+async def test_many_rows_are_written_by_two_commits_side_by_side() -> None:
+    store = Watched()
+    async with Engine(store) as engine:
+        made = await asyncio.gather(*(graph_of(engine, 75) for _ in range(4)))  # each of them 226 rows
+        assert (store.held, store.most) == ([2, 2], 2)
+        made_flows = [await engine.describe_flow(flow_id) for flow_id in made]
+        assert [found and found.node_count for found in made_flows] == [75] * 4
+
+
+async def test_what_has_to_wait_for_its_root_takes_no_room_from_the_others() -> None:
+    store = Watched()
+    async with Engine(store) as engine:
+        made = [await graph_of(engine, 1) for _ in range(5)]
+        store.held.clear()
+        hot, *others = (Patch(Flow, (flow_id,), {"last_mutation_at": NOW}) for flow_id in made)
+        patches = [hot] * (MANY_ROWS + 1) + others
+        await asyncio.gather(*(engine.commits.add(Change((), (one,), id=place)) for place, one in enumerate(patches)))
+        assert store.held[0] == 1 + len(others)
+
+
+async def test_few_rows_are_written_by_one_commit() -> None:
+    store = Watched()
+    async with Engine(store) as engine:
+        await asyncio.gather(*(graph_of(engine, 30) for _ in range(4)))
+        assert store.held == [4]

@@ -1,0 +1,50 @@
+"""A sheet that is trusted without a look, and a clock that is only estimated: neither may refuse anybody."""
+
+from __future__ import annotations
+
+import pytest
+
+from flowfabric.clock import Estimate, ManualClock
+from flowfabric.engine.engine import Engine
+from flowfabric.model.answers.execution import Completed
+from flowfabric.model.states import PublicState
+from flowfabric.stores.port import Store
+
+
+@pytest.mark.parametrize("road", ["complete", "complete_many", "fail", "progress"])
+async def test_an_estimate_that_runs_ahead_costs_a_look_and_leaves_no_trace(
+    store: Store, clock: ManualClock, road: str
+) -> None:
+    engine = Engine(store)
+    execution_id = engine.new_execution_id()
+    await engine.create_execution(execution_id=execution_id)
+    claimed = await engine.claim("default", worker_id="w", worker_instance_id="w-1", lease_ttl_ms=1000)
+    assert claimed is not None
+    lines = await store.lines()
+
+    engine.estimate = Estimate()  # as on a server, whose clock nobody else can read
+    engine.estimate.hear(clock.now + 3_600_000)
+    match road:
+        case "complete":
+            await engine.complete(claimed.handle)
+        case "complete_many":
+            assert await engine.complete_many([(claimed.handle, None)]) == [Completed(execution_id)]
+        case "fail":
+            await engine.fail(claimed.handle, reason="no luck", category="permanent")
+        case "progress":
+            await engine.progress(claimed.handle, pct=50)
+
+    ended = {"fail": PublicState.FAILED, "progress": PublicState.ACTIVE}
+    described = await engine.describe_execution(execution_id)
+    assert described is not None
+    assert described.public_state is ended.get(road, PublicState.COMPLETED)
+    assert await store.lines() == lines
+
+
+async def test_a_clock_that_can_be_read_here_is_not_estimated(store: Store, clock: ManualClock) -> None:
+    engine = Engine(store)
+    await engine.create_execution(execution_id=engine.new_execution_id())
+
+    clock.pass_ms(3_600_000)
+
+    assert engine.estimate.now() == clock.now

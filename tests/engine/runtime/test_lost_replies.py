@@ -1,0 +1,569 @@
+"""A request or an answer gets lost: each verb ends exactly once all the same, with the answer it would have had."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from flowfabric import errors
+from flowfabric.clock import ManualClock
+from flowfabric.engine.engine import Engine
+from flowfabric.engine.runtime.runtime import Pause
+from flowfabric.ids import SeededMinter
+from flowfabric.model.answers.execution import Claimed, Completed, ProgressNoted, Renewed
+from flowfabric.model.change import Change, Patch, seen
+from flowfabric.model.execution import Execution
+from flowfabric.rules.execution.create import CreateExecution
+from flowfabric.stores.memory.store import MemoryStore
+from flowfabric.stores.port import Store
+from flowfabric.stores.queries import Want
+from tests.engine.losing import LosingStore, Loss
+from tests.scenarios.watched import dump
+
+LEASE_MS = 30_000
+WORKER: dict[str, Any] = {"worker_id": "wb", "worker_instance_id": "wb-1"}
+RETRY = {"retry_policy": {"max_retries": 1, "backoff": {"type": "fixed", "delay_ms": 500}}}
+
+
+class Scene:
+    """An engine and what has happened on it before something gets lost."""
+
+    def __init__(self, engine: Engine, clock: ManualClock) -> None:
+        self.engine = engine
+        self.clock = clock
+        self.now = clock.now
+
+    async def waiting(self, **given: Any) -> str:
+        e = self.engine.new_execution_id()
+        await self.engine.create_execution(execution_id=e, **given)
+        return e
+
+    async def held(self, **given: Any) -> Claimed:
+        e = await self.waiting(**given)
+        await self.granted(e)
+        return await self.engine.claim_execution(e, **WORKER, lease_ttl_ms=LEASE_MS)
+
+    async def granted(self, e: str) -> None:
+        await self.engine.issue_claim_grant(e, lane_id="default", **WORKER)
+
+    async def resumable(self) -> str:
+        held = await self.held()
+        await self.engine.wait_children(held.handle)
+        return held.execution_id
+
+    async def expired(self) -> str:
+        held = await self.held()
+        self.clock.pass_ms(LEASE_MS)
+        await self.engine.mark_lease_expired_if_due(held.execution_id)
+        return held.execution_id
+
+    async def ended(self) -> str:
+        e = await self.waiting()
+        await self.engine.cancel_execution(e)
+        return e
+
+
+Act = Callable[[], Awaitable[Any]]
+Case = Callable[[Scene], Awaitable[Act]]
+
+
+async def create(scene: Scene) -> Act:
+    e = scene.engine.new_execution_id()
+    return lambda: scene.engine.create_execution(execution_id=e, input_payload=b"in", tags={"a.b": "c"})
+
+
+async def create_with_a_key(scene: Scene) -> Act:
+    e = scene.engine.new_execution_id()
+    return lambda: scene.engine.create_execution(execution_id=e, idempotency_key="k")
+
+
+async def create_many(scene: Scene) -> Act:
+    asks = [
+        CreateExecution(
+            execution_id=scene.engine.new_execution_id(),
+            partition=86,
+            namespace="default",
+            lane_id="default",
+            execution_kind="task",
+            idempotency_key=f"k{number}",
+        )
+        for number in range(5)
+    ]
+    return lambda: scene.engine.create_executions(asks)
+
+
+async def complete(scene: Scene) -> Act:
+    held = await scene.held()
+    return lambda: scene.engine.complete(held.handle, result=b"R")
+
+
+async def complete_many(scene: Scene) -> Act:
+    held = [await scene.held() for _ in range(3)]
+    return lambda: scene.engine.complete_many([(one.handle, b"R") for one in held])
+
+
+async def complete_as_operator(scene: Scene) -> Act:
+    held = await scene.held()
+    return lambda: scene.engine.complete(execution_id=held.execution_id, source="operator_override", result=b"R")
+
+
+async def fail_for_good(scene: Scene) -> Act:
+    held = await scene.held()
+    return lambda: scene.engine.fail(held.handle, reason="boom")
+
+
+async def fail_with_a_retry(scene: Scene) -> Act:
+    held = await scene.held(policy=RETRY)
+    return lambda: scene.engine.fail(held.handle, reason="flaky")
+
+
+async def delay(scene: Scene) -> Act:
+    held = await scene.held()
+    return lambda: scene.engine.delay(held.handle, delay_until=scene.now + 1000)
+
+
+async def delay_timed(scene: Scene) -> Act:
+    held = await scene.held(policy={"timeout_policy": {"attempt_timeout_ms": 9000}})
+    return lambda: scene.engine.delay(held.handle, delay_until=scene.now + 1000)
+
+
+async def wait_children(scene: Scene) -> Act:
+    held = await scene.held()
+    return lambda: scene.engine.wait_children(held.handle)
+
+
+async def cancel(scene: Scene) -> Act:
+    held = await scene.held()
+    return lambda: scene.engine.cancel(held.handle, reason="stop")
+
+
+async def cancel_as_operator(scene: Scene) -> Act:
+    e = await scene.waiting()
+    return lambda: scene.engine.cancel_execution(e, reason="stop")
+
+
+async def expire(scene: Scene) -> Act:
+    held = await scene.held()
+    return lambda: scene.engine.expire_execution(held.execution_id)
+
+
+async def replay(scene: Scene) -> Act:
+    e = await scene.ended()
+    return lambda: scene.engine.replay_execution(e)
+
+
+async def progress(scene: Scene) -> Act:
+    held = await scene.held()
+    return lambda: scene.engine.progress(held.handle, pct=40, message="half")
+
+
+async def renew(scene: Scene) -> Act:
+    held = await scene.held()
+    scene.clock.pass_ms(1000)
+    return lambda: scene.engine.renew(held.handle)
+
+
+async def renew_many(scene: Scene) -> Act:
+    held = [await scene.held() for _ in range(3)]
+    scene.clock.pass_ms(1000)
+    return lambda: scene.engine.renew_many([one.handle for one in held])
+
+
+async def revoke(scene: Scene) -> Act:
+    held = await scene.held()
+    return lambda: scene.engine.revoke_lease(held.execution_id, reason="bad node")
+
+
+async def mark_expired(scene: Scene) -> Act:
+    held = await scene.held()
+    scene.clock.pass_ms(LEASE_MS)
+    return lambda: scene.engine.mark_lease_expired_if_due(held.execution_id)
+
+
+async def promote(scene: Scene) -> Act:
+    e = await scene.waiting(delay_until=scene.now + 10)
+    scene.clock.pass_ms(10)
+    return lambda: scene.engine.promote_delayed(e)
+
+
+async def change_priority(scene: Scene) -> Act:
+    e = await scene.waiting(priority=1)
+    return lambda: scene.engine.change_priority(e, 50)
+
+
+async def block(scene: Scene) -> Act:
+    e = await scene.waiting()
+    return lambda: scene.engine.block_execution_for_admission(e, reason="waiting_for_quota", detail="full")
+
+
+async def unblock(scene: Scene) -> Act:
+    e = await scene.waiting()
+    await scene.engine.block_route(e)
+    return lambda: scene.engine.unblock_execution(e)
+
+
+async def set_tag(scene: Scene) -> Act:
+    e = await scene.waiting()
+    return lambda: scene.engine.set_execution_tag(e, "a.b", "c")
+
+
+async def set_tags(scene: Scene) -> Act:
+    e = await scene.waiting()
+    return lambda: scene.engine.set_execution_tags(e, {"a.b": "c", "a.d": "e"})
+
+
+async def grant(scene: Scene) -> Act:
+    e = await scene.waiting()
+    return lambda: scene.engine.issue_claim_grant(e, lane_id="default", **WORKER)
+
+
+async def scheduler_grant(scene: Scene) -> Act:
+    await scene.waiting()
+    return lambda: scene.engine.claim_for_worker("default", **WORKER)
+
+
+async def scheduler_reclaim_grant(scene: Scene) -> Act:
+    await scene.expired()
+    return lambda: scene.engine.claim_for_worker("default", **WORKER)
+
+
+async def claim_by_grant(scene: Scene) -> Act:
+    e = await scene.waiting()
+    await scene.granted(e)
+    return lambda: scene.engine.claim_execution(e, **WORKER, lease_ttl_ms=LEASE_MS)
+
+
+async def resume_by_grant(scene: Scene) -> Act:
+    e = await scene.resumable()
+    await scene.granted(e)
+    return lambda: scene.engine.claim_resumed_execution(e, **WORKER, lease_ttl_ms=LEASE_MS)
+
+
+async def claim_as_operator(scene: Scene) -> Act:
+    e = await scene.waiting()
+    return lambda: scene.engine.issue_grant_and_claim(e, lane_id="default", lease_duration_ms=LEASE_MS)
+
+
+async def pull(scene: Scene) -> Act:
+    await scene.waiting(input_payload=b"in")
+    return lambda: scene.engine.claim("default", **WORKER, lease_ttl_ms=LEASE_MS)
+
+
+async def pull_many(scene: Scene) -> Act:
+    for _ in range(3):
+        await scene.waiting()
+    return lambda: scene.engine.claim_many("default", 3, **WORKER, lease_ttl_ms=LEASE_MS)
+
+
+async def take_over(scene: Scene) -> Act:
+    await scene.expired()
+    return lambda: scene.engine.claim("default", **WORKER, lease_ttl_ms=LEASE_MS)
+
+
+async def take_over_at_the_cap(scene: Scene) -> Act:
+    held = await scene.held(policy={"max_reclaim_count": 0})
+    await scene.engine.revoke_lease(held.execution_id)
+    return lambda: scene.engine.claim("default", **WORKER, lease_ttl_ms=LEASE_MS)
+
+
+async def reclaim_grant(scene: Scene) -> Act:
+    e = await scene.expired()
+    return lambda: scene.engine.issue_reclaim_grant(e, lane_id="default", **WORKER)
+
+
+async def reclaim(scene: Scene) -> Act:
+    e = await scene.expired()
+    await scene.engine.issue_reclaim_grant(e, lane_id="default", **WORKER)
+    return lambda: scene.engine.reclaim_execution(e, **WORKER, lease_ttl_ms=LEASE_MS)
+
+
+async def reclaim_at_the_cap(scene: Scene) -> Act:
+    e = await scene.expired()
+    return lambda: scene.engine.reclaim_execution(e, **WORKER, max_reclaim_count=0)
+
+
+async def rotate_keys(scene: Scene) -> Act:
+    return lambda: scene.engine.rotate_waitpoint_hmac_secret_all("k2", "ffeeddccbbaa99887766554433221100" * 2, 1000)
+
+
+CASES: tuple[Case, ...] = (
+    *(create, create_with_a_key, create_many, complete, complete_many, complete_as_operator),
+    *(fail_for_good, fail_with_a_retry),
+    *(delay, delay_timed, wait_children, cancel, cancel_as_operator, expire, replay, progress, renew, renew_many),
+    *(revoke, mark_expired, promote, change_priority, block, unblock, set_tag, set_tags, grant, scheduler_grant),
+    *(scheduler_reclaim_grant, claim_by_grant, resume_by_grant, claim_as_operator, pull, pull_many, take_over),
+    *(take_over_at_the_cap, reclaim_grant, reclaim, reclaim_at_the_cap, rotate_keys),
+)
+
+MINTED = frozenset({"lease_id", "attempt_id", "revision", "position", "grant", "handle", "grant_key"})
+
+
+def plain(value: Any) -> Any:
+    """A value without what differs from try to try: minted ids, revisions, places in the feed."""
+    if isinstance(value, msgspec.Struct):
+        pairs = msgspec.structs.asdict(value).items()
+        return type(value).__name__, {name: plain(part) for name, part in pairs if name not in MINTED}
+    if isinstance(value, list | tuple):
+        return [plain(one) for one in value]
+    return value
+
+
+def plain_rows(rows: dict[str, list[Any]]) -> dict[str, Any]:
+    """Everything kept, likewise; a renewal may be told twice, since it may be repeated at will.
+
+    Each execution's events have their order; which of two executions comes first after a loss is nobody's promise.
+    """
+    told = [one for one in rows["events"] if one.event.lease != "renewed"]
+    told.sort(key=lambda one: one.event.execution_id)
+    return {name: plain(kept) for name, kept in (rows | {"events": told}).items()}
+
+
+async def scene_on(store: Any, clock: ManualClock) -> Scene:
+    engine = Engine(store, minter=SeededMinter(1))
+    await engine.seed_waitpoint_hmac_secret("k1", "00112233445566778899aabbccddeeff" * 2)
+    return Scene(engine, clock)
+
+
+async def undisturbed(case: Case) -> tuple[Any, dict[str, Any]]:
+    """The answer and the rows when nothing gets lost."""
+    clock = ManualClock()
+    store = MemoryStore(clock)
+    act = await case(await scene_on(store, clock))
+    return plain(await act()), plain_rows(await dump(store))
+
+
+@pytest.mark.parametrize("loss", Loss, ids=lambda loss: loss.name.lower())
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+async def test_what_got_lost_once_happens_once(store: Store, clock: ManualClock, case: Case, loss: Loss) -> None:
+    losing = LosingStore(store)
+    act = await case(await scene_on(losing, clock))
+    losing.next_loss = loss
+
+    answer = await act()
+
+    expected, rows = await undisturbed(case)
+    assert losing.losses == 1, "nothing was lost: the case does not write"
+    assert plain(answer) == expected
+    assert plain_rows(await dump(store)) == rows
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+async def test_a_store_that_is_away_for_a_moment_is_asked_again(store: Store, clock: ManualClock, case: Case) -> None:
+    losing = LosingStore(store)
+    act = await case(await scene_on(losing, clock))
+    losing.looks_lost = 2
+
+    answer = await act()
+
+    expected, rows = await undisturbed(case)
+    assert plain(answer) == expected
+    assert plain_rows(await dump(store)) == rows
+
+
+async def test_a_job_longer_than_its_lease_renews_and_then_writes(store: Store, clock: ManualClock) -> None:
+    scene = await scene_on(store, clock)
+    heartbeat = Engine(store, minter=SeededMinter(2))
+    held = await scene.held()
+    for _ in range(5):
+        clock.pass_ms(LEASE_MS - 1)
+        assert await heartbeat.renew(held.handle) == Renewed(clock.now + LEASE_MS, 1)
+
+    await scene.engine.append_frame(held.handle, b"late, and in time")
+    assert await scene.engine.progress(held.handle, pct=90) == ProgressNoted(held.execution_id)
+    page = await heartbeat.read_stream(held.execution_id, 0)
+    assert [frame.fields["payload"] for frame in page.frames] == ["late, and in time"]
+    clock.pass_ms(LEASE_MS - 1)
+    assert await scene.engine.renew(held.handle) == Renewed(clock.now + LEASE_MS, 1)
+    clock.pass_ms(LEASE_MS - 1)
+    assert await scene.engine.complete(held.handle, result=b"R") == Completed(held.execution_id)
+
+
+async def test_a_zombie_that_remembers_its_lease_changes_nothing(store: Store, clock: ManualClock) -> None:
+    scene = await scene_on(store, clock)
+    elsewhere = Engine(store, minter=SeededMinter(2))
+    held = await scene.held()
+    clock.pass_ms(LEASE_MS)
+    taken = await elsewhere.claim("default", **WORKER, lease_ttl_ms=LEASE_MS)
+    assert taken is not None
+    before = await dump(store)
+
+    for late in (
+        lambda: scene.engine.complete(held.handle, result=b"late"),
+        lambda: scene.engine.fail(held.handle, reason="late"),
+        lambda: scene.engine.progress(held.handle, pct=1),
+        lambda: scene.engine.delay(held.handle, delay_until=clock.now + 5),
+        lambda: scene.engine.renew(held.handle),
+        lambda: scene.engine.cancel(held.handle),
+    ):
+        with pytest.raises(errors.StaleLease):
+            await late()
+
+    assert await dump(store) == before
+    assert await elsewhere.complete(taken.handle) == Completed(held.execution_id)
+
+
+@pytest.mark.parametrize("end", ["complete", "fail", "retry", "cancel"])
+async def test_an_end_that_was_overtaken_before_anybody_looked_is_still_known(
+    store: Store, clock: ManualClock, end: str
+) -> None:
+    losing = LosingStore(store)
+    scene = await scene_on(losing, clock)
+    elsewhere = Engine(store, minter=SeededMinter(2))
+    held = await scene.held(policy=RETRY if end == "retry" else None)
+    e = held.execution_id
+    ends: dict[str, Act] = {
+        "complete": lambda: scene.engine.complete(held.handle, result=b"R"),
+        "fail": lambda: scene.engine.fail(held.handle, reason="boom"),
+        "retry": lambda: scene.engine.fail(held.handle, reason="flaky"),
+        "cancel": lambda: scene.engine.cancel(held.handle),
+    }
+    losing.next_loss = Loss.ANSWER
+    losing.after_loss = lambda: elsewhere.set_execution_tag(e, "a.b", "overtaken")
+
+    answer = await ends[end]()
+
+    words = {"complete": "Completed", "fail": "TerminalFailed", "retry": "RetryScheduled", "cancel": "Cancelled"}
+    assert type(answer).__name__ == words[end]
+    told = [one.event.lease for one in (await dump(store))["events"]]
+    assert told == ["acquired", "released"]
+    assert await scene.engine.get_execution_tag(e, "a.b") == "overtaken"
+
+
+@pytest.mark.parametrize(
+    "case", [reclaim_grant, scheduler_grant, scheduler_reclaim_grant], ids=lambda case: case.__name__
+)
+async def test_the_key_of_a_grant_that_was_written_late_is_the_one_that_is_handed_out(
+    store: Store, clock: ManualClock, case: Case
+) -> None:
+    async def a_moment_passes() -> None:
+        clock.pass_ms(7)
+
+    losing = LosingStore(store)
+    scene = await scene_on(losing, clock)
+    act = await case(scene)
+    losing.next_loss = Loss.LATE
+    losing.after_loss = a_moment_passes
+
+    granted = await act()
+
+    row = (await store.load((Want(Execution, (granted.execution_id,)),))).rows[0][0]
+    assert granted.expires_at_ms == row.granted_until
+    assert await scene.engine.verify_grant(granted.execution_id, granted.grant_key) is None
+
+
+Twice = Callable[[Scene, str], Awaitable[Any]]
+
+
+async def cancel_in_two_lives(scene: Scene, e: str) -> Any:
+    return await scene.engine.cancel_execution(e, reason="stop")
+
+
+async def expire_in_two_lives(scene: Scene, e: str) -> Any:
+    return await scene.engine.expire_execution(e)
+
+
+async def raise_priority(scene: Scene, e: str) -> Any:
+    return await scene.engine.change_priority(e, 50)
+
+
+AND_BACK: dict[Twice, Twice] = {
+    cancel_in_two_lives: lambda scene, e: scene.engine.replay_execution(e),
+    expire_in_two_lives: lambda scene, e: scene.engine.replay_execution(e),
+    raise_priority: lambda scene, e: scene.engine.change_priority(e, 1),
+}
+
+
+@pytest.mark.parametrize("overtaken", [False, True], ids=["alone", "overtaken"])
+@pytest.mark.parametrize("loss", Loss, ids=lambda loss: loss.name.lower())
+@pytest.mark.parametrize("act", AND_BACK, ids=lambda act: act.__name__)
+async def test_what_is_done_again_is_not_taken_for_what_was_done_before(
+    store: Store, clock: ManualClock, act: Twice, loss: Loss, overtaken: bool
+) -> None:
+    losing = LosingStore(store)
+    scene = await scene_on(losing, clock)
+    elsewhere = Engine(store, minter=SeededMinter(2))
+    e = await scene.waiting(priority=1)
+    expected = await act(scene, e)
+    first = await scene.engine.read_execution_info(e)
+    clock.pass_ms(1)
+    await AND_BACK[act](scene, e)
+    losing.next_loss = loss
+    if overtaken:
+        losing.after_loss = lambda: elsewhere.set_execution_tag(e, "a.b", "overtaken")
+
+    assert await act(scene, e) == expected
+
+    again = await scene.engine.read_execution_info(e)
+    assert first is not None
+    assert again is not None
+    assert (again.public_state, again.priority) == (first.public_state, first.priority)
+    told = [one.event for one in (await dump(store))["events"]]
+    assert len(told) == 3, [one.outcome or one.operator for one in told]
+
+
+@pytest.mark.parametrize("loss", [Loss.DOUBT, Loss.ANSWER])
+@pytest.mark.parametrize("verb", ["delay", "wait_children"])
+async def test_an_operator_parks_the_lease_of_now_not_one_that_this_process_remembers(
+    store: Store, clock: ManualClock, verb: str, loss: Loss
+) -> None:
+    losing = LosingStore(store)
+    mine, others = Engine(losing), Engine(store)
+    scene = Scene(others, clock)
+    e = await scene.waiting()
+    assert await mine.claim("default", **WORKER)
+
+    async def park(engine: Engine) -> None:
+        until = {"delay_until": clock.now} if verb == "delay" else {}
+        await getattr(engine, verb)(execution_id=e, source="operator_override", **until)
+
+    await park(others)  # tells what a second one of the same lease would tell
+    await others.promote_delayed(e)
+    await others.issue_grant_and_claim(e, lane_id="default", lease_duration_ms=LEASE_MS)
+    losing.next_loss = loss
+    await park(mine)
+
+    assert await others.read_execution_state(e) != "active"
+    assert [one.event for one in await others.lease_history(e)] == ["acquired", "released"] * 2
+
+
+@pytest.mark.parametrize("poison", ["nul\0", "half \ud800 pair"])
+async def test_a_poison_change_in_a_batch_does_not_fail_its_neighbours(
+    store: Store, clock: ManualClock, poison: str
+) -> None:
+    scene = await scene_on(store, clock)
+    held = [await scene.held() for _ in range(9)]
+    spoilt = await scene.waiting()
+    row = (await store.load((Want(Execution, (spoilt,)),))).rows[0][0]
+    patch = Patch(Execution, (spoilt,), {"failure_reason": poison})
+    change = Change(guards=(seen(row),), writes=(patch,), id=7)
+
+    first, middle, *rest = await asyncio.gather(
+        scene.engine.complete(held[0].handle),
+        scene.engine.commits.add(change),
+        *(scene.engine.complete(one.handle) for one in held[1:]),
+        return_exceptions=True,
+    )
+
+    assert isinstance(middle, errors.InvalidInput)
+    assert [first, *rest] == [Completed(one.execution_id) for one in held]
+    assert (await store.load((Want(Execution, (spoilt,)),))).rows[0][0] == row
+
+
+async def test_a_store_that_stays_away_is_told_to_the_caller_in_the_end(
+    store: Store, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flowfabric.engine.runtime.runtime.Pause", lambda: Pause(patience_s=0.05))
+    losing = LosingStore(store)
+    scene = await scene_on(losing, clock)
+    held = await scene.held()
+    before = await dump(store)
+    losing.looks_lost = 1_000_000
+
+    with pytest.raises(errors.StoreUnavailable):
+        await scene.engine.describe_execution(held.execution_id)
+
+    assert await dump(store) == before

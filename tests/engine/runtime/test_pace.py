@@ -1,0 +1,158 @@
+"""The pace of limited work: what a quota lets through is set by the work itself, not by a scan."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from flowfabric.clock import ManualClock
+from flowfabric.engine.engine import Engine
+from flowfabric.engine.limits import unblocker
+from flowfabric.engine.runtime.runtime import Pause
+from flowfabric.ids import SeededMinter
+from flowfabric.model.answers.limits import QuotaPolicyCreated
+from flowfabric.rules.execution.create import CreateExecution
+from flowfabric.settings import Settings
+from flowfabric.stores.port import Store
+from flowfabric.testing.faults import FlakyStore
+from tests.scenarios.waits import until
+
+Q = "0c000000-0000-4000-8000-000000000001"
+JOB_MS = 100
+CAP = 10
+
+
+@pytest.fixture
+async def engine(store: Store) -> Engine:
+    """An engine without sweeps, whose polls are too rare to help."""
+    return Engine(store, minter=SeededMinter(1), settings=Settings(poll_ms=3_600_000))
+
+
+async def limited(engine: Engine, count: int, **limits: int) -> None:
+    """So much work under one quota."""
+    numbers: dict[str, Any] = {"window_seconds": 60, "max_requests_per_window": 0, "max_concurrent": 0} | limits
+    assert await engine.create_quota_policy(Q, **numbers) == QuotaPolicyCreated(Q)
+    policy = f'{{"quota_policy_ids": ["{Q}"]}}'
+    await engine.create_executions(
+        CreateExecution(
+            execution_id=engine.new_execution_id(),
+            partition=0,
+            namespace="default",
+            lane_id="default",
+            execution_kind="task",
+            policy=policy,
+        )
+        for _ in range(count)
+    )
+
+
+async def pull(engine: Engine, limit: int, wait_ms: int = 0) -> list[Any]:
+    return await engine.claim_admitted(
+        "default", limit, worker_id="w", worker_instance_id="w-1", lease_ttl_ms=60_000, max_wait_ms=wait_ms
+    )
+
+
+async def test_jobs_of_100_ms_under_a_concurrency_of_10_run_at_100_a_second(engine: Engine, clock: ManualClock) -> None:
+    await limited(engine, 100, max_concurrent=CAP)
+    start = clock.now
+    done = 0
+
+    while claimed := await pull(engine, 50):
+        assert len(claimed) == CAP, "every slot is in use"
+        clock.pass_ms(JOB_MS)
+        await asyncio.gather(*(engine.complete(one.handle) for one in claimed))
+        await engine.delivered()  # the ends release, the releases wake: nothing else moves in this test
+        done += len(claimed)
+
+    assert (done, clock.now - start) == (100, 1000)
+
+
+async def test_a_worker_that_waits_is_woken_by_the_release_itself(engine: Engine) -> None:
+    await limited(engine, 3, max_concurrent=1)
+    [first] = await pull(engine, 5)
+    waiting = asyncio.create_task(pull(engine, 5, wait_ms=60_000))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+
+    async with asyncio.timeout(10):  # the next poll is an hour away
+        await engine.complete(first.handle)
+        [second] = await waiting
+
+    assert second.execution_id != first.execution_id
+
+
+async def test_a_worker_in_another_process_is_woken_too(engine: Engine, store: Store) -> None:
+    await limited(engine, 2, max_concurrent=1)
+    [first] = await pull(engine, 5)
+    other = Engine(store, minter=SeededMinter(2), settings=Settings(poll_ms=200))
+    waiting = asyncio.create_task(pull(other, 5, wait_ms=60_000))
+    await asyncio.sleep(0.05)
+
+    async with asyncio.timeout(10):
+        await engine.complete(first.handle)
+        [second] = await waiting
+
+    assert second.execution_id != first.execution_id
+
+
+async def test_a_window_lets_through_what_it_says_and_no_more(engine: Engine, clock: ManualClock) -> None:
+    await limited(engine, 40, window_seconds=1, max_requests_per_window=10)
+    admitted: Counter[int] = Counter()
+
+    for _ in range(100):
+        await engine.sweep_once("unblock")
+        claimed = await pull(engine, 50)
+        admitted[clock.now] += len(claimed)
+        await asyncio.gather(*(engine.complete(one.handle) for one in claimed))
+        clock.pass_ms(JOB_MS)
+
+    instants = [now for now, count in admitted.items() for _ in range(count)]
+    assert len(instants) == 40
+    for end in instants:
+        assert sum(end - 1000 < now <= end for now in instants) <= 10, "in no window"
+
+
+async def test_a_window_that_opens_while_the_store_is_away_is_looked_at_again(
+    store: Store, clock: ManualClock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(unblocker, "LATEST_LOOK_MS", 10)
+    monkeypatch.setattr(Pause.__init__, "__defaults__", (0.01,))  # it is away for long
+    wire = FlakyStore(store)
+    engine = Engine(wire, minter=SeededMinter(1), settings=Settings(poll_ms=3_600_000))
+    await limited(engine, 2, window_seconds=1, max_requests_per_window=1)
+    [first] = await pull(engine, 5)
+    wire.go_down()
+    engine.wake_quota_later(Q, 0)
+    await until(lambda: "has room again is not known" in caplog.text)
+
+    wire.heal()
+    clock.pass_ms(1000)
+    async with asyncio.timeout(10):  # the next poll is an hour away
+        [second] = await pull(engine, 5, wait_ms=60_000)
+
+    assert second.execution_id != first.execution_id
+    assert not [record for record in caplog.records if record.name == "asyncio"], "no task failed unheard"
+    engine.stop_timers()
+
+
+async def test_fifty_reporters_cost_two_round_trips(store: Store) -> None:
+    trips: Counter[str] = Counter()
+
+    class Counting:
+        def __getattr__(self, name: str) -> Any:
+            if name in ("load", "commit"):
+                trips[name] += 1
+            return getattr(store, name)
+
+    engine = Engine(Counting(), minter=SeededMinter(1))
+    budget = "0b000000-0000-4000-8000-000000000001"
+    await engine.create_budget(budget, dimensions=["tokens"], hard_limits=[10**6], soft_limits=[0])
+    trips.clear()
+
+    await asyncio.gather(*(engine.report_usage_admin(budget, dimensions=["tokens"], deltas=[n]) for n in range(50)))
+
+    assert trips["load"] + trips["commit"] <= 4
+    assert (await engine.get_budget_status(budget)).usage == {"tokens": sum(range(50))}

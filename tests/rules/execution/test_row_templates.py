@@ -1,0 +1,287 @@
+"""Forms: the short telling of an ordinary end says exactly what the long one says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowfabric.model.change import Change, Insert, Patch, as_form, live, seen, spelled_out
+from flowfabric.model.execution import Execution, LineKey, Result
+from flowfabric.model.flow import Dependency, DependencyKind
+from flowfabric.model.states import (
+    AttemptRecordState,
+    AttemptState,
+    AttemptType,
+    BlockingReason,
+    EligibilityState,
+    LifecyclePhase,
+    OwnershipState,
+    PublicState,
+    TerminalOutcome,
+)
+from flowfabric.rules.execution import cancel, finish, transitions
+from flowfabric.rules.execution.lease import OPERATOR_OVERRIDE, Fence
+from flowfabric.rules.flow import joins, sibling_cancel, successors
+from flowfabric.rules.flow.successors import listed, successor
+
+NOW = 1_700_000_000_000
+HELD = Fence("lease-1", 3, "attempt-1")
+
+
+def running(**fields: Any) -> Execution:
+    """An execution in the middle of its second attempt."""
+    row = Execution(
+        execution_id="{fp:86}:11111111-1111-4111-8111-111111111111",
+        partition=86,
+        namespace="n",
+        lane_id="default",
+        priority=0,
+        created_at=NOW - 1000,
+        last_transition_at=NOW - 10,
+        last_mutation_at=NOW - 10,
+        lifecycle_phase=LifecyclePhase.ACTIVE,
+        ownership_state=OwnershipState.LEASED,
+        eligibility_state=EligibilityState.NOT_APPLICABLE,
+        blocking_reason=BlockingReason.NONE,
+        terminal_outcome=TerminalOutcome.NONE,
+        attempt_state=AttemptState.RUNNING_ATTEMPT,
+        public_state=PublicState.ACTIVE,
+        total_attempt_count=2,
+        started_at=NOW - 500,
+        attempt_index=1,
+        attempt_id="attempt-1",
+        attempt_type=AttemptType.RETRY,
+        attempt_started_at=NOW - 10,
+        lease_epoch=3,
+        lease_id="lease-1",
+        worker_id="w",
+        worker_instance_id="w-1",
+        current_lane="default",
+        lease_expires_at=NOW + 1000,
+        revision=7,
+    )
+    return msgspec.structs.replace(row, **fields)
+
+
+def at_length(row: Execution, *also: Insert) -> Change:
+    return transitions.ended(
+        row,
+        TerminalOutcome.SUCCESS,
+        attempt=AttemptRecordState.ENDED_SUCCESS,
+        released="completed",
+        guard=seen(row, live(row)),
+        also=also,
+    )
+
+
+@given(
+    tags=st.none() | st.just('{"a.b":"c"}'),
+    lineage=st.none() | st.just('{"retry_reason":"it\'s"}'),
+    resumed_at=st.none() | st.just(NOW - 5),
+    timeout_at=st.none() | st.just(NOW + 5),
+    terms=st.none() | st.just('{"retention_ttl_ms":5000}') | st.just('{"retry":{"max_retries":1}}'),
+    result=st.none() | st.just(b"R"),
+    flow_id=st.none() | st.just("f"),
+    successors=st.none() | st.just("many") | st.just('[["e","x",true,false],["g","y"]]'),
+)
+def test_an_ordinary_success_spelled_out_is_what_the_long_rule_says(
+    tags: str | None,
+    lineage: str | None,
+    resumed_at: int | None,
+    timeout_at: int | None,
+    terms: str | None,
+    result: bytes | None,
+    flow_id: str | None,
+    successors: str | None,
+) -> None:
+    row = running(
+        tags=tags,
+        lineage=lineage,
+        attempt_resumed_at=resumed_at,
+        attempt_timeout_at=timeout_at,
+        terms=terms,
+        flow_id=flow_id,
+        successors=successors,
+    )
+    change = finish.complete(row, HELD, None, result, None, NOW).change
+    assert change is not None
+    assert change.form is not None
+    kept = () if result is None else (Insert(Result(row.execution_id, result, None)),)
+    assert spelled_out(change, row) == at_length(row, *kept)
+
+
+@pytest.mark.parametrize(
+    "attached",
+    [
+        {"stream_index": 1},
+        {"parent_id": "p"},
+        {"deadline_at": NOW + 5},
+        {"current_suspension_id": "s"},
+        {"blocking_text": "why"},
+        {"terms": '{"quota_policy_ids":["q"]}'},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_an_end_that_concerns_others_is_told_at_length(attached: dict[str, Any]) -> None:
+    row = running(**attached)
+    change = finish.complete(row, HELD, None, None, None, NOW).change
+    assert change is not None
+    assert change.form is None
+    assert change == at_length(row)
+
+
+def test_a_change_without_a_form_is_spelled_out_already() -> None:
+    change = at_length(running())
+    assert spelled_out(change, running()) is change
+
+
+def test_only_a_patch_and_an_event_make_a_form() -> None:
+    change = at_length(running())
+    with pytest.raises(TypeError, match="a form patches its root and tells one event, nothing else"):
+        as_form(msgspec.structs.replace(change, writes=change.writes * 2))
+    with pytest.raises(TypeError, match="a form patches its root and tells one event, nothing else"):
+        as_form(msgspec.structs.replace(change, events=()))
+
+
+def unstarted(**fields: Any) -> Execution:
+    """An execution that waits for a worker for the first time."""
+    untouched: dict[str, Any] = {
+        "lifecycle_phase": LifecyclePhase.RUNNABLE,
+        "ownership_state": OwnershipState.UNOWNED,
+        "eligibility_state": EligibilityState.ELIGIBLE_NOW,
+        "blocking_reason": BlockingReason.WAITING_FOR_WORKER,
+        "attempt_state": AttemptState.PENDING_FIRST_ATTEMPT,
+        "public_state": PublicState.WAITING,
+        "total_attempt_count": 0,
+        "lease_epoch": 0,
+        "line": LineKey("default"),
+        **dict.fromkeys(("started_at", "attempt_index", "attempt_id", "attempt_type", "attempt_started_at")),
+        **dict.fromkeys(("lease_id", "worker_id", "worker_instance_id", "lease_expires_at")),
+    }
+    return running(**untouched | fields)
+
+
+def cancelled(row: Execution, reason: str = cancel.QUORUM_SATISFIED) -> Change:
+    change = cancel.cancel(row, Fence(), OPERATOR_OVERRIDE, reason).change
+    assert change is not None
+    return change
+
+
+def cancelled_at_length(row: Execution, reason: str = cancel.QUORUM_SATISFIED) -> Change:
+    return transitions.ended(
+        row,
+        TerminalOutcome.CANCELLED,
+        attempt=AttemptRecordState.ENDED_CANCELLED,
+        released="cancelled",
+        details='{"revoked_by":"operator"}',
+        cancellation_reason=reason,
+        cancelled_by=OPERATOR_OVERRIDE,
+    )
+
+
+@given(
+    reason=st.sampled_from([cancel.QUORUM_SATISFIED, cancel.QUORUM_IMPOSSIBLE]),
+    blocked=st.booleans(),
+    terms=st.none() | st.just('{"retention_ttl_ms":5000}'),
+    flow_id=st.none() | st.just("f"),
+    successors=st.none() | st.just("many") | st.just('[["e","x",true,false],["g","y"]]'),
+)
+def test_the_cancel_of_an_unstarted_sibling_leaves_what_the_long_rule_leaves(
+    reason: str, blocked: bool, terms: str | None, flow_id: str | None, successors: str | None
+) -> None:
+    row = unstarted(terms=terms, flow_id=flow_id, successors=successors, **joins.waits("…") if blocked else {})
+    change = cancelled(row, reason)
+    assert change.form is not None
+    short, long = spelled_out(change, row), cancelled_at_length(row, reason)
+    assert (short.guards, short.writes[1:], short.events) == (long.guards, long.writes[1:], long.events)
+    assert _patched(row, short) == _patched(row, long)
+
+
+@given(
+    reason=st.sampled_from([cancel.QUORUM_SATISFIED, cancel.QUORUM_IMPOSSIBLE]),
+    kind=st.sampled_from(DependencyKind),
+    ref=st.none() | st.just("r"),
+    inbound=st.sampled_from([2, 1000]),
+    blocked=st.booleans(),
+    born=st.fixed_dictionaries(
+        {
+            "terms": st.none() | st.just('{"retention_ttl_ms":5000}') | st.just('{"retry":{"max_retries":1}}'),
+            "lane_id": st.sampled_from(["default", "other"]),
+            "created_at": st.sampled_from([NOW, NOW - 7]),
+        }
+    ),
+)
+def test_the_cancel_of_a_sibling_that_nobody_saw_is_that_of_one_that_was_seen(
+    reason: str, kind: DependencyKind, ref: str | None, inbound: int, blocked: bool, born: dict[str, Any]
+) -> None:
+    edge = Dependency("child", "e", "f", "sibling", kind, data_passing_ref=ref)
+    follows = successor("e", "child", kind, inbound=inbound, ref=ref, line=LineKey("default"))
+    row = unstarted(
+        execution_id="sibling", flow_id="f", successors=listed([follows]), **born, **joins.waits("…") if blocked else {}
+    )
+
+    [(change, supposed)] = sibling_cancel.cancel_unseen([edge], inbound, running(flow_id="f", **born), reason)
+
+    seen = cancelled(row, reason)
+    assert (change.form, change.writes, change.events) == (seen.form, (), seen.events)
+    assert seen.writes == (successors.settle("child", "e", TerminalOutcome.CANCELLED),), "all that is left out"
+    [guard] = change.guards
+    assert guard.like is not None
+    asked = guard.like.fields | dict(zip(guard.like.own, guard.own, strict=True))
+    assert (guard.row, guard.key) == (Execution, ("sibling",))
+    assert asked.items() <= msgspec.structs.asdict(row).items()
+    assert asked.items() <= msgspec.structs.asdict(supposed).items()
+    assert supposed.execution_id == "sibling"
+
+
+@pytest.mark.parametrize(
+    ("reason", "terms"), [("because", None), (cancel.QUORUM_SATISFIED, '{"quota_policy_ids":["q"]}')]
+)
+def test_other_siblings_need_a_look(reason: str, terms: str | None) -> None:
+    edge = Dependency("child", "e", "f", "sibling", DependencyKind.SUCCESS_ONLY)
+    assert sibling_cancel.cancel_unseen([edge], 2, running(flow_id="f", terms=terms), reason) == []
+
+
+def _patched(row: Execution, change: Change) -> Execution:
+    patch = change.writes[0]
+    assert isinstance(patch, Patch)
+    return msgspec.structs.replace(row, **patch.fields)
+
+
+@pytest.mark.parametrize(
+    "otherwise",
+    [
+        {"attempt_index": 0, "attempt_state": AttemptState.PENDING_RETRY_ATTEMPT},
+        {"parent_id": "p"},
+        {"deadline_at": NOW + 5},
+        {"granted_until": NOW + 5},
+        {"terms": '{"quota_policy_ids":["q"]}'},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_the_cancel_of_any_other_sibling_is_told_at_length(otherwise: dict[str, Any]) -> None:
+    row = unstarted(**otherwise)
+    assert cancelled(row) == cancelled_at_length(row)
+
+
+def test_a_cancel_for_a_reason_of_the_callers_own_is_told_at_length() -> None:
+    assert cancelled(unstarted(), "I say so") == cancelled_at_length(unstarted(), "I say so")
+
+
+@pytest.mark.parametrize(
+    ("fields", "concerns"),
+    [
+        ({}, False),
+        ({"terms": '{"retention_ttl_ms":5}'}, False),
+        ({"flow_id": "11111111-1111-4111-8111-111111111111"}, False),
+        ({"successors": ""}, True),
+        ({"parent_id": "{fp:86}:22222222-2222-4222-8222-222222222222"}, True),
+        ({"terms": '{"quota_policy_ids":["q"]}'}, True),
+    ],
+)
+def test_an_end_concerns_successors_parents_and_those_behind_its_limits(fields: dict[str, Any], concerns: bool) -> None:
+    assert transitions.concerns_others(running(**fields)) is concerns

@@ -1,0 +1,194 @@
+"""Waiting for others, decided row by row: what an edge that is applied adds, and when dependencies let work run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from flowfabric import errors
+from flowfabric.model.answers.execution import Moved
+from flowfabric.model.answers.flow import Applied, Eligibility
+from flowfabric.model.change import Change, Insert, Patch, Put, at
+from flowfabric.model.execution import Execution
+from flowfabric.model.flow import (
+    Dependency,
+    DependencyState,
+    EdgeGroup,
+    GroupState,
+    OnSatisfied,
+    PendingCancelGroup,
+    PolicyVariant,
+)
+from flowfabric.model.states import OwnershipState, PublicState, TerminalOutcome
+from flowfabric.rules.execution.cancel import QUORUM_SATISFIED
+from flowfabric.rules.flow import dependencies, joins
+from tests.rules.execution.test_guards import EXECUTION, NOW, TERMINAL, row
+from tests.rules.flow.test_guards import APPLY, BLOCKED, CHILD, EDGE, GROUP, SKIPPED, UPSTREAM, U
+
+
+def group(**own: Any) -> EdgeGroup:
+    return replace(GROUP, **own)
+
+
+MET = {"a join that is met": group(group_state=GroupState.SATISFIED), "nobody": None, "no edge": group(n=0)}
+UNMET = {"pending": group(), "impossible": group(group_state=GroupState.IMPOSSIBLE)}
+
+
+@pytest.mark.parametrize("join", MET.values(), ids=MET.keys())
+def test_what_is_blocked_for_others_is_promoted_once_its_dependencies_are_met(join: EdgeGroup | None) -> None:
+    decision = dependencies.promote_blocked(BLOCKED, join)
+
+    assert decision.answer == Moved(EXECUTION, PublicState.WAITING)
+    assert decision.change is not None
+    assert decision.change.writes == (joins.released(BLOCKED),)
+
+
+@pytest.mark.parametrize("join", UNMET.values(), ids=UNMET.keys())
+def test_what_waits_for_others_is_not_promoted(join: EdgeGroup) -> None:
+    decision = dependencies.promote_blocked(BLOCKED, join)
+
+    assert isinstance(decision.answer, errors.DepsNotSatisfied)
+    assert decision.change is None
+
+
+VERDICTS: dict[str, tuple[Execution | None, EdgeGroup | None, Eligibility]] = {
+    "gone": (None, None, Eligibility.NOT_FOUND),
+    "ended": (SKIPPED, None, Eligibility.NOT_RUNNABLE),
+    "owned": (replace(CHILD, ownership_state=OwnershipState.LEASED), group(), Eligibility.OWNED),
+    "with an outcome": (replace(CHILD, terminal_outcome=TerminalOutcome.FAILED), group(), Eligibility.TERMINAL),
+    "impossible": (CHILD, UNMET["impossible"], Eligibility.IMPOSSIBLE),
+    "waiting": (CHILD, UNMET["pending"], Eligibility.BLOCKED_BY_DEPENDENCIES),
+    "with a join without an edge": (CHILD, MET["no edge"], Eligibility.ELIGIBLE),
+    "with a join that is met": (CHILD, MET["a join that is met"], Eligibility.ELIGIBLE),
+    "without a join": (CHILD, None, Eligibility.ELIGIBLE),
+}
+
+
+@pytest.mark.parametrize(("one", "join", "verdict"), VERDICTS.values(), ids=VERDICTS.keys())
+def test_dependencies_say_whether_work_may_run(
+    one: Execution | None, join: EdgeGroup | None, verdict: Eligibility
+) -> None:
+    assert dependencies.eligibility(one, join) is verdict
+
+
+def applied(upstream: Execution | None, join: EdgeGroup | None, **own: Any) -> tuple[Any, EdgeGroup, Dependency]:
+    """The answer, the join and the edge after one more edge was applied."""
+    decision = dependencies.apply(CHILD, upstream, EDGE, None, join, replace(APPLY, **own))
+    assert decision.change is not None
+    after, dependency, *_ = decision.change.writes
+    assert isinstance(after, Put)
+    assert isinstance(after.row, EdgeGroup)
+    assert isinstance(dependency, Insert)
+    assert isinstance(dependency.row, Dependency)
+    return decision.answer, after.row, dependency.row
+
+
+def test_an_edge_that_is_applied_is_one_more_to_wait_for_beside_those_that_have_not_come() -> None:
+    quorum = {"policy_variant": PolicyVariant.QUORUM, "k": 4, "on_satisfied": OnSatisfied.LET_RUN}
+    join = group(**quorum, n=7, succeeded=1, failed=2, skipped=3, waiting_since=NOW - 5)
+
+    answer, after, dependency = applied(UPSTREAM, join)
+
+    assert answer == Applied(2)
+    assert (after.n, after.waiting_since) == (8, NOW - 5)
+    assert (dependency.outcome, dependency.unfolded_at, dependency.data_passing_ref) == (None, None, None)
+
+
+ANY_OF = {"policy_variant": PolicyVariant.ANY_OF, "k": 1, "on_satisfied": OnSatisfied.LET_RUN}
+MET_ONCE = {"group_state": GroupState.SATISFIED, "satisfied_at": NOW - 5, "succeeded": 1}
+# Each: a join that has fired; its state, since when it waits, and when it was met, once another edge is applied.
+FIRED: dict[str, tuple[EdgeGroup, GroupState, Any, Any]] = {
+    "all_of waits again": (group(**MET_ONCE), GroupState.PENDING, at(0), None),
+    "any_of is met already": (group(**ANY_OF, **MET_ONCE), GroupState.SATISFIED, None, NOW - 5),
+    "impossible for ever": (group(group_state=GroupState.IMPOSSIBLE, failed=1), GroupState.IMPOSSIBLE, None, None),
+}
+
+
+@pytest.mark.parametrize(("join", "state", "waits", "met"), FIRED.values(), ids=FIRED.keys())
+def test_an_edge_that_comes_late_reopens_only_a_join_that_asks_for_all(
+    join: EdgeGroup, state: GroupState, waits: Any, met: Any
+) -> None:
+    _, after, _ = applied(UPSTREAM, join)
+
+    assert (after.group_state, after.waiting_since, after.satisfied_at, after.n) == (state, waits, met, 2)
+
+
+def test_the_revision_that_an_edge_is_applied_at_is_kept_for_people() -> None:
+    ask = replace(APPLY, graph_revision=7)
+
+    assert dependencies.grown(GROUP, ask).last_flow_graph_revision == 7
+    assert dependencies.grown(group(last_flow_graph_revision=7), APPLY).last_flow_graph_revision == 7
+
+
+def test_an_edge_says_what_it_passes_on_when_it_is_staged_or_when_it_is_applied() -> None:
+    passes = replace(EDGE, data_passing_ref="staged")
+    for given, kept in ((None, "staged"), ("", "staged"), ("own", "own")):
+        ask = replace(APPLY, data_passing_ref=given)
+        change = dependencies.apply(CHILD, UPSTREAM, passes, None, GROUP, ask).change
+        assert change is not None
+        [dependency] = [write.row for write in change.writes if isinstance(write, Insert)]
+        assert isinstance(dependency, Dependency)
+        assert dependency.data_passing_ref == kept
+
+
+def test_an_end_that_came_before_the_edge_is_noted_with_it() -> None:
+    ended = replace(row(TERMINAL, terminal_outcome=TerminalOutcome.FAILED), execution_id=U)
+
+    _, _, dependency = applied(ended, GROUP)
+
+    assert (dependency.outcome, dependency.unfolded_at) == (TerminalOutcome.FAILED, at(0))
+
+
+def test_an_edge_from_one_that_is_gone_is_refused() -> None:
+    decision = dependencies.apply(CHILD, None, EDGE, None, GROUP, APPLY)
+
+    assert isinstance(decision.answer, errors.InvalidDependency)
+    assert decision.change is None
+
+
+V = "{fp:86}:33333333-3333-4333-8333-333333333333"
+LIVES = UPSTREAM
+OVER = replace(row(TERMINAL, terminal_outcome=TerminalOutcome.SUCCESS), execution_id=V)
+CAME = Dependency(EXECUTION, "d", "f", V, EDGE.dependency_kind, DependencyState.SATISFIED)
+NEVER_CAME = Dependency(EXECUTION, "e", "f", U, EDGE.dependency_kind, DependencyState.IMPOSSIBLE)
+LOST: dict[str, Any] = {"n": 2, "failed": 1, "skipped": 1, "group_state": GroupState.IMPOSSIBLE}
+
+
+def replayed(join: EdgeGroup) -> Change:
+    change = dependencies.replay_member(SKIPPED, join, [CAME, NEVER_CAME], {U: LIVES, V: OVER}).change
+    assert change is not None
+    return change
+
+
+def test_a_skipped_member_that_is_replayed_waits_for_what_had_not_come_and_for_nothing_else() -> None:
+    change = replayed(group(**LOST))
+
+    [reset] = [write.fields for write in change.writes if isinstance(write, Patch) and write.row is EdgeGroup]
+    after = group(**LOST | reset)
+    assert (after.succeeded, after.failed, after.skipped, after.group_state) == (1, 0, 0, GroupState.PENDING)
+    assert (after.waiting_since, after.satisfied_at) == (at(0), None)
+    edges = [write.key for write in change.writes if isinstance(write, Patch) and write.row is Dependency]
+    assert edges == [(EXECUTION, "e")]
+    written = [write.key for write in change.writes if isinstance(write, Patch) and write.row is Execution]
+    assert written == [(EXECUTION,), (U,)], "the upstream that lives, so that its end looks again"
+    assert {guard.key for guard in change.guards} == {(EXECUTION,), ("f", EXECUTION), (U,)}
+
+
+@pytest.mark.parametrize("then", OnSatisfied)
+def test_a_skipped_member_that_is_replayed_when_enough_has_come_runs(then: OnSatisfied) -> None:
+    first = {"policy_variant": PolicyVariant.ANY_OF, "k": 1, "on_satisfied": then}
+    change = replayed(group(**LOST, **first))
+
+    [reset] = [write.fields for write in change.writes if isinstance(write, Patch) and write.row is EdgeGroup]
+    after = group(**LOST | first | reset)
+    assert (after.group_state, after.waiting_since, after.satisfied_at) == (GroupState.SATISFIED, None, at(0))
+    edges = [write.key for write in change.writes if isinstance(write, Patch) and write.row is Dependency]
+    assert edges == [(EXECUTION, "e")]
+    flagged = (after.cancel_siblings_pending_flag, after.cancel_siblings_pending_members, after.cancel_siblings_reason)
+    is_listed = PendingCancelGroup in {type(write.row) for write in change.writes if isinstance(write, Put)}
+    if then is OnSatisfied.CANCEL_REMAINING:  # the upstream that lives is needed no more
+        assert (flagged, is_listed) == ((True, U, QUORUM_SATISFIED), True)
+    else:
+        assert (flagged, is_listed) == ((False, None, None), False)

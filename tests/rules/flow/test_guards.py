@@ -1,0 +1,182 @@
+"""What the changes of flows stand on: the flow, the join, the executions and the lists as they were seen.
+
+Many build one flow at once, and many ends meet in one join. What was decided on a graph, a count or a list that has
+moved on meanwhile is decided again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flowfabric.model.change import Guard, LeaseCheck, LeaseWant
+from flowfabric.model.execution import Execution, Payload, Result
+from flowfabric.model.flow import (
+    CancelBacklog,
+    CancellationPolicy,
+    Dependency,
+    DependencyKind,
+    Edge,
+    EdgeGroup,
+    Flow,
+    FlowMember,
+    FlowState,
+    GroupState,
+    OnSatisfied,
+    PendingCancel,
+    PendingCancelGroup,
+    PolicyVariant,
+)
+from flowfabric.model.states import EligibilityState, TerminalOutcome
+from flowfabric.rules.decision import Decision
+from flowfabric.rules.execution.create import CreateExecution
+from flowfabric.rules.flow import build, dependencies, graph, joins
+from flowfabric.rules.flow import cancel as flow_cancel
+from flowfabric.rules.flow.build import Policy, StageEdge
+from flowfabric.rules.flow.joins import Settlement, Surroundings
+from tests.rules.execution.test_guards import ACTIVE, ELIGIBLE, EXECUTION, FENCE, NOW, RUNNABLE, TERMINAL, changed, row
+
+F = "f"
+U = "{fp:86}:22222222-2222-4222-8222-222222222222"
+SUCCESS_ONLY = DependencyKind.SUCCESS_ONLY
+FLOW = Flow(F, 86, "task", "n", FlowState.OPEN, NOW - 9, NOW - 9, node_count=2, project_at=NOW, revision=5)
+GROUP = EdgeGroup(F, EXECUTION, PolicyVariant.ALL_OF, staged=1, n=1, revision=6)
+EMPTY = EdgeGroup(F, EXECUTION, PolicyVariant.ALL_OF, revision=6)
+FREE = row(RUNNABLE, ELIGIBLE)
+CHILD = row(RUNNABLE, ELIGIBLE, flow_id=F)
+UPSTREAM = changed(CHILD, {"execution_id": U, "revision": 8})
+SKIPPED = row(TERMINAL, terminal_outcome=TerminalOutcome.SKIPPED, flow_id=F)
+BLOCKED = row(RUNNABLE, EligibilityState.BLOCKED_BY_DEPENDENCIES, flow_id=F)
+DEPENDENCY = Dependency(EXECUTION, "e", F, U, SUCCESS_ONLY)
+EDGE = Edge(F, "e", U, EXECUTION, SUCCESS_ONLY, NOW - 5)
+ASK = StageEdge(F, "e", U, EXECUTION, SUCCESS_ONLY, None, None)
+MEMBERS = (FlowMember(F, U), FlowMember(F, EXECUTION))
+APPLY = dependencies.ApplyDependency(F, "e", U, EXECUTION)
+TWO = EdgeGroup(F, EXECUTION, PolicyVariant.ALL_OF, staged=2, n=2, revision=6)
+CARRIER = Dependency(EXECUTION, "e", F, U, SUCCESS_ONLY, data_passing_ref="r", unfolded_at=NOW, revision=2)
+EARLIER = Dependency(EXECUTION, "d", F, "u", SUCCESS_ONLY, data_passing_ref="r", unfolded_at=NOW - 1, revision=1)
+BACKLOG = CancelBacklog(F, NOW, 2, revision=9)
+PENDING = [PendingCancel(F, EXECUTION)]
+ENTRY = PendingCancelGroup(F, EXECUTION, NOW - 1, revision=4)
+FLAGGED = EdgeGroup(
+    F,
+    EXECUTION,
+    PolicyVariant.ANY_OF,
+    OnSatisfied.CANCEL_REMAINING,
+    n=2,
+    group_state=GroupState.SATISFIED,
+    cancel_siblings_pending_flag=True,
+    cancel_siblings_pending_members=U,
+    revision=6,
+)
+
+flow, no_flow = Guard(Flow, (F,), 5), Guard(Flow, (F,), None)
+join, no_join = Guard(EdgeGroup, (F, EXECUTION), 6), Guard(EdgeGroup, (F, EXECUTION), None)
+sheet, upstream = Guard(Execution, (EXECUTION,), 7), Guard(Execution, (U,), 8)
+held = Guard(Execution, (EXECUTION,), 7, LeaseCheck(LeaseWant.LIVE, "lease-1", 3))
+carrier = Guard(Dependency, (EXECUTION, "e"), 2)
+backlog = Guard(CancelBacklog, (F,), 9)
+entry = Guard(PendingCancelGroup, (F, EXECUTION), 4)
+
+
+def staged(group: EdgeGroup | None) -> Decision[Any]:
+    return build.stage(FLOW, None, MEMBERS, group, ASK, closes_circle=False)
+
+
+def waiting(group: EdgeGroup | None, flow_id: str | None = F) -> Decision[Any]:
+    return dependencies.wait_children(row(ACTIVE, flow_id=flow_id), group, FENCE, None, NOW)
+
+
+def header(*rows: Execution) -> Decision[Any]:
+    known = {one.execution_id: one for one in rows}
+    return flow_cancel.header(FLOW, MEMBERS, known, reason="r", policy=CancellationPolicy.CANCEL_ALL)
+
+
+def folded(group: EdgeGroup, *ends: Settlement, handed_on_by: str | None = None) -> Decision[Any]:
+    carried = None if handed_on_by is None else (Payload(EXECUTION, "task", ""), Result(handed_on_by, b"r"))
+    return joins.fold(group, BLOCKED, joins.tally(group, ends), Surroundings(flow=FLOW, carried=carried))
+
+
+SUCCESS, FAILED = TerminalOutcome.SUCCESS, TerminalOutcome.FAILED
+CAME = (Settlement(EARLIER, SUCCESS), Settlement(CARRIER, SUCCESS))
+UNNOTED = Settlement(CARRIER, FAILED, is_noted=False)
+ANY_OF = Policy(PolicyVariant.ANY_OF, OnSatisfied.LET_RUN)
+STANDS: dict[str, tuple[Decision[Any], set[Guard]]] = {
+    "create": (build.create(None, F, 86, "task", "n"), {no_flow}),
+    "add": (build.add_member(FLOW, FREE, None, EXECUTION), {flow, sheet}),
+    "add what is listed but does not know": (build.add_member(FLOW, FREE, MEMBERS[1], EXECUTION), {flow, sheet}),
+    "stage the first edge": (staged(None), {flow, no_join}),
+    "stage another edge": (staged(GROUP), {flow, join}),
+    "fix the first policy": (build.set_policy(FLOW, None, F, EXECUTION, ANY_OF), {flow, no_join}),
+    "fix another policy": (build.set_policy(FLOW, EMPTY, F, EXECUTION, ANY_OF), {flow, join}),
+    "tag": (build.set_tag(FLOW, "a.b", "c"), {flow}),
+    "apply": (dependencies.apply(CHILD, UPSTREAM, EDGE, None, GROUP, APPLY), {join, sheet, upstream}),
+    "apply the first": (dependencies.apply(CHILD, UPSTREAM, EDGE, None, None, APPLY), {no_join, sheet, upstream}),
+    "wait": (waiting(GROUP), {held, join}),
+    "wait for nobody": (waiting(None), {held, no_join}),
+    "wait outside of a flow": (waiting(None, flow_id=None), {held}),
+    "promote": (dependencies.promote_blocked(BLOCKED, None), {sheet, no_join}),
+    "promote outside of a flow": (dependencies.promote_blocked(changed(BLOCKED, {"flow_id": None}), None), {sheet}),
+    "replay": (dependencies.replay_member(SKIPPED, GROUP, [DEPENDENCY], {U: UPSTREAM}), {sheet, join, upstream}),
+    "count": (folded(TWO, Settlement(DEPENDENCY, SUCCESS)), {join}),
+    "count what is noted nowhere": (
+        folded(TWO, Settlement(CARRIER, FAILED, is_noted=False)),
+        {join, sheet, flow, carrier},
+    ),
+    "let run": (folded(GROUP, Settlement(DEPENDENCY, SUCCESS)), {join, sheet}),
+    "skip": (folded(GROUP, Settlement(DEPENDENCY, FAILED)), {join, sheet, flow}),
+    "hand on": (folded(TWO, CAME[1], handed_on_by=U), {join, sheet}),
+    "hand nothing on": (folded(TWO, CAME[1]), {join, carrier}),
+    "hand on what came earlier": (folded(TWO, *CAME, handed_on_by="u"), {join, sheet, carrier}),
+    "cancel": (header(CHILD), {flow}),
+    "strike off": (flow_cancel.ack(BACKLOG, PENDING), {backlog}),
+    "forget a backlog": (flow_cancel.drop_backlog(BACKLOG), {backlog}),
+    "spare": (
+        flow_cancel.spared(dependencies.replay_member(SKIPPED, None, [], {}), BACKLOG, PENDING),
+        {sheet, backlog},
+    ),
+    "drain": (flow_cancel.drain(ENTRY, FLAGGED), {entry, join}),
+    "drain without a join": (flow_cancel.drain(ENTRY, None), {entry}),
+    "finish a drain": (flow_cancel.reconcile(ENTRY, FLAGGED, {}, []), {entry, join}),
+    "forget a drain": (flow_cancel.reconcile(ENTRY, GROUP, {}, []), {entry}),
+}
+
+
+@pytest.mark.parametrize(("decision", "guards"), STANDS.values(), ids=STANDS.keys())
+def test_a_change_of_a_flow_stands_on_all_that_was_seen(decision: Decision[Any], guards: set[Guard]) -> None:
+    assert decision.change is not None
+    assert set(decision.change.guards) == guards
+
+
+# Each: when the nodes may run; the instants between which the graph is decided so.
+TIMES: dict[str, tuple[list[int | None], int | None, int | None]] = {
+    "any time": ([None, None], None, None),
+    "delayed": ([NOW + 9, NOW + 5, None], None, NOW + 4),
+    "due": ([NOW - 3, None, NOW - 1], NOW - 1, None),
+    "both": ([NOW + 9, NOW], NOW, NOW + 8),
+}
+
+
+@pytest.mark.parametrize(("times", "not_before", "not_after"), TIMES.values(), ids=TIMES.keys())
+def test_a_graph_stands_on_a_flow_that_is_not_there_and_on_the_time_of_every_node(
+    times: list[int | None], not_before: int | None, not_after: int | None
+) -> None:
+    nodes = tuple(
+        CreateExecution(
+            execution_id=f"{{fp:86}}:22222222-2222-4222-8222-22222222222{number}",
+            partition=86,
+            namespace="n",
+            lane_id="default",
+            execution_kind="task",
+            delay_until=due,
+        )
+        for number, due in enumerate(times)
+    )
+    ask = graph.CreateGraph(F, 86, "task", "n", nodes, (), {})
+
+    change = graph.create_graph(None, {}, ask, NOW).change
+
+    assert change is not None
+    assert change.guards == (no_flow,)
+    assert (change.not_before, change.not_after) == (not_before, not_after)

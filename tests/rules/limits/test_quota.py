@@ -1,0 +1,249 @@
+"""Admission: caps hold in every window, and counters equal recounts, whatever is asked in whatever order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from flowfabric.model.answers import limits as limit_answers
+from flowfabric.model.change import Delete, Put
+from flowfabric.model.execution import Execution
+from flowfabric.model.quota import QuotaPolicy, QuotaRequest, QuotaSlot
+from flowfabric.model.states import EligibilityState, LifecyclePhase
+from flowfabric.rules.limits import quota
+from flowfabric.rules.limits.quota import Asking, QuotaSheet
+from tests.stores.samples import execution
+
+NOW = 1_700_000_000_000
+Q = "0c000000-0000-4000-8000-000000000001"
+WINDOW = 1000
+EMPTY = QuotaSheet(Q, 3)
+
+executions = st.sampled_from([f"e{n}" for n in range(8)])
+steps = st.one_of(
+    st.tuples(st.just("ask"), executions),
+    st.tuples(st.just("ask"), executions),
+    st.tuples(st.just("release"), executions),
+    st.tuples(st.just("reconcile"), st.frozensets(executions)),
+    st.tuples(st.just("wait"), st.integers(1, WINDOW)),
+)
+
+
+def asking(e: str, rate: int, cap: int, call: int, **given: Any) -> Asking:
+    return Asking(execution_id=e, window_ms=WINDOW, rate_limit=rate, concurrency_cap=cap, admission=call, **given)
+
+
+@settings(max_examples=300)
+@given(st.integers(0, 4), st.integers(0, 4), st.lists(steps, max_size=60))
+def test_caps_hold_in_every_window_and_counters_equal_recounts(
+    rate: int, cap: int, life: list[tuple[Any, ...]]
+) -> None:
+    _, sheet = quota.create(EMPTY, limit_answers.QuotaLimits(1, rate, cap), NOW)
+    now, admitted = NOW, list[tuple[int, str]]()
+    for call, step in enumerate(life):
+        before = sheet
+        match step:
+            case ("wait", length):
+                now += length
+            case ("ask", e):
+                had = sheet.slots.get(e)
+                answer, sheet = quota.check(sheet, asking(e, rate, cap, call), now)
+                if isinstance(answer, limit_answers.Admitted):
+                    admitted.append((now, e))
+                if isinstance(answer, limit_answers.RateExceeded):
+                    later, _ = quota.check(sheet, asking(e, rate, 0, call), now + answer.retry_after_ms)
+                    assert isinstance(later, limit_answers.Admitted | limit_answers.AlreadyAdmitted), (
+                        "the retry time is true"
+                    )
+                if isinstance(answer, limit_answers.AlreadyAdmitted):
+                    assert had is not None
+                    assert quota.is_live(had, now)
+                if not isinstance(answer, limit_answers.Admitted):
+                    assert quota.written(before, sheet) is None, "a refusal leaves no trace"
+            case ("release", e):
+                _, sheet = quota.release(sheet, e)
+                assert e not in sheet.slots
+            case ("reconcile", idle):
+                _, sheet = quota.reconcile(sheet, idle, now)
+            case _:
+                raise AssertionError(step)
+        if cap:
+            assert sheet.row().active == sum(slot.counted for slot in sheet.slots.values()) <= cap
+        if rate:  # an execution that asks again moves its request: the latest of each counts
+            window = {e for at, e in admitted if at > now - WINDOW}
+            latest = {e for e in window if max(at for at, who in admitted if who == e) > now - WINDOW}
+            assert len(latest) <= rate
+        assert reread(before, sheet) == sheet, "what is written is what was decided"
+
+
+def reread(before: QuotaSheet, after: QuotaSheet) -> QuotaSheet:
+    """The sheet that is read back after the change between two."""
+    change = quota.written(before, after)
+    rows: dict[Any, Any] = {("root",): before.root}
+    rows |= {("slot", key): row for key, row in before.slots.items()}
+    rows |= {("request", *key): row for key, row in before.requests.items()}
+    for write in change.writes if change else ():
+        match write:
+            case Delete(row=kind, key=key):
+                del rows["slot" if kind is QuotaSlot else "request", *key[2:]]
+            case Put(row=QuotaSlot() as slot):
+                rows["slot", slot.execution_id] = slot
+            case Put(row=QuotaRequest() as request):
+                rows["request", request.dimension, request.execution_id] = request
+            case Put(row=QuotaPolicy() as root):
+                rows["root",] = root
+            case _:
+                raise AssertionError(write)
+    return quota.sheet_of(Q, 3, [row for row in rows.values() if row is not None])
+
+
+def test_a_release_names_a_life_and_leaves_a_later_one_alone() -> None:
+    _, sheet = quota.check(EMPTY, asking("e", 0, 5, 1, life=2), NOW)
+
+    _, same = quota.release(sheet, "e", life=1)
+    assert same is sheet
+    for life in (2, 3, None):
+        _, freed = quota.release(sheet, "e", life=life)
+        assert (freed.slots, freed.row().active) == ({}, 0)
+
+
+def test_a_call_gives_back_only_what_is_still_its_own() -> None:
+    _, sheet = quota.check(EMPTY, asking("e", 0, 5, 1), NOW)
+    answer, taken = quota.check(sheet, asking("e", 0, 5, 2, taking_over=True), NOW)
+    assert isinstance(answer, limit_answers.AlreadyAdmitted)
+
+    _, same = quota.release(taken, "e", admission=1)
+    assert same is taken
+    _, freed = quota.release(taken, "e", admission=2)
+    assert freed.slots == {}
+
+
+def test_the_same_call_again_hears_that_it_was_admitted() -> None:
+    _, sheet = quota.check(EMPTY, asking("e", 1, 1, 7), NOW)
+
+    answer, same = quota.check(sheet, asking("e", 1, 1, 7), NOW)
+
+    assert isinstance(answer, limit_answers.Admitted)
+    assert same is sheet
+
+
+def test_a_later_life_takes_over_a_slot_that_was_not_released_yet() -> None:
+    _, sheet = quota.check(EMPTY, asking("e", 0, 5, 1, life=0), NOW)
+    _, sheet = quota.check(sheet, asking("e", 0, 5, 2, life=1, taking_over=True), NOW)
+
+    _, same = quota.release(sheet, "e", life=0)
+
+    assert same is sheet
+    assert sheet.slots["e"].life == 1
+
+
+def test_room_and_the_next_opening_follow_the_stored_limits() -> None:
+    _, sheet = quota.create(EMPTY, limit_answers.QuotaLimits(1, 2, 0), NOW)
+    assert (quota.room(sheet, NOW), quota.next_passing(sheet, NOW)) == (2, None)
+    for n, e in enumerate("ab"):
+        _, sheet = quota.check(sheet, asking(e, 2, 0, n), NOW + n * 300)
+    assert (quota.room(sheet, NOW + 300), quota.next_passing(sheet, NOW + 300)) == (0, NOW + 1000)
+    assert (quota.room(sheet, NOW + 1000), quota.next_passing(sheet, NOW + 1000)) == (1, NOW + 1300)
+    _, unlimited = quota.create(EMPTY, limit_answers.QuotaLimits(1, 0, 0), NOW)
+    _, unlimited = quota.check(unlimited, asking("a", 0, 0, 1), NOW)
+    broken = replace(sheet, root=replace(sheet.row(), max_requests_per_window=-1))
+    for one in (EMPTY, unlimited, broken):
+        assert (quota.room(one, NOW), quota.next_passing(one, NOW)) == (None, None)
+
+
+def test_a_short_window_passes_over_nothing_of_another_dimension() -> None:
+    _, sheet = quota.check(EMPTY, asking("a", 1, 0, 1, dimension="slow"), NOW)
+
+    _, sheet = quota.check(sheet, replace(asking("b", 1, 0, 2, dimension="fast"), window_ms=10), NOW + 500)
+
+    answer, _ = quota.check(sheet, asking("c", 1, 0, 3, dimension="slow"), NOW + 500)
+    assert answer == limit_answers.RateExceeded(500)
+
+
+def test_without_a_cap_a_dead_slot_takes_along_what_it_counted_and_nothing_else() -> None:
+    _, sheet = quota.create(EMPTY, limit_answers.QuotaLimits(1, 5, 0), NOW)
+    for n, e in enumerate("abc"):
+        _, sheet = quota.check(sheet, asking(e, 5, 9, n), NOW + n)
+    assert sheet.row().active == 3
+
+    moved, after = quota.reconcile(sheet, frozenset("ab"), NOW + WINDOW)
+
+    assert (moved, sorted(after.slots), after.row().active) == (True, ["b", "c"], 2)
+
+
+def provisional(sheet: QuotaSheet, call: int, *, cap: int = 1) -> tuple[Any, QuotaSheet]:
+    return quota.check(sheet, asking("e", 0, cap, call, taking_over=True, provisional=True), NOW)
+
+
+def active(sheet: QuotaSheet) -> int:
+    assert sheet.row().active == sum(slot.counted for slot in sheet.slots.values())
+    return sheet.row().active
+
+
+def test_of_calls_that_another_policy_refuses_at_once_the_last_one_leaves_nothing_behind() -> None:
+    first, sheet = provisional(EMPTY, 1)
+    second, sheet = provisional(sheet, 2)
+    assert (first, second) == (limit_answers.Admitted(), limit_answers.AlreadyAdmitted())
+
+    _, sheet = quota.take_back(sheet, "e", 1, got=True)
+    assert active(sheet) == 1, "the second relies on it"
+    _, sheet = quota.take_back(sheet, "e", 2, got=False)
+
+    assert (active(sheet), sheet.slots, sheet.requests) == (0, {}, {})
+
+
+def test_an_admission_that_all_policies_gave_is_not_undone_by_a_call_that_was_refused_before() -> None:
+    _, sheet = provisional(EMPTY, 1)
+    _, sheet = provisional(sheet, 2)
+    confirmed, sheet = quota.confirm(sheet, asking("e", 0, 1, 1, taking_over=True, provisional=True), NOW, got=True)
+    assert confirmed == limit_answers.AlreadyAdmitted()
+
+    _, sheet = quota.take_back(sheet, "e", 2, got=False)
+    _, sheet = quota.release(sheet, "e", admission=2)
+
+    assert active(sheet) == 1, "the first may be the one that claims"
+
+
+def test_an_admission_that_was_taken_back_before_it_is_confirmed_is_asked_for_again() -> None:
+    ask = asking("e", 0, 1, 1, taking_over=True, provisional=True)
+    _, sheet = provisional(EMPTY, 1)
+    _, sheet = provisional(sheet, 2)
+    _, free = quota.take_back(sheet, "e", 2, got=False)
+    _, full = quota.check(free, asking("other", 0, 1, 3), NOW)
+
+    confirmed, sheet = quota.confirm(free, ask, NOW, got=True)
+    assert (confirmed, active(sheet)) == (limit_answers.Admitted(), 1)
+    _, sheet = quota.take_back(sheet, "e", 9, got=False)
+    assert active(sheet) == 1
+    assert quota.confirm(full, ask, NOW, got=True) == (limit_answers.ConcurrencyExceeded(), full)
+
+
+def test_a_slot_of_an_earlier_call_is_not_undone_by_one_that_is_refused_elsewhere() -> None:
+    _, sheet = quota.check(EMPTY, asking("e", 0, 1, 1), NOW)
+    again, sheet = provisional(sheet, 2)
+
+    _, sheet = quota.take_back(sheet, "e", 2, got=False)
+
+    assert (again, active(sheet)) == (limit_answers.AlreadyAdmitted(), 1)
+
+
+def test_what_became_of_an_admitted_row_says_whether_its_slot_is_left_over() -> None:
+    row = execution("e", replay_count=1)
+    over = replace(row, lifecycle_phase=LifecyclePhase.TERMINAL)
+    held_up = replace(row, eligibility_state=EligibilityState.BLOCKED_BY_QUOTA)
+    running = replace(row, lifecycle_phase=LifecyclePhase.ACTIVE)
+    found: list[tuple[Execution | None, bool, bool]] = [
+        (None, True, False),
+        (over, True, False),
+        (held_up, False, True),
+        (running, False, False),
+        (replace(over, replay_count=2), False, False),
+        (replace(held_up, replay_count=2), False, False),
+    ]
+
+    assert [(quota.is_over(row, one), quota.is_held_up(row, one)) for one, _, _ in found] == [
+        (is_over, is_held_up) for _, is_over, is_held_up in found
+    ]

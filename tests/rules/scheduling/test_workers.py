@@ -1,0 +1,87 @@
+"""The registry, record by record: what is said of a worker holds while it is as live, or as lapsed, as it was seen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from flowfabric.model.change import Delete, Guard, Put
+from flowfabric.model.worker import NotRegistered, Worker, WorkerEvent
+from flowfabric.rules.decision import Decision
+from flowfabric.rules.scheduling import workers
+
+NOW = 1_700_000_000_000
+DAY_MS = 86_400_000
+ASK = workers.Registration("n", "wa-1", "wa", frozenset({"default"}), frozenset({"gpu"}), 1000)
+LIVE = Worker("n", "wa-1", 3, "wa", '["old"]', "cpu", 500, NOW - 900, NOW - 400, NOW + 100, revision=4)
+LAPSED = replace(LIVE, lapses_at=NOW)
+LONG_GONE = replace(LIVE, lapses_at=NOW - 1)
+
+STANDS: dict[str, tuple[Decision[Any], int | None, int | None, int | None]] = {
+    "register anew": (workers.register(None, ASK, NOW), None, None, None),
+    "register again": (workers.register(LIVE, ASK, NOW), 4, None, NOW + 99),
+    "register after a lapse": (workers.register(LAPSED, ASK, NOW), 4, NOW, None),
+    "beat": (workers.heartbeat(LIVE, "wa-1", NOW), 4, None, NOW + 99),
+    "take out": (workers.mark_dead(LIVE, "wa-1", "gone", NOW), 4, None, NOW + 99),
+    "sweep": (workers.sweep(LONG_GONE, NOW), 4, NOW - 1, None),
+}
+
+
+@pytest.mark.parametrize(("decision", "revision", "not_before", "not_after"), STANDS.values(), ids=STANDS.keys())
+def test_what_is_said_of_a_worker_stands_on_the_record_and_on_its_time(
+    decision: Decision[Any], revision: int | None, not_before: int | None, not_after: int | None
+) -> None:
+    change = decision.change
+
+    assert change is not None
+    assert change.guards == (Guard(Worker, ("n", "wa-1"), revision),)
+    assert (change.not_before, change.not_after) == (not_before, not_after)
+    [told] = [write.row for write in change.writes if isinstance(write, Put) and isinstance(write.row, WorkerEvent)]
+    assert (told.event_at_ms, told.expires_at) == (NOW, NOW + 7 * DAY_MS)
+
+
+def test_a_worker_that_lapsed_begins_anew_and_a_live_one_goes_on() -> None:
+    def entered(row: Worker | None) -> Worker:
+        change = workers.register(row, ASK, NOW).change
+        assert change is not None
+        put = change.writes[0]
+        assert isinstance(put, Put)
+        assert isinstance(put.row, Worker)
+        return put.row
+
+    assert [entered(row).registered_at_ms for row in (None, LIVE, LAPSED)] == [NOW, NOW - 900, NOW]
+    for row in (None, LIVE, LAPSED):
+        one = entered(row)
+        assert (one.lanes, one.capabilities, one.liveness_ttl_ms) == ('["default"]', "gpu", 1000)
+        assert (one.last_heartbeat_ms, one.lapses_at) == (NOW, NOW + 1000)
+
+
+def test_a_beat_moves_nothing_but_the_time() -> None:
+    change = workers.heartbeat(LIVE, "wa-1", NOW).change
+
+    assert change is not None
+    assert change.writes[0] == Put(replace(LIVE, last_heartbeat_ms=NOW, lapses_at=NOW + 500))
+
+
+@pytest.mark.parametrize("row", [None, LAPSED, LONG_GONE])
+def test_a_worker_that_is_not_there_neither_beats_nor_dies(row: Worker | None) -> None:
+    assert workers.heartbeat(row, "wa-1", NOW) == Decision(NotRegistered("wa-1"))
+    assert workers.mark_dead(row, "wa-1", "gone", NOW) == Decision(NotRegistered("wa-1"))
+
+
+@pytest.mark.parametrize("row", [None, LIVE, LAPSED])
+def test_only_a_record_whose_time_is_past_is_swept(row: Worker | None) -> None:
+    assert workers.sweep(row, NOW) == Decision(False)
+    swept = workers.sweep(LONG_GONE, NOW).change
+    assert swept is not None
+    assert swept.writes[0] == Delete(Worker, ("n", "wa-1"))
+
+
+@pytest.mark.parametrize(
+    ("reason", "fits"),
+    [("two words", True), ("~", True), ("\xa0", True), ("\x1f", False), ("\x7f", False), ("\x9f", False)],
+)
+def test_a_reason_has_no_control_characters(reason: str, fits: bool) -> None:
+    assert (workers.check_reason(reason) is None) is fits

@@ -1,0 +1,181 @@
+"""Frames: whatever the clock does and however they are batched, ids grow and exactly the newest are kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowfabric.errors import FabricError, StreamClosed
+from flowfabric.model.change import Change, Delete, Insert, Put
+from flowfabric.model.execution import Execution
+from flowfabric.model.states import (
+    AttemptState,
+    BlockingReason,
+    EligibilityState,
+    LifecyclePhase,
+    OwnershipState,
+    PublicState,
+    TerminalOutcome,
+)
+from flowfabric.model.stream import Frame, FrameMode, Stream, Summary
+from flowfabric.rules.execution.lease import Fence
+from flowfabric.rules.stream import append as append_rules
+from flowfabric.rules.stream.append import Appended, BestEffort, FrameArgs
+from flowfabric.rules.stream.read import Position, first_page
+
+ROW = Execution(
+    execution_id="e",
+    partition=1,
+    namespace="n",
+    lane_id="l",
+    priority=0,
+    created_at=0,
+    last_transition_at=0,
+    last_mutation_at=0,
+    lifecycle_phase=LifecyclePhase.ACTIVE,
+    ownership_state=OwnershipState.LEASED,
+    eligibility_state=EligibilityState.NOT_APPLICABLE,
+    blocking_reason=BlockingReason.NONE,
+    terminal_outcome=TerminalOutcome.NONE,
+    attempt_state=AttemptState.RUNNING_ATTEMPT,
+    public_state=PublicState.ACTIVE,
+    attempt_index=0,
+    attempt_id="a",
+    lease_id="x",
+    lease_epoch=1,
+    lease_expires_at=10**15,
+)
+
+
+def ask(mode: FrameMode = FrameMode.DURABLE, payload: bytes = b"{}", **given: Any) -> FrameArgs:
+    return FrameArgs(
+        payload=payload,
+        frame_type="t",
+        attempt_index=0,
+        fence=Fence("x", 1, "a"),
+        mode=mode,
+        best_effort=BestEffort(**given),
+    )
+
+
+class Shelf:
+    """A stream with its rows, as a store would keep them."""
+
+    def __init__(self) -> None:
+        self.stream: Stream | None = None
+        self.summary: Summary | None = None
+        self.frames: dict[tuple[int, int], Frame] = {}
+
+    def append(self, asks: list[FrameArgs], now: int) -> list[Appended | FabricError]:
+        decision = append_rules.append(ROW, self.stream, self.summary, asks, now)
+        if decision.change is not None:
+            self.write(decision.change)
+        return decision.unwrap(now)
+
+    def write(self, change: Change) -> None:
+        for write in change.writes:
+            match write:
+                case Put(row=Stream() as stream):
+                    self.stream = stream
+                case Put(row=Summary() as summary):
+                    self.summary = summary
+                case Insert(row=Frame() as frame):
+                    assert (frame.ms, frame.seq) not in self.frames, "two frames with one id"
+                    self.frames[frame.ms, frame.seq] = frame
+                case Delete(row=kind, key=(_, _, page)) if kind is Frame:
+                    self.frames = {place: one for place, one in self.frames.items() if one.page != page}
+                case _:
+                    pass
+
+    @property
+    def visible(self) -> list[int]:
+        assert self.stream is not None
+        return sorted(frame.number for frame in self.frames.values() if frame.number >= self.stream.kept_from)
+
+
+modes = st.sampled_from([FrameMode.DURABLE, FrameMode.DURABLE, FrameMode.SUMMARY, FrameMode.BEST_EFFORT])
+batches = st.lists(st.tuples(st.lists(modes, min_size=1, max_size=200), st.integers(-50, 200)), min_size=1, max_size=12)
+
+
+@settings(deadline=None, max_examples=60)
+@given(batches)
+def test_ids_grow_and_exactly_the_newest_frames_are_kept(played: list[tuple[list[FrameMode], int]]) -> None:
+    shelf, now, kept, told = Shelf(), 1000, list[int](), list[Appended]()
+    for asked, passed in played:
+        now = max(1, now + passed)
+        answers = shelf.append([ask(mode, ttl_ms=60_000) for mode in asked], now)
+        told += [answer for answer in answers if isinstance(answer, Appended)]
+        assert shelf.stream is not None
+        for mode in asked:
+            kept.append(len(kept) + 1 if not kept else kept[-1] + 1)
+            limit = append_rules.KEPT.get(mode, shelf.stream.maxlen_applied_last or 64)
+            if mode is not FrameMode.BEST_EFFORT:
+                kept = kept[-limit:]
+        if FrameMode.BEST_EFFORT not in asked:
+            assert shelf.visible[-len(kept) :] == kept
+    ids = [tuple(map(int, one.stream_id.split("-"))) for one in told]
+    assert ids == sorted(set(ids))
+    assert [one.frame_count for one in told] == list(range(1, len(told) + 1))
+    assert len(shelf.frames) <= len(shelf.visible) + append_rules.PAGE
+    order = sorted(shelf.frames.values(), key=lambda frame: (frame.ms, frame.seq))
+    assert [frame.number for frame in order] == sorted(frame.number for frame in order)
+    assert [frame.page for frame in order] == sorted(frame.page for frame in order)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=1500), st.integers(0, 1500))
+def test_the_page_of_a_cursor_lies_at_or_before_what_follows_it(pauses: list[int], place: int) -> None:
+    shelf, now = Shelf(), 1000
+    for pause in pauses:
+        now += pause
+        shelf.append([ask()], now)
+    assert shelf.stream is not None
+    order = sorted(shelf.frames.values(), key=lambda frame: (frame.ms, frame.seq))
+    cursor = order[min(place, len(order) - 1)]
+
+    page = first_page(shelf.stream, Position(cursor.ms, cursor.seq))
+
+    after = [frame for frame in order if (frame.ms, frame.seq) > (cursor.ms, cursor.seq)]
+    start = (page, cursor.ms, cursor.seq)
+    assert [frame for frame in order if (frame.page, frame.ms, frame.seq) > start] == after
+
+
+def test_a_refused_frame_does_not_disturb_its_neighbours() -> None:
+    shelf = Shelf()
+
+    first, bad, last = shelf.append([ask(FrameMode.SUMMARY), ask(FrameMode.SUMMARY, b"[1]"), ask()], 1000)
+
+    assert isinstance(first, Appended)
+    assert isinstance(bad, FabricError)
+    assert isinstance(last, Appended)
+    assert (first.summary_version, last.frame_count) == (1, 2)
+
+
+def test_a_corrupt_document_refuses_summaries_and_nothing_else() -> None:
+    shelf = Shelf()
+    shelf.append([ask(FrameMode.SUMMARY)], 1000)
+    assert shelf.summary is not None
+    shelf.summary = msgspec.structs.replace(shelf.summary, document="{broken")
+
+    summary, durable = shelf.append([ask(FrameMode.SUMMARY), ask()], 1001)
+
+    assert isinstance(summary, FabricError)
+    assert summary.kind == "corruption"
+    assert isinstance(durable, Appended)
+    assert shelf.summary.document == "{broken"
+
+
+def test_settings_that_make_no_sense_are_the_defaults() -> None:
+    sane = BestEffort(ttl_ms=10, maxlen_floor=0, maxlen_ceiling=-5, ema_alpha=1.5).sane
+    assert (sane.maxlen_floor, sane.maxlen_ceiling, sane.ema_alpha) == (64, 16_384, 0.2)
+    assert BestEffort(maxlen_floor=100, maxlen_ceiling=10).sane.maxlen_ceiling == 100
+    assert BestEffort(ema_alpha=1.0).sane.ema_alpha == 1.0
+
+
+def test_an_execution_that_is_gone_has_no_stream() -> None:
+    [answer] = append_rules.append(None, None, None, [ask()], 1000).unwrap(1000)
+
+    assert isinstance(answer, StreamClosed)

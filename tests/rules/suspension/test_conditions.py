@@ -1,0 +1,240 @@
+"""Conditions: their written form, and which signals meet them, told a second time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowfabric.errors import InvalidInput
+from flowfabric.model.condition import (
+    AllOf,
+    ByName,
+    Condition,
+    Count,
+    CountKind,
+    OperatorOnly,
+    Single,
+    TimeoutOnly,
+    Unknown,
+    Wildcard,
+)
+from flowfabric.rules.suspension.conditions import (
+    Arrival,
+    Effect,
+    Progress,
+    check_structure,
+    is_met,
+    meet,
+    parse_condition,
+    read_condition,
+    referenced_keys,
+    required_names,
+    to_plain,
+    write_condition,
+)
+from flowfabric.rules.suspension.signals import Accepted
+
+KEYS = st.sampled_from(["k", "l", "m"])
+NAMES = st.sampled_from(["go", "ok", "stop"])
+matchers = st.one_of(st.builds(Wildcard), st.builds(ByName, NAMES))
+leaves = st.one_of(
+    st.builds(Single, KEYS, matchers),
+    st.builds(
+        Count,
+        st.integers(1, 3),
+        st.sampled_from(CountKind),
+        st.lists(KEYS, min_size=1, max_size=3, unique=True).map(tuple),
+        st.one_of(st.none(), matchers),
+    ),
+    st.builds(OperatorOnly),
+    st.builds(TimeoutOnly),
+)
+conditions: st.SearchStrategy[Condition] = st.recursive(
+    leaves, lambda below: st.builds(AllOf, st.lists(below, min_size=1, max_size=3).map(tuple)), max_leaves=6
+)
+arrivals = st.builds(Arrival, KEYS, KEYS, st.uuids().map(str), NAMES, st.sampled_from("ub"), st.sampled_from("ab"))
+
+
+def at_waitpoint(arrival: Arrival) -> Arrival:
+    """Each key has one waitpoint."""
+    return msgspec.structs.replace(arrival, waitpoint_id=f"wp-{arrival.waitpoint_key}")
+
+
+def met_by(condition: Condition, arrivals: list[Arrival]) -> bool:
+    """Whether all these together meet the condition: no state, no order, only sets."""
+    match condition:
+        case Single(waitpoint_key=key, matcher=matcher):
+            return any(one.waitpoint_key == key and fits(matcher, one) for one in arrivals)
+        case Count(n=n, count_kind=kind, waitpoints=keys, matcher=matcher):
+            fitting = [one for one in arrivals if one.waitpoint_key in keys and fits(matcher, one)]
+            return len({identity(kind, one) for one in fitting}) >= n
+        case AllOf(members=members):
+            return all(met_by(member, arrivals) for member in members)
+        case _:
+            return False
+
+
+def fits(matcher: Any, arrival: Arrival) -> bool:
+    return not isinstance(matcher, ByName) or matcher.name == arrival.signal_name
+
+
+def identity(kind: CountKind, arrival: Arrival) -> object:
+    return {
+        CountKind.DISTINCT_WAITPOINTS: arrival.waitpoint_id,
+        CountKind.DISTINCT_SIGNALS: arrival.signal_id,
+        CountKind.DISTINCT_SOURCES: (arrival.source_type, arrival.source_identity),
+    }[kind]
+
+
+@given(conditions, st.lists(arrivals.map(at_waitpoint), max_size=8))
+def test_a_condition_is_met_by_the_very_signal_that_completes_it(condition: Condition, arrived: list[Arrival]) -> None:
+    progress: dict[str, list[str]] = {}
+    for number, arrival in enumerate(arrived, start=1):
+        before = met_by(condition, arrived[: number - 1])
+        effect, progress = meet(condition, progress, arrival)
+        now = met_by(condition, arrived[:number])
+        assert is_met(condition, progress) == now
+        if effect == Effect.SATISFIED:
+            assert now
+        if now and not before:
+            assert effect == Effect.SATISFIED
+
+
+@given(conditions, st.permutations(range(4)), st.lists(arrivals.map(at_waitpoint), min_size=4, max_size=4))
+def test_the_order_of_signals_does_not_decide(condition: Condition, order: list[int], arrived: list[Arrival]) -> None:
+    def after(signals: list[Arrival]) -> bool:
+        progress: dict[str, list[str]] = {}
+        for signal in signals:
+            _, progress = meet(condition, progress, signal)
+        return is_met(condition, progress)
+
+    assert after(arrived) == after([arrived[place] for place in order])
+
+
+@given(conditions, arrivals.map(at_waitpoint))
+def test_the_same_signal_twice_is_never_news(condition: Condition, arrival: Arrival) -> None:
+    first, progress = meet(condition, {}, arrival)
+    second, after = meet(condition, progress, arrival)
+
+    assert after == progress
+    ignored = {Effect.NO_OP, Effect.MATCHER_FAILED, Effect.NOT_IN_CONDITION}
+    assert second == (first if first in ignored else Effect.DUPLICATE)
+
+
+@given(conditions)
+def test_what_is_written_is_read_again(condition: Condition) -> None:
+    assert read_condition(write_condition(condition)) == condition
+    plain = msgspec.json.decode(write_condition(condition))
+    assert to_plain(condition) == plain
+    if check_structure(condition) is None:
+        assert parse_condition(plain) == condition == parse_condition(condition)
+
+
+def test_the_written_forms_are_those_of_the_specification() -> None:
+    count = Count(2, CountKind.DISTINCT_SOURCES, ("k",), ByName("approve"))
+    assert to_plain(Single("k", ByName("go"))) == {"Single": {"waitpoint_key": "k", "matcher": {"ByName": "go"}}}
+    assert to_plain(OperatorOnly()) == "OperatorOnly"
+    assert to_plain(count) == {
+        "Composite": {
+            "kind": "Count",
+            "n": 2,
+            "count_kind": "DistinctSources",
+            "matcher": {"ByName": "approve"},
+            "waitpoints": ["k"],
+        }
+    }
+    bare = to_plain(Count(1, CountKind.DISTINCT_SIGNALS, ("k",)))
+    assert "matcher" not in bare["Composite"]
+    assert to_plain(Single("k"))["Single"]["matcher"] == "Wildcard"
+
+
+@pytest.mark.parametrize("stored", ['{"AnyOf":[]}', '"Later"', '{"Composite":{"kind":"Count","n":1}}', "7", "null"])
+def test_a_node_of_a_later_release_is_kept_and_never_true(stored: str) -> None:
+    condition = read_condition(stored)
+    arrival = Arrival("w", "k", "s", "go", "u", "a")
+
+    assert isinstance(condition, Unknown)
+    assert msgspec.json.decode(write_condition(condition)) == msgspec.json.decode(stored)
+    assert not is_met(condition, {"<root>": ["met"]})
+    assert meet(AllOf((condition, Single("k"))), {}, arrival)[0] == Effect.APPENDED
+    with pytest.raises(InvalidInput):
+        parse_condition(msgspec.json.decode(stored))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"n": -1},
+        {"n": True},
+        {"n": "1"},
+        {"count_kind": "DistinctMoods"},
+        {"matcher": "Nobody"},
+        {"matcher": None},
+        {"waitpoints": ["k", 1]},
+        {"waitpoints": "k"},
+        {"kind": "AnyOf"},
+    ],
+    ids=str,
+)
+def test_a_count_with_a_part_that_is_none_is_no_condition(changed: dict[str, Any]) -> None:
+    sound = {"kind": "Count", "n": 1, "count_kind": "DistinctSignals", "matcher": "Wildcard", "waitpoints": ["k"]}
+    assert isinstance(parse_condition({"Composite": sound}), Count)
+    stored = {"Composite": sound | changed}
+
+    with pytest.raises(InvalidInput):
+        parse_condition(stored)
+    assert read_condition(msgspec.json.encode(stored).decode()) == Unknown(stored)
+
+
+def test_a_signal_counts_when_it_was_kept_for_a_wait_or_brought_one_nearer_to_its_end() -> None:
+    effects = [value for name, value in vars(Effect).items() if name.isupper()]
+
+    counted = {effect for effect in effects if Accepted("s", effect).counts}
+
+    assert counted == {Effect.SATISFIED, Effect.APPENDED, Effect.BUFFERED}
+
+
+@pytest.mark.parametrize("levels", [5, 17, 18, 400])
+def test_a_condition_of_any_depth_is_read_and_found_too_deep(levels: int) -> None:
+    plain: Any = to_plain(Single("k"))
+    for _ in range(levels):
+        plain = {"Composite": {"kind": "AllOf", "members": [plain]}}
+
+    refused = check_structure(parse_condition(plain))
+
+    assert refused is not None
+    assert refused.detail == f"depth 5 exceeds cap 4 at path {'.'.join(['members[0]'] * 4)}"
+
+
+def test_names_and_keys_are_listed_as_they_are_met() -> None:
+    tree = AllOf(
+        (
+            Single("k", ByName("b")),
+            AllOf((Single("l", ByName("c")), Count(1, CountKind.DISTINCT_SIGNALS, ("m", "k"), ByName("a")))),
+            Single("k", ByName("b")),
+            Single("k", Wildcard()),
+            OperatorOnly(),
+            TimeoutOnly(),
+        )
+    )
+
+    assert referenced_keys(tree) == ["k", "l", "m"]
+    assert required_names(tree, "k") == ["b", "a", "__operator_only__", "__timeout_only__"]
+    assert required_names(Single("k"), "k") == []
+
+
+def test_sources_with_long_names_are_told_apart_and_cost_little() -> None:
+    condition, long = Count(3, CountKind.DISTINCT_SOURCES, ("k",)), "x" * 60_000
+    progress: Progress = {}
+    told = []
+    for source in (long + "a", long + "b", long + "a", long[:50], long + "c"):
+        effect, progress = meet(condition, progress, Arrival("wp-k", "k", "s", "go", "user", source))
+        told.append(effect)
+
+    appended, repeated = Effect.APPENDED, Effect.DUPLICATE
+    assert told == [appended, appended, repeated, Effect.SATISFIED, Effect.SATISFIED]
+    assert sum(map(len, progress["<root>"])) < 500

@@ -1,0 +1,196 @@
+"""What the changes of waiting stand on: the sheet and the suspension as they were seen, and the time.
+
+A signal that comes while its execution parks, a worker that parks while its signal comes: each is decided again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from flowfabric.model.change import Change, Delete, Guard, LeaseCheck, LeaseWant, Put
+from flowfabric.model.execution import Execution
+from flowfabric.model.gate import ChildEnd
+from flowfabric.model.signing_key import SigningKey
+from flowfabric.model.states import AttemptState, LifecyclePhase
+from flowfabric.model.suspension import Remembered, Suspension, TimeoutBehavior, Waitpoint
+from flowfabric.rules.decision import Decision
+from flowfabric.rules.durable import gates as gate_rules
+from flowfabric.rules.durable import mailbox
+from flowfabric.rules.durable import park as park_rules
+from flowfabric.rules.security import waitpoint_token as waitpoint_tokens
+from flowfabric.rules.suspension import encoding as wait_encoding
+from flowfabric.rules.suspension import resume, signals
+from flowfabric.rules.suspension import suspend as suspend_rules
+from flowfabric.rules.suspension import waitpoints as waitpoint_rules
+from flowfabric.rules.suspension.arguments import Fresh, UsePending
+from tests.rules.execution.test_guards import EXECUTION, FENCE, HELD, NOW, row
+from tests.rules.suspension.test_totality import GATES, HOLDER, KEY, MAIL, SIGNAL, W, _args
+
+LIVE = LeaseCheck(LeaseWant.LIVE, "lease-1", 3)
+ROOT = Suspension(EXECUTION, 86, gates=wait_encoding.written(GATES), revision=4)
+SUSPENDED = row(LifecyclePhase.SUSPENDED, attempt_state=AttemptState.ATTEMPT_INTERRUPTED)
+PENDING = Waitpoint(
+    waitpoint_id=W,
+    partition=86,
+    execution_id=EXECUTION,
+    attempt_index=0,
+    waitpoint_key="k",
+    created_at=NOW - 9,
+    token_kid="k1",
+    token_fingerprint=waitpoint_tokens.token_fingerprint(waitpoint_tokens.mint_token(KEY, EXECUTION, W)),
+    expires_at=NOW + 5,
+    pending_until=NOW + 5,
+)
+
+
+def suspended(behavior: TimeoutBehavior, *, on_gates: bool) -> Suspension:
+    """A suspension whose time was over a while ago."""
+    return Suspension(
+        execution_id=EXECUTION,
+        partition=86,
+        suspension_id="s1",
+        attempt_index=0,
+        waitpoints=None if on_gates else f'[["{W}","k"]]',
+        resume_condition=None if on_gates else '{"Single":{"waitpoint_key":"k","matcher":"Wildcard"}}',
+        waits_on='["late"]' if on_gates else None,
+        gates=wait_encoding.written(GATES),
+        timeout_at=NOW - 2,
+        timeout_behavior=behavior,
+        due_at=NOW - 2,
+        revision=4,
+    )
+
+
+def stands_on(decision: Decision[Any], lease: LeaseCheck | None, root: int | None = 4) -> Change:
+    """The change, which stands on the sheet and on the suspension as they were seen."""
+    change = decision.change
+    assert change is not None
+    sheet = Guard(Execution, (EXECUTION,), 7, lease)
+    assert set(change.guards) == {sheet, Guard(Suspension, (EXECUTION,), root)}
+    return change
+
+
+@pytest.mark.parametrize("behavior", TimeoutBehavior)
+@pytest.mark.parametrize("on_gates", [False, True])
+def test_a_wait_is_over_on_what_was_seen_and_not_before_its_time(behavior: TimeoutBehavior, on_gates: bool) -> None:
+    root = suspended(behavior, on_gates=on_gates)
+
+    change = stands_on(resume.expire_suspension(SUSPENDED, root, "sig", NOW), None)
+
+    assert (change.not_before, change.not_after) == (NOW - 2, None)
+
+
+def test_a_wait_is_resumed_by_hand_on_what_was_seen() -> None:
+    root = suspended(TimeoutBehavior.FAIL, on_gates=False)
+    stands_on(resume.resume_execution(SUSPENDED, root, 0), None)
+
+
+@pytest.mark.parametrize("names", [("g",), ("g", "late")])
+def test_a_worker_parks_on_what_was_seen_while_it_holds_its_lease(names: tuple[str, ...]) -> None:
+    decision = park_rules.park(
+        HELD, ROOT, {}, names, suspension_id="s2", reason_code="x", fence=FENCE, holder=HOLDER, now=NOW
+    )
+    stands_on(decision, LIVE)
+
+
+def test_the_ends_of_children_are_taken_in_on_what_was_seen() -> None:
+    ends = [ChildEnd(EXECUTION, "c1", 0, "success", NOW), ChildEnd(EXECUTION, "c2", 0, "success", NOW)]
+    for found in (ends, ends[:1], [ChildEnd(EXECUTION, "c9", 0, "success", NOW)]):
+        stands_on(gate_rules.take_in(SUSPENDED, ROOT, found, NOW), None)
+
+
+@pytest.mark.parametrize("signalled", [0, 1])
+def test_a_worker_suspends_on_what_was_seen_and_on_a_pending_waitpoint_only_in_its_time(signalled: int) -> None:
+    place = msgspec.structs.replace(PENDING, signal_count=signalled)
+    fresh = suspend_rules.Scene(HELD, None, None, {}, [], [KEY])
+    pending = suspend_rules.Scene(HELD, ROOT, None, {W: place}, [], [KEY])
+
+    minted = stands_on(suspend_rules.suspend(fresh, _args(Fresh(W, "k")), FENCE, None, NOW), LIVE, None)
+    activated = stands_on(suspend_rules.suspend(pending, _args(UsePending(W)), FENCE, None, NOW), LIVE)
+
+    assert (minted.not_after, activated.not_after) == (None, NOW + 4)
+
+
+def test_a_pending_waitpoint_ends_not_before_its_time() -> None:
+    place = msgspec.structs.replace(PENDING, expires_at=NOW - 1, pending_until=NOW - 1)
+
+    change = waitpoint_rules.expire_pending(HELD, ROOT, place, NOW).change
+
+    assert change is not None
+    assert change.not_before == NOW - 1
+
+
+ROTATED = [SigningKey("k2", "11" * 32, current=True), SigningKey("k1", "00" * 32, current=False, expires_at=NOW + 3)]
+STALE = Remembered(EXECUTION, W, "d", NOW - 6, "first")
+
+
+@pytest.mark.parametrize(
+    ("keys", "kept", "place", "bounds"),
+    [
+        ([KEY], None, msgspec.structs.replace(PENDING, pending_until=None, expires_at=None), (None, None)),
+        ([KEY], None, PENDING, (None, NOW + 4)),
+        ([KEY], STALE, PENDING, (NOW - 6, NOW + 4)),
+        (ROTATED, None, PENDING, (None, NOW + 3)),
+    ],
+    ids=["any time", "pending", "pending, and known long ago", "pending, signed with a key that ends sooner"],
+)
+def test_a_signal_counts_on_what_was_seen_and_while_all_that_admits_it_lasts(
+    keys: list[SigningKey], kept: Remembered | None, place: Waitpoint, bounds: tuple[int | None, int | None]
+) -> None:
+    decision = signals.deliver(signals.Scene(HELD, ROOT, place, kept, keys), SIGNAL, NOW)
+
+    change = stands_on(decision, None)
+    assert (change.not_before, change.not_after) == bounds
+
+
+def test_each_signal_to_a_full_log_takes_one_entry_out_of_it_whatever_left_before() -> None:
+    place, ask = PENDING, msgspec.structs.replace(SIGNAL, signal_maxlen=2, max_signals_per_execution=0)
+    left = []
+    for _ in range(5):
+        change = stands_on(signals.deliver(signals.Scene(HELD, ROOT, place, None, [KEY]), ask, NOW), None)
+        [place] = [write.row for write in change.writes if isinstance(write, Put) and isinstance(write.row, Waitpoint)]
+        left.append([write.key[-1] for write in change.writes if isinstance(write, Delete)])
+
+    assert left == [[], [], [1], [2], [3]]
+
+
+@pytest.mark.parametrize("kept", [None, STALE])
+def test_what_has_a_key_that_was_used_long_ago_is_done_again_only_when_that_is_over(kept: Remembered | None) -> None:
+    over = None if kept is None else NOW - 6
+    scene = suspend_rules.Scene(HELD, ROOT, kept, {W: PENDING}, [], [KEY])
+    args = msgspec.structs.replace(_args(UsePending(W)), idempotency_key="i")
+
+    suspends = stands_on(suspend_rules.suspend(scene, args, FENCE, None, NOW), LIVE)
+    sent = stands_on(mailbox.send(HELD, ROOT, kept, MAIL, NOW), None)
+
+    assert (suspends.not_before, sent.not_before) == (over, over)
+
+
+@pytest.mark.parametrize("root", [None, ROOT])
+def test_a_waitpoint_is_made_on_what_was_seen_while_the_lease_is_held(root: Suspension | None) -> None:
+    asked: dict[str, Any] = {"waitpoint_id": W, "waitpoint_key": "k", "expires_in_ms": 5, "now": NOW}
+
+    change = waitpoint_rules.create_waitpoint(HELD, root, [KEY], FENCE, 0, **asked).change
+
+    assert change is not None
+    sheet, none = Guard(Execution, (EXECUTION,), 7, LIVE), Guard(Suspension, (EXECUTION,), None)
+    assert change.guards == ((sheet, none) if root is None else (sheet,))
+
+
+GONE_OR_NOT_DUE: list[tuple[Execution | None, Suspension | None, Waitpoint | None]] = [
+    (HELD, ROOT, None),
+    (None, ROOT, msgspec.structs.replace(PENDING, pending_until=NOW - 1)),
+    (HELD, None, msgspec.structs.replace(PENDING, pending_until=NOW - 1)),
+    (HELD, ROOT, msgspec.structs.replace(PENDING, pending_until=None)),
+    (HELD, ROOT, msgspec.structs.replace(PENDING, pending_until=NOW + 1)),
+]
+
+
+@pytest.mark.parametrize(("sheet", "root", "place"), GONE_OR_NOT_DUE)
+def test_a_waitpoint_that_has_moved_on_since_it_was_found_is_let_be(
+    sheet: Execution | None, root: Suspension | None, place: Waitpoint | None
+) -> None:
+    assert waitpoint_rules.expire_pending(sheet, root, place, NOW) == Decision(False)

@@ -1,0 +1,438 @@
+"""S-039 to S-051 and EX-085: a flow is cancelled once, and everybody it selects ends cancelled, whatever dies."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from flowfabric import errors
+from flowfabric.cursors import FROM_THE_START
+from flowfabric.engine.operations import flow_cancels
+from flowfabric.engine.operations.flow_cancels import NoWait, WaitIndefinite, WaitTimeout
+from flowfabric.model.answers import flow as flow_answers
+from flowfabric.model.change import Change, Delete, Insert, Patch
+from flowfabric.model.event import Topic
+from flowfabric.model.execution import Execution
+from flowfabric.model.flow import CancelBacklog, CancellationPolicy, Flow, FlowMember, PendingCancel
+from flowfabric.rules.feed import Filter
+from flowfabric.stores.port import Unstorable
+from tests.scenarios.flowing import Flowing
+
+WAIT = WaitIndefinite()
+ALL, PENDING, FLOW_ONLY = CancellationPolicy
+
+
+async def requests(flow: Flowing, chosen: Filter | None = None) -> list[dict[str, object]]:
+    """What the operator feed tells about cancelled flows."""
+    feed = await flow.engine.subscribe_operator_event(FROM_THE_START, chosen)
+    found = []
+    while (news := await feed.next(timeout_s=0)) is not None:
+        found += [news.details] if news.event_type == "flow_cancel_requested" else []
+    return found
+
+
+async def test_s_039_wait_mode_cancels_everybody(flow: Flowing) -> None:
+    await flow.begin("abc")
+    await flow.run("b")
+    await flow.succeed("c")
+
+    answer = await flow.engine.cancel_flow(flow.id, policy="cancel_all", reason="r", wait=WAIT)
+
+    assert answer == flow_answers.Cancelled(ALL, flow.ids("abc"))
+    assert await flow.state(*"abc") == "cancelled cancelled completed"
+    for name in "ab":
+        row = await flow.row(name)
+        assert (row.cancellation_reason, row.cancelled_by) == ("r", "operator_override")
+    assert await flow.backlog() == (None, [])
+    assert await requests(flow) == [
+        {"flow_id": flow.id, "cancellation_policy": "cancel_all", "reason": "r", "member_count": 3}
+    ]
+    described = await flow.engine.describe_flow(flow.id)
+    assert described is not None
+    assert (described.public_flow_state, described.cancelled_at) == ("cancelled", flow.clock.now)
+    assert (described.cancel_reason, described.cancellation_policy) == ("r", "cancel_all")
+
+
+async def test_the_event_of_a_cancelled_flow_carries_its_uuid_in_the_execution_slot(flow: Flowing) -> None:
+    await flow.begin("a")
+    feed = await flow.engine.subscribe_operator_event(FROM_THE_START)
+
+    await flow.engine.cancel_flow(flow.id, wait=WAIT)
+
+    news = await feed.next(timeout_s=0)
+    assert news is not None
+    assert (news.event_type, news.execution_id) == ("flow_cancel_requested", flow.id)
+    [told] = await flow.engine.store.history(flow.id, Topic.OPERATOR, 10)
+    assert told.event.operator == "flow_cancel_requested"
+
+
+async def test_who_listens_for_a_tag_hears_of_the_cancel_of_a_flow_that_has_it(flow: Flowing) -> None:
+    await flow.begin()
+    await flow.engine.set_flow_tag(flow.id, "app.team", "blue")
+    await flow.engine.cancel_flow(flow.id, policy="cancel_all", reason="r", wait=WAIT)
+
+    for team, namespace, heard in (("blue", "default", 1), ("red", "default", 0), ("blue", "other", 0)):
+        assert len(await requests(flow, Filter(namespace, ("app.team", team)))) == heard
+
+
+async def test_s_040_asynchronous_mode(flow: Flowing) -> None:
+    names = [f"m{number:02}" for number in range(40)]
+    await flow.begin(names)
+
+    answer = await flow.engine.cancel_flow(flow.id, policy="cancel_all", reason="r", wait=NoWait())
+
+    assert answer == flow_answers.CancellationScheduled(ALL, 40, flow.ids(names))
+    assert await flow.engine.finish_background() == 0
+    assert {await flow.state(name) for name in names} == {"cancelled"}
+    assert await flow.backlog() == (None, [])
+
+
+class Refusing:
+    """A store that cannot keep any change about one execution."""
+
+    def __init__(self, flow: Flowing, name: str) -> None:
+        self._store, self._execution = flow.engine.store, flow.names[name]
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._store, name)
+
+    async def commit(self, changes: list[Change], hint: frozenset[str] = frozenset()) -> list[int | None]:
+        if any(guard.key == (self._execution,) for one in changes for guard in one.guards):
+            raise Unstorable("a broken page")
+        return await self._store.commit(changes, hint)
+
+
+async def test_s_041_partial_failure_is_reported(flow: Flowing) -> None:
+    await flow.begin("gh")
+    flow.engine.commits._store = Refusing(flow, "h")  # type: ignore[assignment]
+
+    answer = await flow.engine.cancel_flow(flow.id, reason="r", wait=WAIT)
+
+    assert answer == flow_answers.PartiallyCancelled(ALL, flow.ids("gh"), [flow.names["h"]])
+    assert await flow.state(*"gh") == "cancelled waiting"
+    backlog, pending = await flow.backlog()
+    assert (pending, backlog and backlog.remaining) == (["h"], 1)
+    assert (await flow.one(Flow, flow.id)).public_flow_state == "cancelled"
+
+
+async def test_s_042_already_finished_member_is_not_a_failure(flow: Flowing) -> None:
+    await flow.begin("cp")
+    await flow.succeed("c")
+    await flow.write(Delete(Execution, (flow.names["p"],)))
+
+    answer = await flow.engine.cancel_flow(flow.id, policy="cancel_all", wait=WAIT)
+
+    assert answer == flow_answers.Cancelled(ALL, flow.ids("cp"))
+
+
+async def test_a_member_that_ends_between_header_and_cancel_is_acknowledged(flow: Flowing) -> None:
+    await flow.begin("ab")
+    await flow.engine.cancel_flow_header(flow.id, reason="r")
+    await flow.succeed("a")
+    flow.clock.pass_ms(30_000)
+
+    await flow.sweep("cancel_reconciler")
+
+    assert await flow.state(*"ab") == "completed cancelled"
+    assert await flow.backlog() == (None, [])
+
+
+async def test_s_043_idempotent_replay_keeps_the_original_policy(flow: Flowing) -> None:
+    await flow.begin("a")
+    await flow.engine.cancel_flow(flow.id, policy="cancel_flow_only", reason="first")
+
+    again = await flow.engine.cancel_flow(flow.id, policy="cancel_all", reason="second", wait=WAIT)
+
+    assert again == flow_answers.Cancelled(FLOW_ONLY, flow.ids("a"))
+    assert (await flow.one(Flow, flow.id)).cancel_reason == "first"
+    assert await flow.state("a") == "waiting"
+    assert len(await requests(flow)) == 1
+
+
+async def test_s_044_member_cap_on_replay(flow: Flowing) -> None:
+    names = [f"m{number:04}" for number in range(1500)]
+    await flow.begin()
+    flow.names = {name: flow.new_id() for name in names}
+    await flow.write(*(Insert(FlowMember(flow.id, execution)) for execution in flow.names.values()))
+
+    first = await flow.engine.cancel_flow(flow.id)
+    again = await flow.engine.cancel_flow(flow.id)
+
+    assert len(first.member_execution_ids) == 1500
+    assert again.member_execution_ids == flow.ids(names)[:1000]
+
+
+async def test_s_045_cancel_pending_spares_running_work(flow: Flowing) -> None:
+    await flow.begin("qwmrs")
+    await flow.add("d", delay_until=flow.clock.now + 60_000)
+    await flow.edge("r", "w")
+    await flow.engine.block_execution_for_admission(flow.names["m"], reason="waiting_for_budget")
+    running = await flow.run("r")
+    await flow.suspend("s")
+
+    answer = await flow.engine.cancel_flow(flow.id, policy="cancel_pending", wait=WAIT)
+
+    assert answer == flow_answers.Cancelled(PENDING, flow.ids("qdwmrs"))
+    assert await flow.state(*"qdwm") == "cancelled cancelled cancelled cancelled"
+    assert await flow.state(*"rs") == "active suspended"
+    await flow.engine.complete(running.handle)
+    await flow.engine.resume_execution(flow.names["s"])
+    await flow.succeed("s")
+    assert await flow.state(*"rs") == "completed completed"
+
+
+async def test_s_046_ack_semantics(flow: Flowing) -> None:
+    await flow.begin("ab")
+    await flow.engine.cancel_flow_header(flow.id, reason="r")
+    told = await flow.engine.store.feed_end()
+
+    await flow.engine.ack_cancel_member(flow.id, flow.names["a"])
+    backlog, pending = await flow.backlog()
+    assert (pending, backlog is not None) == (["b"], True)
+    await flow.engine.ack_cancel_member(flow.id, flow.names["b"])
+    assert await flow.backlog() == (None, [])
+    await flow.engine.ack_cancel_member(flow.id, flow.names["b"])
+    await flow.engine.ack_cancel_member(flow.id, flow.new_id())
+    await flow.engine.ack_cancel_member(flow.engine.minter.uuid(), flow.names["a"])
+
+    assert await flow.engine.store.feed_end() == told
+
+
+async def test_two_acks_of_the_last_members_leave_no_entry_behind(flow: Flowing) -> None:
+    await flow.begin("abcd")
+    await flow.engine.cancel_flow_header(flow.id)
+
+    await asyncio.gather(*(flow.engine.ack_cancel_member(flow.id, flow.names[name]) for name in "abcd"))
+
+    assert await flow.backlog() == (None, [])
+
+
+async def test_s_047_crash_recovery_through_the_backlog(flow: Flowing) -> None:
+    await flow.begin("ab")
+    header = await flow.engine.cancel_flow_header(flow.id, reason="r")
+    assert isinstance(header, flow_answers.HeaderCancelled)
+
+    flow.clock.pass_ms(29_999)
+    await flow.sweep("cancel_reconciler")
+    assert await flow.state(*"ab") == "waiting waiting"
+    flow.clock.pass_ms(1)
+    await flow.sweep("cancel_reconciler")
+
+    assert await flow.state(*"ab") == "cancelled cancelled"
+    assert {(await flow.row(name)).cancellation_reason for name in "ab"} == {"r"}
+    assert await flow.backlog() == (None, [])
+
+
+@pytest.mark.parametrize("crashes", [False, True])
+async def test_s_048_empty_reason(flow: Flowing, crashes: bool) -> None:
+    await flow.begin("a")
+    if crashes:
+        await flow.engine.cancel_flow_header(flow.id, reason="")
+        flow.clock.pass_ms(30_000)
+        await flow.sweep("cancel_reconciler")
+    else:
+        await flow.engine.cancel_flow(flow.id, policy="cancel_all")
+        await flow.engine.finish_background()
+
+    assert (await flow.row("a")).cancellation_reason == "flow_cancelled"
+
+
+async def test_s_049_dependents_end_cancelled_not_skipped(flow: Flowing) -> None:
+    flow.engine.dispatcher._enabled = True
+    await flow.begin("abc")
+    await flow.chain("abc")
+
+    await flow.engine.cancel_flow(flow.id, policy="cancel_all", reason="r")
+    await flow.engine.finish_background()
+    await flow.engine.dispatched()
+
+    assert await flow.state(*"abc") == "cancelled cancelled cancelled"
+    assert {(await flow.row(name)).cancellation_reason for name in "abc"} == {"r"}
+
+
+async def test_an_end_that_comes_before_the_members_cancel_leaves_the_member_to_it(flow: Flowing) -> None:
+    await flow.begin("abc")
+    await flow.chain("abc")
+    await flow.engine.cancel_flow_header(flow.id, reason="r")
+    await flow.fail("a")
+    await flow.cascade("a")
+
+    assert await flow.state(*"bc") == "waiting_children waiting_children"
+    assert await flow.counts("b") == "0/1/0 of 1 impossible"
+    flow.clock.pass_ms(30_000)
+    await flow.sweep("cancel_reconciler")
+    assert await flow.state(*"abc") == "failed cancelled cancelled"
+
+
+async def test_a_downstream_that_the_cancel_spares_may_be_skipped(flow: Flowing) -> None:
+    await flow.begin("ab")
+    held = await flow.run("b")
+    await flow.edge("a", "b")
+
+    await flow.engine.cancel_flow(flow.id, policy="cancel_pending", wait=WAIT)
+    await flow.cascade("a")
+
+    assert await flow.state(*"ab") == "cancelled skipped"
+    with pytest.raises(errors.ExecutionNotActive):
+        await flow.engine.complete(held.handle)
+
+
+async def test_s_050_poisoned_backlog_data(flow: Flowing) -> None:
+    gone, empty = Flowing(flow.engine, flow.clock), Flowing(flow.engine, flow.clock)
+    await gone.begin("a")
+    await gone.engine.cancel_flow_header(gone.id)
+    await gone.write(Delete(Flow, (gone.id,)))
+    await empty.begin()
+    await empty.write(Insert(CancelBacklog(empty.id, flow.clock.now, 1)))
+    await flow.begin("v")
+    await flow.engine.cancel_flow_header(flow.id, reason="r")
+    await flow.write(Insert(PendingCancel(flow.id, "no id at all")), Patch(CancelBacklog, (flow.id,), {"remaining": 2}))
+    flow.clock.pass_ms(30_000)
+
+    done = await flow.engine.sweep_once("cancel_reconciler")
+
+    assert done.errors == 1
+    assert [await each.backlog() for each in (gone, empty, flow)] == [(None, [])] * 3
+    assert await gone.state("a") == "waiting"
+    assert await flow.state("v") == "cancelled"
+
+
+async def test_s_051_filtered_reconciler_leaves_foreign_members(flow: Flowing) -> None:
+    await flow.mixed({"a": "n1", "b": "n2"})
+    await flow.engine.cancel_flow_header(flow.id, reason="r")
+    flow.clock.pass_ms(30_000)
+
+    await flow.engine.sweep_once("cancel_reconciler", Filter(namespace="n1"))
+
+    assert await flow.state(*"ab") == "cancelled waiting"
+    backlog, pending = await flow.backlog()
+    assert (pending, backlog is not None) == (["b"], True)
+    await flow.engine.read_levels(max_age_s=0)
+    assert flow.engine.meters.levels["ff_cancel_backlog_depth", ()] == 1
+    await flow.sweep("cancel_reconciler")
+    assert await flow.state(*"ab") == "cancelled cancelled"
+    await flow.engine.read_levels(max_age_s=0)
+    assert flow.engine.meters.levels["ff_cancel_backlog_depth", ()] == 0
+
+
+async def test_members_that_a_filter_leaves_alone_do_not_keep_the_others_from_their_turn(
+    flow: Flowing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flowfabric.engine.sweeps.flows.MEMBERS", 2)
+    flow.names |= zip("abcdef", sorted(flow.new_id() for _ in range(6)), strict=True)
+    await flow.mixed({name: "n1" if name in "def" else "n2" for name in "abcdef"})
+    await flow.engine.cancel_flow_header(flow.id, grace_ms=0)
+
+    done = [await flow.engine.sweep_once("cancel_reconciler", Filter(namespace="n1")) for _ in range(2)]
+
+    assert [one.processed for one in done] == [2, 1]
+    assert (await flow.backlog())[1] == ["a", "b", "c"]
+    assert await flow.state(*"abcdef") == "waiting waiting waiting cancelled cancelled cancelled"
+
+
+async def test_ex_085_flow_member_of_a_cancelled_flow(flow: Flowing) -> None:
+    await flow.begin("a")
+    await flow.engine.cancel_flow_header(flow.id, reason="r")
+
+    held = await flow.run("a")
+    flow.clock.pass_ms(20_000)
+    await flow.engine.renew(held.handle)
+    flow.clock.pass_ms(10_000)
+    await flow.sweep("cancel_reconciler")
+
+    assert await flow.state("a") == "cancelled"
+    [attempt] = await flow.engine.attempt_history(flow.names["a"])
+    assert attempt.attempt_state == "ended_cancelled"
+    history = await flow.engine.lease_history(flow.names["a"])
+    assert [entry.fields["reason"] for entry in history if entry.event == "released"] == ["cancelled"]
+    told = await flow.engine.store.history(flow.names["a"], Topic.COMPLETION, 10)
+    assert [one.event.outcome for one in told] == ["cancelled"]
+    with pytest.raises(errors.ExecutionNotActive) as caught:
+        await flow.engine.complete(held.handle)
+    assert caught.value.terminal_outcome == "cancelled"
+
+
+async def test_cancelling_a_flow_that_does_not_exist_is_refused(flow: Flowing) -> None:
+    with pytest.raises(errors.NotFound) as caught:
+        await flow.engine.cancel_flow(flow.id)
+    assert caught.value.entity == "flow"
+
+
+@pytest.mark.parametrize("grace_ms", [-1, 2**53, 1.5, float("inf"), True, "30000", None])
+async def test_a_grace_that_is_no_whole_number_of_milliseconds_is_refused(flow: Flowing, grace_ms: object) -> None:
+    await flow.begin("a")
+
+    with pytest.raises(errors.InvalidGraceMs):
+        await flow.engine.cancel_flow_header(flow.id, grace_ms=grace_ms)
+
+    assert (await flow.one(Flow, flow.id)).public_flow_state == "open"
+
+
+async def test_an_unknown_policy_is_refused_and_changes_nothing(flow: Flowing) -> None:
+    await flow.begin("a")
+
+    with pytest.raises(errors.InvalidInput):
+        await flow.engine.cancel_flow(flow.id, policy="cancel_some")
+    with pytest.raises(errors.InvalidInput):
+        await flow.engine.cancel_flow(flow.id, wait="for ever")  # type: ignore[arg-type]
+
+    assert (await flow.one(Flow, flow.id)).public_flow_state == "open"
+
+
+async def test_of_two_cancels_one_flips_and_one_is_told(flow: Flowing) -> None:
+    await flow.begin("ab")
+
+    both = await asyncio.gather(*(flow.engine.cancel_flow_header(flow.id, reason=reason) for reason in "xy"))
+
+    assert sorted(type(one).__name__ for one in both) == ["HeaderAlreadyTerminal", "HeaderCancelled"]
+    assert len(await requests(flow)) == 1
+    backlog, pending = await flow.backlog()
+    assert (pending, backlog and backlog.remaining) == (["a", "b"], 2)
+
+
+class Stuck:
+    """A store that takes no cancel before it is told to."""
+
+    def __init__(self, flow: Flowing, name: str) -> None:
+        self._store, self._execution = flow.engine.store, flow.names[name]
+        self.freed = asyncio.Event()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._store, name)
+
+    async def commit(self, changes: list[Change], hint: frozenset[str] = frozenset()) -> list[int | None]:
+        if any(guard.key == (self._execution,) for one in changes for guard in one.guards):
+            await self.freed.wait()
+        return await self._store.commit(changes, hint)
+
+
+async def test_a_wait_that_takes_too_long_is_a_timeout_and_the_backlog_finishes(flow: Flowing) -> None:
+    await flow.begin("a")
+    stuck = Stuck(flow, "a")
+    flow.engine.commits._store = stuck  # type: ignore[assignment]
+
+    with pytest.raises(errors.OperationTimeout) as caught:
+        await flow.engine.cancel_flow(flow.id, wait=WaitTimeout(20))
+
+    assert (caught.value.op, caught.value.elapsed_ms) == ("cancel_flow", 20)
+    assert (await flow.backlog())[1] == ["a"]
+    stuck.freed.set()
+    flow.clock.pass_ms(30_000)
+    await flow.sweep("cancel_reconciler")
+    assert await flow.state("a") == "cancelled"
+
+
+async def test_even_a_wait_without_end_has_one(flow: Flowing, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert flow_cancels.LONGEST_WAIT_MS == 300_000
+    monkeypatch.setattr(flow_cancels, "LONGEST_WAIT_MS", 20)
+    await flow.begin("a")
+    stuck = Stuck(flow, "a")
+    flow.engine.commits._store = stuck  # type: ignore[assignment]
+
+    with pytest.raises(errors.OperationTimeout) as caught:
+        await flow.engine.cancel_flow(flow.id, wait=WAIT)
+
+    assert caught.value.elapsed_ms == 20
+    stuck.freed.set()
+    assert (await flow.backlog())[1] == ["a"]

@@ -1,0 +1,445 @@
+"""S-030 to S-035, S-089, S-092 and EX-051: how an end travels through a flow, and who waits for it."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from flowfabric import errors
+from flowfabric.cursors import FROM_THE_START
+from flowfabric.model.answers.execution import Moved, Promotion, RetryScheduled
+from flowfabric.model.answers.flow import CascadeOutcome, Eligibility
+from flowfabric.model.change import Patch
+from flowfabric.model.event import Topic
+from flowfabric.model.flow import Dependency
+from flowfabric.rules.feed import Filter
+from tests.scenarios.flowing import WAITING, WAITS, Flowing, any_of
+
+SKIPPED = "terminal/unowned/not_applicable/none/skipped/none/skipped"
+
+
+async def outcomes(flow: Flowing, name: str) -> list[str | None]:
+    told = await flow.engine.store.history(flow.names[name], Topic.COMPLETION, 10)
+    return [one.event.outcome for one in told]
+
+
+async def test_s_030_failure_skips_the_whole_tail_synchronously(flow: Flowing) -> None:
+    await flow.begin("abcd")
+    await flow.chain("abcd")
+    await flow.fail("a")
+
+    assert await flow.cascade("a") == [CascadeOutcome(resolved=3, cascaded_children=3, synchronous=True)]
+
+    assert [await flow.vector(name) for name in "bcd"] == [SKIPPED] * 3
+    assert [await outcomes(flow, name) for name in "bcd"] == [["skipped"]] * 3
+
+
+async def test_ex_083_the_end_of_a_member_names_its_flow(flow: Flowing) -> None:
+    await flow.begin("abc", namespace="n1", tags={"cairn.instance_id": "i1"})
+    await flow.chain("bc")
+    await flow.succeed("a")
+    await flow.fail("b")
+    await flow.cascade("b")
+
+    told = await flow.engine.subscribe_completion(FROM_THE_START)
+    found = [await told.next(timeout_s=0) for _ in range(4)]
+
+    ends = [(one.execution_id, one.outcome, one.flow_id, one.namespace, one.instance_tag) for one in found if one]
+    outcomes = {"a": "success", "b": "failed", "c": "skipped"}
+    assert ends == [(flow.names[name], outcome, flow.id, "n1", "i1") for name, outcome in outcomes.items()]
+
+
+async def test_a_cascade_stops_at_its_depth_and_the_reconciler_goes_on(flow: Flowing) -> None:
+    names = [f"m{number:02}" for number in range(60)]
+    await flow.begin(names)
+    for upstream, downstream in pairwise(names):
+        await flow.edge(upstream, downstream)
+    await flow.fail("m00")
+
+    assert await flow.cascade("m00") == [CascadeOutcome(resolved=51, cascaded_children=50)]
+    assert await flow.state("m51", "m52") == "skipped waiting_children"
+
+    await flow.sweep("dependency_reconciler")
+    assert {await flow.state(name) for name in names[1:]} == {"skipped"}
+
+
+async def test_s_031_retryable_failure_does_not_cascade(flow: Flowing) -> None:
+    await flow.begin("b")
+    policy = {"retry_policy": {"max_retries": 1, "backoff": {"type": "fixed", "delay_ms": 10}}}
+    await flow.add("a", policy=policy)
+    await flow.edge("a", "b")
+
+    first = await flow.engine.fail((await flow.run("a")).handle, reason="flaky")
+    assert isinstance(first, RetryScheduled)
+    assert await flow.cascade("a") == [CascadeOutcome(0, 0)]
+    assert (await outcomes(flow, "a"), await flow.vector("b")) == ([], WAITS)
+
+    flow.clock.pass_ms(10)
+    assert await flow.engine.promote_delayed(flow.names["a"]) is Promotion.PROMOTED
+    await flow.fail("a")
+    await flow.cascade("a")
+    assert await flow.state("a", "b") == "failed skipped"
+
+
+@pytest.mark.parametrize("few", [128, 0])
+async def test_s_032_lost_event_is_healed(flow: Flowing, monkeypatch: pytest.MonkeyPatch, few: int) -> None:
+    monkeypatch.setattr("flowfabric.rules.flow.successors.FEW", few)
+    await flow.begin("ab")
+    await flow.edge("a", "b")
+    await flow.succeed("a")
+
+    assert await flow.sweep("dependency_reconciler") == [1]
+
+    assert await flow.vector("b") == WAITING
+    before = await flow.row("b")
+    assert await flow.sweep("dependency_reconciler") == [0]
+    assert await flow.row("b") == before
+
+
+async def test_an_end_that_nobody_noted_is_healed_too(flow: Flowing) -> None:
+    await flow.begin("ab")
+    await flow.edge("a", "b")
+    await flow.succeed("a")
+    noted = (flow.names["b"], flow.edges["a", "b"])
+    await flow.write(Patch(Dependency, noted, {"outcome": None, "unfolded_at": None}))
+
+    await flow.sweep("dependency_reconciler")
+
+    assert await flow.vector("b") == WAITING
+    assert await flow.counts("b") == "1/0/0 of 1 satisfied"
+
+
+async def test_an_end_that_nobody_noted_is_counted_beside_one_that_is_noted(flow: Flowing) -> None:
+    await flow.begin("abc")
+    await flow.join("ab", "c", any_of("let_run"))
+    await flow.engine.cancel_execution(flow.names["a"], reason="r", source="flow_cascade")
+    await flow.succeed("b")
+
+    assert await flow.sweep("dependency_reconciler") == [2]
+
+    assert (await flow.vector("c"), await flow.counts("c")) == (WAITING, "1/1/0 of 2 satisfied")
+
+
+async def test_an_end_that_nobody_noted_is_found_in_a_join_that_has_counted_others(flow: Flowing) -> None:
+    await flow.begin("abc")
+    await flow.join("ab", "c")
+    await flow.succeed("a")
+    await flow.cascade("a")
+    await flow.engine.cancel_execution(flow.names["b"], reason="r", source="flow_cascade")
+
+    assert await flow.sweep("dependency_reconciler") == [1]
+
+    assert (await flow.state("c"), await flow.counts("c")) == ("skipped", "1/1/0 of 2 impossible")
+    group = await flow.group("c")
+    assert (group.waiting_since, group.satisfied_at) == (None, None), "it waits no more, and never had what it needs"
+
+
+async def test_a_cascade_reads_the_edges_of_each_level_to_the_last_page(
+    flow: Flowing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flowfabric.engine.flows.completion_dispatcher.PAGE", 2)
+    await flow.begin("abcuvwxyz")
+    for pair in ("ab", "ac", "bu", "bv", "bw", "cx", "cy", "cz"):
+        await flow.edge(*pair)
+    await flow.fail("a")
+
+    assert await flow.cascade("a") == [CascadeOutcome(resolved=8, cascaded_children=8)]
+
+    assert set((await flow.state(*"bcuvwxyz")).split()) == {"skipped"}
+
+
+@pytest.mark.parametrize("sweep", ["completion_dispatch", "dependency_reconciler"])
+async def test_a_sweep_tells_how_many_edges_it_resolved_of_an_end_that_many_wait_for(
+    flow: Flowing, monkeypatch: pytest.MonkeyPatch, sweep: str
+) -> None:
+    monkeypatch.setattr("flowfabric.rules.flow.successors.FEW", 1)
+    await flow.begin("abcde")
+    for name in "bcd":
+        await flow.edge("a", name)
+    await flow.edge("d", "e")
+    await flow.fail("a")
+
+    assert await flow.sweep(sweep, 2) == [4, 0]
+
+    assert await flow.state(*"bcde") == "skipped skipped skipped skipped"
+
+
+async def test_a_cascade_resolves_every_edge_into_one_child_however_few_it_looks_at_together(
+    flow: Flowing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flowfabric.engine.flows.join_resolver.EDGES", 2)
+    await flow.begin("ab")
+    for _ in range(5):
+        await flow.edge("a", "b")
+    await flow.succeed("a")
+
+    assert await flow.cascade("a") == [CascadeOutcome(resolved=5, cascaded_children=0)]
+
+    assert (await flow.vector("b"), await flow.counts("b")) == (WAITING, "5/0/0 of 5 satisfied")
+
+
+async def test_s_033_staged_but_unapplied_edge_is_ignored(flow: Flowing) -> None:
+    await flow.begin("abc")
+    await flow.stage("a", "b")
+    await flow.edge("a", "c")
+    await flow.succeed("a")
+
+    assert await flow.cascade("a") == [CascadeOutcome(resolved=1, cascaded_children=0)]
+
+    assert [await flow.vector(name) for name in "bc"] == [WAITING, WAITING]
+    assert await flow.counts("c") == "1/0/0 of 1 satisfied"
+
+
+async def test_s_034_skip_of_an_active_child_releases_its_lease(flow: Flowing) -> None:
+    await flow.begin("ab")
+    held = await flow.run("b")
+    await flow.engine.append_frame(held.handle, b"half of it")
+    await flow.edge("a", "b")
+    await flow.fail("a")
+
+    await flow.cascade("a")
+
+    row = await flow.row("b")
+    stream = await flow.engine.read_stream(flow.names["b"], 0)
+    assert (stream.closed_at, stream.closed_reason) == (flow.clock.now, "dependency_impossible")
+    assert await flow.vector("b") == SKIPPED.replace("/none/skipped/none/", "/none/skipped/attempt_terminal/")
+    assert (row.lease_expires_at, row.completed_at) == (None, flow.clock.now)
+    [attempt] = await flow.engine.attempt_history(flow.names["b"])
+    assert (attempt.attempt_state, attempt.failure_reason) == ("ended_cancelled", "dependency_impossible")
+    last = (await flow.engine.lease_history(flow.names["b"]))[-1]
+    assert (last.event, last.fields["reason"]) == ("released", "dependency_impossible")
+    with pytest.raises(errors.ExecutionNotActive):
+        await flow.engine.complete(held.handle)
+
+
+async def test_skip_of_a_suspended_child_closes_its_suspension(flow: Flowing) -> None:
+    await flow.begin("ab")
+    await flow.suspend("b")
+    await flow.edge("a", "b")
+    await flow.fail("a")
+
+    await flow.cascade("a")
+
+    assert await flow.vector("b") == SKIPPED.replace("/none/skipped/none/", "/none/skipped/attempt_terminal/")
+    suspension = await flow.engine.describe_suspension(flow.names["b"])
+    assert suspension is not None
+    assert (suspension.closed_at, suspension.close_reason) == (flow.clock.now, "cancelled")
+    [attempt] = await flow.engine.attempt_history(flow.names["b"])
+    assert (attempt.attempt_state, attempt.failure_reason) == ("ended_cancelled", "dependency_impossible")
+
+
+async def test_s_035_parking_with_nothing_to_wait_for(flow: Flowing) -> None:
+    await flow.begin("a")
+    held = await flow.run("a")
+
+    moved = await flow.engine.wait_children(held.handle)
+
+    assert moved == Moved(flow.names["a"], "waiting")  # type: ignore[arg-type]
+    assert await flow.vector("a") == WAITING.replace("pending_first_attempt", "attempt_interrupted")
+    assert (await flow.row("a")).lease_expires_at is None
+    again = await flow.run("a")
+    assert (again.attempt_index, again.attempt_id) == (held.attempt_index, held.attempt_id)
+
+
+async def test_parking_after_the_join_was_met_does_not_wait_either(flow: Flowing) -> None:
+    await flow.begin("ab")
+    held = await flow.run("b")
+    await flow.edge("a", "b")
+    await flow.succeed("a")
+    await flow.cascade("a")
+    assert await flow.state("b") == "active"
+
+    await flow.engine.wait_children(held.handle)
+
+    assert await flow.state("b") == "waiting"
+
+
+async def test_parking_a_replayed_execution_does_not_wait_for_a_join_that_became_impossible(flow: Flowing) -> None:
+    await flow.begin("ab")
+    await flow.edge("a", "b")
+    await flow.cancel("b")
+    await flow.fail("a")
+    await flow.cascade("a")
+    await flow.engine.replay_execution(flow.names["b"])
+    assert await flow.counts("b") == "0/1/0 of 1 impossible"
+
+    moved = await flow.engine.wait_children((await flow.run("b")).handle)
+
+    assert moved == Moved(flow.names["b"], "waiting")  # type: ignore[arg-type]
+    assert await flow.vector("b") == WAITING.replace("pending_first_attempt", "attempt_interrupted")
+
+
+async def test_ex_051_waiting_for_children(flow: Flowing) -> None:
+    await flow.begin("ab")
+    held = await flow.run("b")
+    await flow.edge("a", "b")
+    b = flow.names["b"]
+
+    moved = await flow.engine.wait_children(held.handle)
+
+    assert moved == Moved(b, "waiting_children")  # type: ignore[arg-type]
+    assert await flow.vector("b") == WAITS.replace("pending_first_attempt", "attempt_interrupted")
+    [attempt] = await flow.engine.attempt_history(b)
+    assert (attempt.attempt_state, attempt.suspension_id) == ("suspended", "waiting_children")
+    last = (await flow.engine.lease_history(b))[-1]
+    assert (last.event, last.fields["reason"]) == ("released", "waiting_children")
+    for refused in (
+        flow.engine.change_priority(b, 5),
+        flow.engine.issue_claim_grant(b, lane_id="default", worker_id="w", worker_instance_id="w-1"),
+        flow.engine.unblock_execution(b),
+    ):
+        with pytest.raises(errors.ExecutionNotEligible):
+            await refused
+    assert await flow.engine.promote_delayed(b) is Promotion.NOT_DELAYED
+
+    await flow.cancel("b")
+
+    assert await flow.vector("b") == "terminal/unowned/not_applicable/none/cancelled/attempt_terminal/cancelled"
+    [attempt] = await flow.engine.attempt_history(b)
+    assert attempt.attempt_state == "ended_cancelled"
+
+
+async def test_a_parked_execution_goes_on_with_its_attempt_when_its_join_is_met(flow: Flowing) -> None:
+    await flow.begin("ab")
+    held = await flow.run("b")
+    await flow.edge("a", "b")
+    await flow.engine.wait_children(held.handle)
+
+    await flow.succeed("a")
+    await flow.cascade("a")
+
+    again = await flow.run("b")
+    assert (again.attempt_index, again.attempt_id, again.lease_epoch) == (0, held.attempt_id, held.lease_epoch + 1)
+
+
+async def test_promoting_by_hand_is_refused_until_the_join_is_met(flow: Flowing) -> None:
+    await flow.begin("ab")
+    await flow.edge("a", "b")
+    promote = flow.engine.promote_blocked_to_eligible
+
+    with pytest.raises(errors.DepsNotSatisfied):
+        await promote(flow.names["b"])
+    with pytest.raises(errors.NotBlockedByDeps):
+        await promote(flow.names["a"])
+    await flow.succeed("a")
+    with pytest.raises(errors.NotRunnable):
+        await promote(flow.names["a"])
+    with pytest.raises(errors.NotFound):
+        await promote(flow.new_id())
+
+
+async def test_eligibility_is_told_by_the_first_reason_that_applies(flow: Flowing) -> None:
+    await flow.begin("abcd")
+    await flow.chain("ab")
+    await flow.edge("c", "d")
+    evaluate = flow.engine.evaluate_flow_eligibility
+
+    assert await evaluate(flow.new_id()) is Eligibility.NOT_FOUND
+    assert await evaluate(flow.names["a"]) is Eligibility.ELIGIBLE
+    assert await evaluate(flow.names["b"]) is Eligibility.BLOCKED_BY_DEPENDENCIES
+    await flow.succeed("a")
+    await flow.cascade("a")
+    assert await evaluate(flow.names["a"]) is Eligibility.NOT_RUNNABLE
+    assert await evaluate(flow.names["b"]) is Eligibility.ELIGIBLE
+    await flow.engine.cancel_flow_header(flow.id)
+    await flow.fail("c")
+    await flow.cascade("c")
+    assert await evaluate(flow.names["d"]) is Eligibility.IMPOSSIBLE  # left for the cancel of its flow
+
+
+async def test_s_089_an_expired_member_skips_its_dependents(flow: Flowing) -> None:
+    deadline = flow.clock.now + 1000
+    await flow.begin()
+    for name in "qwrs":
+        await flow.add(name, execution_deadline_at=deadline)
+    for name in "uxyzt":
+        await flow.add(name)
+    await flow.edge("u", "w")
+    for upstream, downstream in ("qx", "wy", "rz", "st"):
+        await flow.edge(upstream, downstream)
+    await flow.run("r")
+    await flow.suspend("s")
+    flow.clock.pass_ms(1000)
+
+    await flow.sweep("execution_deadline")
+    await flow.cascade(*"qwrs")
+
+    assert await flow.state(*"qwrs") == "expired expired expired expired"
+    assert {(await flow.row(name)).failure_reason for name in "qwrs"} == {"execution_deadline"}
+    assert (await flow.row("r")).lease_expires_at is None
+    assert [await outcomes(flow, name) for name in "qwrs"] == [["expired"]] * 4
+    assert await flow.state(*"xyzt") == "skipped skipped skipped skipped"
+
+
+@pytest.mark.parametrize("apart_ms", [1, 0], ids=["one after the other", "all at once"])
+async def test_s_092_blocked_items_behind_a_full_batch_are_not_starved(flow: Flowing, apart_ms: int) -> None:
+    names = [f"m{number:02}" for number in range(60)]
+    await flow.begin(["running", "done", *names])
+    names.sort(key=lambda name: flow.names[name])  # of one instant they are taken by their ids
+    for name in names[:-1]:
+        await flow.edge("running", name)
+        flow.clock.pass_ms(apart_ms)
+    await flow.edge("done", names[-1])
+    await flow.run("running")
+    await flow.succeed("done")
+    noted = (flow.names[names[-1]], flow.edges["done", names[-1]])
+    await flow.write(Patch(Dependency, noted, {"outcome": None, "unfolded_at": None}))  # nobody was told
+
+    await flow.sweep("dependency_reconciler", 2)
+
+    assert await flow.vector(names[-1]) == WAITING
+
+
+async def test_a_filtered_reconciler_resolves_only_what_it_may_see(flow: Flowing) -> None:
+    await flow.mixed({"a": "default", "b": "n1", "c": "n2"}, "ab", "ac")
+    await flow.succeed("a")
+
+    await flow.engine.sweep_once("dependency_reconciler", Filter(namespace="n1"))
+
+    assert await flow.state("b", "c") == "waiting waiting_children"
+
+
+async def test_a_filtered_reconciler_leaves_the_many_others_that_wait_for_the_same_end(
+    flow: Flowing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flowfabric.rules.flow.successors.FEW", 2)
+    whose = {name: "n1" if name in "bc" else "n2" for name in "bcde"}
+    await flow.mixed({"a": "default"} | whose, *(f"a{name}" for name in "bcde"))
+    await flow.succeed("a")
+
+    await flow.engine.sweep_once("dependency_reconciler", Filter(namespace="n1"))
+    assert await flow.state("b", "c", "d", "e") == "waiting waiting waiting_children waiting_children"
+    await flow.sweep("dependency_reconciler")
+
+    assert await flow.state("d", "e") == "waiting waiting"
+    assert [await flow.counts(name) for name in "bcde"] == ["1/0/0 of 1 satisfied"] * 4
+
+
+async def test_the_end_by_a_cascading_cancel_is_left_to_the_reconciler(flow: Flowing) -> None:
+    await flow.begin("ab")
+    await flow.edge("a", "b")
+    await flow.engine.cancel_execution(flow.names["a"], reason="r", source="flow_cascade")
+
+    assert await outcomes(flow, "a") == ["cancelled"]
+    assert (await flow.dependency("a", "b")).outcome is None
+    await flow.sweep("completion_dispatch")
+    assert await flow.state("b") == "waiting_children"
+    await flow.sweep("dependency_reconciler")
+    assert await flow.state("b") == "skipped"
+
+
+@pytest.mark.parametrize(("looked_at", "passes"), [(500, 1), (10, 3)])
+async def test_an_end_that_nobody_noted_is_found_behind_any_number_of_edges_that_still_wait(
+    flow: Flowing, monkeypatch: pytest.MonkeyPatch, looked_at: int, passes: int
+) -> None:
+    monkeypatch.setattr("flowfabric.engine.sweeps.flows.LOOKED_AT", looked_at)
+    names = [f"u{number:02}" for number in range(25)]
+    await flow.begin([*names, "b"])
+    await flow.join(names, "b")
+    last = max(names, key=lambda name: flow.edges[name, "b"])
+    await flow.engine.cancel_execution(flow.names[last], reason="r", source="flow_cascade")
+
+    await flow.sweep("dependency_reconciler", passes)
+
+    assert (await flow.state("b"), await flow.counts("b")) == ("skipped", "0/1/0 of 25 impossible")

@@ -1,0 +1,180 @@
+"""A whole graph in one call: all of it or nothing, exactly checked, harmless to repeat."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flowfabric import CreateExecution, errors
+from flowfabric.engine.operations.flows import GraphEdge
+from flowfabric.model.answers import flow as flow_answers
+from tests.scenarios.flowing import WAITING, WAITS, Flowing, quorum
+
+
+def node(flow: Flowing, name: str, **given: Any) -> CreateExecution:
+    flow.names.setdefault(name, flow.new_id())
+    defaults: dict[str, Any] = {"partition": 0, "namespace": "default", "lane_id": "default", "execution_kind": "task"}
+    return CreateExecution(execution_id=flow.names[name], **(defaults | given))
+
+
+def edge(flow: Flowing, pair: str, **given: Any) -> GraphEdge:
+    return GraphEdge(flow.names[pair[0]], flow.names[pair[1]], **given)
+
+
+async def test_a_graph_is_created_in_one_call_as_if_it_had_been_built_step_by_step(flow: Flowing) -> None:
+    built = await Flowing(flow.engine, flow.clock).begin("abcd", policy=None)
+    for upstream, downstream in ("ab", "ac", "bd", "cd"):
+        await built.edge(upstream, downstream)
+
+    nodes = [node(flow, name) for name in "abcd"]
+    answer = await flow.engine.create_flow_graph(
+        flow.id, nodes, [edge(flow, pair) for pair in ("ab", "ac", "bd", "cd")]
+    )
+
+    assert answer == flow_answers.GraphCreated(flow.id, graph_revision=8, node_count=4, edge_count=4)
+    assert [await flow.vector(name) for name in "abcd"] == [WAITING, WAITS, WAITS, WAITS]
+    for name in "bcd":
+        one, other = await flow.group(name), await built.group(name)
+        assert (one.n, one.staged, one.policy_variant) == (other.n, other.staged, other.policy_variant)
+    described, expected = await flow.engine.describe_flow(flow.id), await built.engine.describe_flow(built.id)
+    assert described is not None
+    assert expected is not None
+    assert (described.graph_revision, described.node_count) == (expected.graph_revision, expected.node_count)
+    for name in "abcd":
+        outgoing = await flow.engine.list_outgoing_edges(flow.id, flow.names[name])
+        assert len(outgoing) == len(await built.engine.list_outgoing_edges(built.id, built.names[name]))
+    await flow.succeed("a")
+    await flow.cascade("a")
+    assert await flow.state(*"bcd") == "waiting waiting waiting_children"
+    await flow.succeed("b", "c")
+    await flow.cascade("b", "c")
+    assert await flow.counts("d") == "2/0/0 of 2 satisfied"
+
+
+async def test_a_graph_carries_policies_kinds_and_references(flow: Flowing) -> None:
+    nodes = [node(flow, name, input_payload=b"orig") for name in "123jf"]
+    edges = [edge(flow, f"{name}j", data_passing_ref="r") for name in "123"]
+    edges.append(edge(flow, "jf", dependency_kind="failure_only"))
+
+    await flow.engine.create_flow_graph(flow.id, nodes, edges, policies={flow.names["j"]: quorum(2, "let_run")})
+    await flow.succeed("1", result=b"one")
+    await flow.succeed("2", result=b"two")
+    await flow.cascade("1", "2")
+
+    assert (await flow.counts("j"), await flow.payload("j")) == ("2/0/0 of 3 satisfied", b"two")
+    await flow.fail("j")
+    await flow.cascade("j")
+    assert await flow.state("f") == "waiting"
+
+
+async def test_creating_a_graph_again_changes_nothing(flow: Flowing) -> None:
+    nodes = [node(flow, name) for name in "ab"]
+    await flow.engine.create_flow_graph(flow.id, nodes, [edge(flow, "ab")])
+    before = await flow.engine.describe_flow(flow.id)
+
+    again = await flow.engine.create_flow_graph(flow.id, nodes, [edge(flow, "ab")])
+
+    assert again == flow_answers.AlreadySatisfied(flow.id)
+    assert await flow.engine.describe_flow(flow.id) == before
+
+
+async def nothing_was_created(flow: Flowing) -> bool:
+    return await flow.engine.describe_flow(flow.id) is None and not any(
+        [await flow.engine.describe_execution(name) for name in flow.names.values()]
+    )
+
+
+@pytest.mark.parametrize(
+    ("edges", "error"),
+    [
+        (("ab", "bc", "ca"), errors.CycleDetected),
+        (("aa",), errors.SelfReferencingEdge),
+        (("ax",), errors.ExecutionNotInFlow),
+    ],
+)
+async def test_a_graph_that_is_no_graph_is_refused_whole(
+    flow: Flowing, edges: tuple[str, ...], error: type[errors.FabricError]
+) -> None:
+    nodes = [node(flow, name) for name in "abc"]
+    flow.names["x"] = flow.new_id()
+
+    with pytest.raises(error):
+        await flow.engine.create_flow_graph(flow.id, nodes, [edge(flow, pair) for pair in edges])
+
+    assert await nothing_was_created(flow)
+
+
+async def test_a_graph_with_an_unusable_part_is_refused_whole(flow: Flowing) -> None:
+    a, b = node(flow, "a"), node(flow, "b")
+    create = flow.engine.create_flow_graph
+    twice = flow.engine.minter.uuid()
+    other = Flowing(flow.engine, flow.clock)
+    while other.partition == flow.partition:
+        other = Flowing(flow.engine, flow.clock)
+
+    with pytest.raises(errors.InvalidInput, match="twice"):
+        await create(flow.id, [a, a])
+    with pytest.raises(errors.DependencyAlreadyExists):
+        await create(flow.id, [a, b], [edge(flow, "ab", edge_id=twice), edge(flow, "ab", edge_id=twice)])
+    with pytest.raises(errors.InvalidInput, match="partition"):
+        await create(flow.id, [node(other, "z")])
+    with pytest.raises(errors.InvalidInput, match="idempotency"):
+        await create(flow.id, [node(flow, "a", idempotency_key="k")])
+    late = node(flow, "b", delay_until=flow.clock.now + 1000)
+    with pytest.raises(errors.InvalidInput, match="delayed"):
+        await create(flow.id, [a, late], [edge(flow, "ab")])
+    with pytest.raises(errors.InvalidPolicyJson):
+        await create(flow.id, [a, node(flow, "b", policy="{no policy")])
+    with pytest.raises(errors.InvalidInput, match="k must be"):
+        await create(flow.id, [a, b], policies={flow.names["b"]: quorum(0, "let_run")})
+    with pytest.raises(errors.ExecutionNotInFlow):
+        await create(flow.id, [a], policies={flow.new_id(): quorum(1, "let_run")})
+    with pytest.raises(errors.InvalidInput, match="flow_kind"):
+        await create(flow.id, [a], flow_kind="")
+    with pytest.raises(errors.InvalidInput, match="10001"):
+        await create(flow.id, [a] * 10_001)
+
+    assert await nothing_was_created(flow)
+
+
+async def test_a_node_that_exists_already_is_refused_and_left_alone(flow: Flowing) -> None:
+    await flow.create("a")
+    before = await flow.row("a")
+
+    with pytest.raises(errors.InvalidInput, match="exists already"):
+        await flow.engine.create_flow_graph(flow.id, [node(flow, "a"), node(flow, "b")])
+
+    assert await flow.row("a") == before
+    assert await flow.engine.describe_execution(flow.names["b"]) is None
+    member = await Flowing(flow.engine, flow.clock).begin()
+    while member.partition != flow.partition:
+        member = await Flowing(flow.engine, flow.clock).begin()
+    await member.add("m")
+    flow.names["m"] = member.names["m"]
+    with pytest.raises(errors.ExecutionAlreadyInFlow):
+        await flow.engine.create_flow_graph(flow.id, [node(flow, "m")])
+
+
+async def test_a_graph_without_any_node_is_a_flow(flow: Flowing) -> None:
+    answer = await flow.engine.create_flow_graph(flow.id, [])
+
+    assert answer == flow_answers.GraphCreated(flow.id, 0, 0, 0)
+    await flow.add("a")
+
+
+async def test_a_delayed_root_waits_for_its_time_and_its_successor_for_it(flow: Flowing) -> None:
+    nodes = [node(flow, "a", delay_until=flow.clock.now + 1000), node(flow, "b")]
+
+    await flow.engine.create_flow_graph(flow.id, nodes, [edge(flow, "ab")])
+
+    assert await flow.state("a", "b") == "delayed waiting_children"
+
+
+async def test_the_lane_of_a_node_is_listed_though_it_waits(flow: Flowing) -> None:
+    roots = [node(flow, "a", lane_id="root"), node(flow, "l", lane_id="late", delay_until=flow.clock.now + 1000)]
+    nodes = [*roots, node(flow, "b", lane_id="then"), node(flow, "c", lane_id="then", policy='{"fairness_key":"k"}')]
+
+    await flow.engine.create_flow_graph(flow.id, nodes, [edge(flow, "ab"), edge(flow, "ac")])
+
+    assert (await flow.engine.list_lanes()).lanes == ["late", "root", "then"]

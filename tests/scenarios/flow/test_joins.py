@@ -1,0 +1,373 @@
+"""S-016 to S-021 and S-027 to S-029: when a join fires, once, and what it hands on."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any
+
+import pytest
+
+from flowfabric import errors
+from flowfabric.ids import FlowId, flow_partition
+from flowfabric.model.answers.flow import Resolution
+from flowfabric.model.execution import Payload
+from tests.scenarios.flowing import ALL_OF, WAITING, WAITS, Flowing, any_of, quorum
+
+SATISFIED, IMPOSSIBLE = Resolution.SATISFIED, Resolution.IMPOSSIBLE
+PENDING, ALREADY = Resolution.PENDING, Resolution.ALREADY_RESOLVED
+
+
+async def test_s_016_any_of_cancel_remaining_fires_on_the_first_success(flow: Flowing) -> None:
+    await flow.begin("b123")
+    await flow.join("123", "b", any_of("cancel_remaining"))
+    held = await flow.run("1")
+    for other in "23":
+        await flow.run(other)
+    await flow.engine.complete(held.handle)
+
+    await flow.cascade("1")
+
+    group = await flow.group("b")
+    assert await flow.vector("b") == WAITING
+    assert await flow.counts("b") == "1/0/0 of 3 satisfied"
+    assert group.satisfied_at == flow.clock.now
+    assert group.cancel_siblings_pending_flag
+    assert (group.cancel_siblings_pending_members or "").split("|") == flow.ids("23")
+    assert group.cancel_siblings_reason == "sibling_quorum_satisfied"
+    assert await flow.entry("b") is not None
+    assert await flow.state("2", "3") == "active active"
+
+
+async def test_s_017_any_of_let_run_never_flags(flow: Flowing) -> None:
+    await flow.begin("b123")
+    await flow.join("123", "b", any_of("let_run"))
+    await flow.succeed("1")
+    await flow.cascade("1")
+
+    assert await flow.vector("b") == WAITING
+    group = await flow.group("b")
+    assert (group.cancel_siblings_pending_flag, group.cancel_siblings_pending_members) == (False, None)
+    assert await flow.entry("b") is None
+    assert await flow.sweep("edge_cancel_dispatcher", 10) == [0] * 10
+    assert await flow.state("2", "3") == "waiting waiting"
+
+
+async def test_s_018_quorum_fires_exactly_at_k(flow: Flowing) -> None:
+    await flow.begin("b12345")
+    await flow.join("12345", "b", quorum(3, "let_run"))
+
+    await flow.succeed("1", "2")
+    await flow.cascade("1", "2")
+    assert (await flow.vector("b"), await flow.counts("b")) == (WAITS, "2/0/0 of 5 pending")
+    await flow.succeed("3")
+    await flow.cascade("3")
+    assert (await flow.vector("b"), await flow.counts("b")) == (WAITING, "3/0/0 of 5 satisfied")
+    await flow.fail("4", "5")
+    await flow.cascade("4", "5")
+    assert (await flow.vector("b"), await flow.counts("b")) == (WAITING, "3/2/0 of 5 satisfied")
+
+
+async def test_s_019_k_larger_than_n(flow: Flowing) -> None:
+    await flow.begin("b12")
+    await flow.join("12", "b", quorum(3, "let_run"))
+
+    await flow.succeed("1")
+    await flow.cascade("1")
+
+    assert await flow.counts("b") == "1/0/0 of 2 impossible"
+    assert await flow.state("b") == "skipped"
+
+
+async def test_s_020_all_of_short_circuits_and_stays_impossible(flow: Flowing) -> None:
+    await flow.begin("b123")
+    await flow.join("123", "b")
+    await flow.succeed("1")
+    await flow.cancel("2")
+    await flow.cascade("1", "2")
+    assert await flow.state("b") == "skipped"
+
+    await flow.succeed("3")
+    await flow.cascade("3")
+
+    assert await flow.counts("b") == "2/1/0 of 3 impossible"
+    assert await flow.state("b") == "skipped"
+
+
+async def test_s_021_redelivered_completion_does_not_double_count(flow: Flowing) -> None:
+    await flow.begin("b12")
+    await flow.join("12", "b", any_of("cancel_remaining"))
+    await flow.succeed("1")
+    await flow.cascade("1")
+    fired = await flow.group("b")
+    flow.clock.pass_ms(5000)
+
+    again = [await flow.resolve("1", "b", "success") for _ in range(2)]
+
+    assert again == [ALREADY, ALREADY]
+    assert [one.resolved for one in await flow.cascade("1", "1")] == [0, 0]
+    assert await flow.group("b") == fired
+    assert await flow.vector("b") == WAITING
+
+
+@pytest.mark.parametrize("first", ["success", "failed", "skipped"])
+async def test_an_end_that_was_counted_is_the_last_word_on_its_edge(flow: Flowing, first: str) -> None:
+    await flow.begin("b12")
+    await flow.join("12", "b", quorum(2, "let_run"))
+    held = await flow.run("1")
+    counted = await flow.resolve("1", "b", first)
+    before = await flow.dependency("1", "b")
+    flow.clock.pass_ms(5000)
+
+    again = [await flow.resolve("1", "b", word) for word in (first, "expired")]
+    await flow.engine.complete(held.handle)
+    swept = [(await flow.sweep(name))[0] for name in ("completion_dispatch", "dependency_reconciler")]
+
+    assert (counted, again, swept) == (PENDING if first == "success" else IMPOSSIBLE, [ALREADY, ALREADY], [0, 0])
+    assert (before.outcome, before.last_resolved_at, before.unfolded_at) == (first, flow.clock.now - 5000, None)
+    assert await flow.dependency("1", "b") == before
+    assert sum(map(int, (await flow.counts("b")).split()[0].split("/"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("policy", "outcomes", "steps", "counts", "child"),
+    [
+        (None, "success success success", [PENDING, PENDING, SATISFIED], "3/0/0 of 3 satisfied", "waiting"),
+        (None, "success expired success", [PENDING, IMPOSSIBLE, ALREADY], "2/1/0 of 3 impossible", "skipped"),
+        (any_of("let_run"), "failed skipped success", [PENDING, PENDING, SATISFIED], "1/1/1 of 3 satisfied", "waiting"),
+        (any_of("let_run"), "cancelled failed", [PENDING, IMPOSSIBLE], "0/2/0 of 2 impossible", "skipped"),
+        (
+            quorum(3, "let_run"),
+            "success failed success failed success",
+            [PENDING] * 4 + [SATISFIED],
+            "3/2/0 of 5 satisfied",
+            "waiting",
+        ),
+        (quorum(2, "let_run"), "skipped -", [IMPOSSIBLE], "0/0/1 of 2 impossible", "skipped"),
+        (quorum(3, "let_run"), "success -", [IMPOSSIBLE], "1/0/0 of 2 impossible", "skipped"),
+        (
+            any_of("let_run"),
+            "success success success",
+            [SATISFIED, ALREADY, ALREADY],
+            "3/0/0 of 3 satisfied",
+            "waiting",
+        ),
+    ],
+)
+async def test_the_worked_examples_of_the_specification(
+    flow: Flowing, policy: object, outcomes: str, steps: list[Resolution], counts: str, child: str
+) -> None:
+    words = outcomes.split()
+    names = "12345"[: len(words)]
+    await flow.begin(f"b{names}")
+    await flow.join(names, "b", policy)
+
+    told = [await flow.resolve(name, "b", word) for name, word in zip(names, words, strict=True) if word != "-"]
+
+    assert told == steps
+    assert await flow.counts("b") == counts
+    assert await flow.state("b") == child
+
+
+async def test_an_edge_that_was_never_applied_cannot_be_resolved(flow: Flowing) -> None:
+    await flow.begin("ab")
+    await flow.stage("a", "b")
+
+    with pytest.raises(errors.InvalidDependency):
+        await flow.resolve("a", "b", "success")
+    with pytest.raises(errors.InvalidInput):
+        await flow.resolve("a", "b", "none")
+
+
+async def test_an_edge_cannot_be_resolved_in_a_flow_that_is_not_its_own(flow: Flowing) -> None:
+    await flow.begin("ab")
+    edge = await flow.edge("a", "b")
+    elsewhere = (FlowId(flow.engine.minter.uuid()) for _ in count())
+    other = next(one for one in elsewhere if flow_partition(one, flow.engine.partitions) == flow.partition)
+    await flow.engine.create_flow(other)
+    await flow.engine.set_edge_group_policy(other, flow.names["b"], ALL_OF)  # who need not be a member
+
+    with pytest.raises(errors.InvalidDependency):
+        await flow.engine.resolve_dependency(other, edge, flow.names["b"], "success")
+    assert (await flow.state("b"), await flow.counts("b")) == ("waiting_children", "0/0/0 of 1 pending")
+
+
+@pytest.mark.parametrize(
+    ("kind", "ends_well", "child"),
+    [
+        ("success_only", True, "waiting"),
+        ("success_only", False, "skipped"),
+        ("failure_only", True, "skipped"),
+        ("failure_only", False, "waiting"),
+        ("any_outcome", True, "waiting"),
+        ("any_outcome", False, "waiting"),
+    ],
+)
+async def test_an_edge_asks_for_the_ends_of_its_kind(flow: Flowing, kind: str, ends_well: bool, child: str) -> None:
+    await flow.begin("ab")
+    await flow.edge("a", "b", dependency_kind=kind)
+
+    await (flow.succeed("a") if ends_well else flow.fail("a"))
+    await flow.cascade("a")
+
+    assert await flow.state("b") == child
+
+
+async def test_a_skipped_upstream_satisfies_a_failure_branch(flow: Flowing) -> None:
+    await flow.begin("abc")
+    await flow.edge("a", "b")
+    await flow.edge("b", "c", dependency_kind="failure_only")
+    await flow.fail("a")
+
+    await flow.cascade("a")
+
+    assert await flow.state("b", "c") == "skipped waiting"
+    assert await flow.counts("c") == "1/0/0 of 1 satisfied"
+
+
+@pytest.mark.parametrize(
+    ("ref", "result", "payload"),
+    [
+        ("anything", b'{"status":"ok"}', b'{"status":"ok"}'),
+        (None, b"r", b"orig"),
+        ("", b"r", b"orig"),
+        ("x", None, b"orig"),
+    ],
+)
+async def test_s_027_result_becomes_the_childs_input(
+    flow: Flowing, ref: str | None, result: bytes | None, payload: bytes
+) -> None:
+    await flow.begin("ab", input_payload=b"orig")
+    await flow.edge("a", "b", data_passing_ref=ref)
+
+    await flow.succeed("a", result=result)
+    await flow.cascade("a")
+
+    assert await flow.vector("b") == WAITING
+    assert await flow.payload("b") == payload
+
+
+@pytest.mark.parametrize("lively", [False, True])
+@pytest.mark.parametrize(("encoding", "found"), [("json", "json"), (None, "refs")])
+async def test_a_result_that_becomes_an_input_is_read_as_it_was_written(
+    flow: Flowing, lively: bool, encoding: str | None, found: str
+) -> None:
+    flow.engine.dispatcher._enabled = lively
+    await flow.begin("a")
+    await flow.add("b", input_payload=b"orig", payload_encoding="refs")
+    await flow.edge("a", "b", data_passing_ref="r")
+
+    await flow.engine.complete((await flow.run("a")).handle, result=b"1", encoding=encoding)
+    await (flow.engine.dispatched() if lively else flow.cascade("a"))
+
+    payload = await flow.one(Payload, flow.names["b"])
+    assert (await flow.state("b"), payload.input_payload, payload.payload_encoding) == ("waiting", b"1", found)
+
+
+@pytest.mark.parametrize("few", [128, 1])
+@pytest.mark.parametrize("lively", [False, True])
+async def test_a_reference_that_came_with_the_apply_is_as_good_as_one_of_the_edge(
+    flow: Flowing, monkeypatch: pytest.MonkeyPatch, lively: bool, few: int
+) -> None:
+    monkeypatch.setattr("flowfabric.rules.flow.successors.FEW", few)
+    flow.engine.dispatcher._enabled = lively
+    await flow.begin("abcde", input_payload=b"orig")
+    for name in "bcde":
+        edge = await flow.stage("a", name)
+        ref = "r" if name in "bc" else None
+        await flow.engine.apply_dependency_to_child(
+            flow.id, edge, flow.names[name], flow.names["a"], data_passing_ref=ref
+        )
+
+    await flow.succeed("a", result=b"A")
+    await (flow.engine.dispatched() if lively else flow.sweep("completion_dispatch"))
+
+    assert await flow.state(*"bcde") == "waiting waiting waiting waiting"
+    assert [await flow.payload(name) for name in "bcde"] == [b"A", b"A", b"orig", b"orig"]
+
+
+async def test_s_028_several_references_under_all_of_last_resolution_wins(flow: Flowing) -> None:
+    await flow.begin("abc", input_payload=b"orig")
+    await flow.join("ab", "c", data_passing_ref="r")
+
+    await flow.succeed("a", result=b"A")
+    await flow.cascade("a")
+    assert (await flow.vector("c"), await flow.payload("c")) == (WAITS, b"A")
+    await flow.succeed("b", result=b"B")
+    await flow.cascade("b")
+
+    assert (await flow.vector("c"), await flow.payload("c")) == (WAITING, b"B")
+
+
+async def test_several_references_folded_together_leave_the_last_end_too(flow: Flowing) -> None:
+    await flow.begin("zyc", input_payload=b"orig")
+    await flow.join("zy", "c", data_passing_ref="r")
+    late, soon = sorted("zy", key=lambda one: flow.edges[one, "c"])  # against the order of the edges
+    for name in (soon, late):
+        await flow.succeed(name, result=name.encode())
+        flow.clock.pass_ms(1)
+
+    await flow.sweep("completion_dispatch")
+
+    assert (await flow.vector("c"), await flow.payload("c")) == (WAITING, late.encode())
+
+
+async def test_s_029_quorum_copies_only_from_the_firing_edge(flow: Flowing) -> None:
+    await flow.begin("c123", input_payload=b"orig")
+    await flow.join("123", "c", quorum(2, "let_run"), data_passing_ref="r")
+
+    seen = []
+    for name in "123":
+        await flow.succeed(name, result=f"R{name}".encode())
+        await flow.cascade(name)
+        seen.append((await flow.state("c"), await flow.payload("c")))
+
+    assert seen == [("waiting_children", b"orig"), ("waiting", b"R2"), ("waiting", b"R2")]
+
+
+async def test_the_payload_of_an_ended_child_is_never_replaced(flow: Flowing) -> None:
+    await flow.begin("ab", input_payload=b"orig")
+    await flow.edge("a", "b", data_passing_ref="r")
+    await flow.cancel("b")
+
+    await flow.succeed("a", result=b"late")
+    await flow.cascade("a")
+
+    assert (await flow.state("b"), await flow.payload("b")) == ("cancelled", b"orig")
+    assert await flow.counts("b") == "1/0/0 of 1 satisfied"
+
+
+@pytest.mark.parametrize("policy", [ALL_OF, any_of("let_run")], ids=["all_of", "any_of"])
+async def test_a_result_that_makes_the_join_impossible_is_nobodys_input(flow: Flowing, policy: Any) -> None:
+    await flow.begin("ab", input_payload=b"orig")
+    await flow.join("a", "b", policy, dependency_kind="failure_only", data_passing_ref="r")
+
+    await flow.succeed("a", result=b"A")
+    await flow.cascade("a")
+
+    assert (await flow.state("b"), await flow.payload("b")) == ("skipped", b"orig")
+
+
+@pytest.mark.parametrize("together", [False, True])
+async def test_a_result_that_came_before_the_join_became_impossible_is_the_input_of_the_replayed_child(
+    flow: Flowing, together: bool
+) -> None:
+    await flow.begin("abcd", input_payload=b"orig")
+    await flow.edge("a", "d", data_passing_ref="r")
+    await flow.edge("b", "d")
+    await flow.edge("c", "d", data_passing_ref="r")
+    ends = [("a", b"A"), ("b", None), ("c", b"C")]
+    for name, result in ends:
+        await (flow.fail(name) if result is None else flow.succeed(name, result=result))
+        if not together:
+            await flow.cascade(name)
+        flow.clock.pass_ms(1)
+    if together:
+        await flow.sweep("completion_dispatch")
+    assert (await flow.state("d"), await flow.counts("d")) == ("skipped", "2/1/0 of 3 impossible")
+
+    for name in "bd":
+        await flow.engine.replay_execution(flow.names[name])
+    await flow.succeed("b")
+    await flow.cascade("b")
+
+    assert (await flow.state("d"), await flow.payload("d")) == ("waiting", b"A")  # c came when d had ended

@@ -1,0 +1,311 @@
+"""Decision 37: a flow goes with everything it owns once retention has removed its last member."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+
+from flowfabric import errors
+from flowfabric.engine.engine import Engine
+from flowfabric.engine.operations.flow_cancels import NoWait
+from flowfabric.engine.operations.flows import GraphEdge
+from flowfabric.ids import SeededMinter
+from flowfabric.model.answers import flow as flow_answers
+from flowfabric.model.flow import Flow
+from flowfabric.rules import retention
+from flowfabric.rules.execution.create import CreateExecution
+from flowfabric.stores.catalog import TABLES
+from flowfabric.stores.queries import Scan
+from flowfabric.testing.faults import FlakyStore, Loss
+from flowfabric.testing.flow_invariants import check_flow_invariants
+from tests.scenarios.flowing import Flowing, any_of
+
+DAY_MS = 86_400_000
+HOUR_MS = 3_600_000
+OF_FLOWS: tuple[type[msgspec.Struct], ...] = (Flow, *retention.FLOW_OWNED)
+
+
+async def left_of_flows(engine: Engine) -> dict[str, int]:
+    """How many rows each table of flows has."""
+    counts = {row.__name__: len(await engine.store.scan(Scan(row, limit=10_000))) for row in OF_FLOWS}
+    return {name: count for name, count in counts.items() if count}
+
+
+async def left(engine: Engine) -> dict[str, int]:
+    """How many rows each table has that an execution or a flow owns."""
+    names = ("ff_exec", "ff_payload", "ff_result", "ff_attempt", "ff_flow", "ff_edge", "ff_dep", "ff_disp", "ff_pend")
+    tables = [table for table in TABLES if table.name.startswith((*names, "ff_cancel"))]
+    counts = {table.name: len(await engine.store.scan(Scan(table.row, limit=10_000))) for table in tables}
+    return {name: count for name, count in counts.items() if count}
+
+
+def test_every_table_of_flows_is_removed_with_them() -> None:
+    keyed = {table.row for table in TABLES if table.key[0] == "flow_id"}
+
+    assert keyed == set(OF_FLOWS)
+
+
+async def test_a_flow_goes_with_its_last_member_and_not_before(flow: Flowing) -> None:
+    await flow.begin("abcd")
+    await flow.join("ab", "c", any_of("cancel_remaining"))
+    await flow.edge("c", "d")
+    await flow.succeed("a")
+    await flow.cascade("a")
+    await flow.sweep("edge_cancel_dispatcher")
+    await flow.cancel("c")
+    await flow.sweep("flow_projector")
+    flow.clock.pass_ms(DAY_MS)
+    assert await flow.sweep("retention_trimmer") == [3]
+    assert await left_of_flows(flow.engine) == {"Flow": 1, "FlowMember": 4, "Edge": 3, "EdgeGroup": 2, "FlowSummary": 1}
+    assert await flow.engine.list_flow_members(flow.id) == flow.ids("abcd")
+
+    await flow.cancel("d")
+    flow.clock.pass_ms(DAY_MS)
+    assert await flow.sweep("retention_trimmer") == [1]
+
+    assert await left(flow.engine) == {}
+    assert await flow.engine.describe_flow(flow.id) is None
+    assert await flow.engine.get_flow_summary(flow.id) is None
+    assert await flow.engine.list_flow_members(flow.id) == []
+
+
+@pytest.mark.parametrize("by", ["purge_execution", "trim_retention"])
+async def test_a_flow_goes_whichever_verb_removes_its_members(flow: Flowing, by: str) -> None:
+    await flow.begin("abc")
+    await flow.chain("abc")
+    await flow.cancel("a", "b", "c")
+    flow.clock.pass_ms(DAY_MS)
+
+    if by == "purge_execution":
+        assert await asyncio.gather(*map(flow.engine.purge_execution, flow.ids("abc"))) == [True] * 3
+    else:
+        assert await flow.engine.trim_retention(flow.partition, "default") == 3
+
+    assert await left(flow.engine) == {}
+
+
+async def test_a_flow_whose_last_member_went_before_a_crash_is_found_later(
+    flow: Flowing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await flow.begin("ab")
+    await flow.edge("a", "b")
+    await flow.cancel("a", "b")
+    flow.clock.pass_ms(DAY_MS)
+
+    async def dies(flow_id: str) -> None:
+        """The process dies after it has removed a member."""
+
+    monkeypatch.setattr(flow.engine, "_check_flow", dies)
+    assert await flow.sweep("retention_trimmer") == [2]
+    assert (await left_of_flows(flow.engine))["Flow"] == 1
+
+    assert await flow.sweep("flow_retention") == [1]
+    assert await left(flow.engine) == {}
+
+
+async def test_a_flow_is_checked_again_when_its_members_are_due(flow: Flowing) -> None:
+    await flow.begin("ab")
+    await flow.succeed("a")
+    flow.clock.pass_ms(HOUR_MS)
+    assert await flow.sweep("flow_retention", 2) == [0, 0]
+    assert (await flow.one(Flow, flow.id)).purge_check_at > flow.clock.now
+
+    await flow.succeed("b")
+    flow.clock.pass_ms(2 * HOUR_MS)
+    assert await flow.sweep("flow_retention") == [0]
+    due = max([(await flow.row(name)).purge_at or 0 for name in "ab"])
+    assert due - DAY_MS <= (await flow.one(Flow, flow.id)).purge_check_at - retention.FLOW_MOMENT_MS <= due
+    await check_flow_invariants(flow.engine)
+
+
+async def test_a_replayed_member_keeps_its_flow(flow: Flowing) -> None:
+    await flow.begin("ab")
+    await flow.fail("a", "b")
+    await flow.engine.replay_execution(flow.names["a"])
+    flow.clock.pass_ms(DAY_MS)
+
+    assert await flow.sweep("retention_trimmer") == [1]
+    assert not await flow.engine.purge_flow(flow.id)
+    with pytest.raises(errors.NotFound):
+        await flow.engine.replay_execution(flow.names["b"])
+    assert (await left_of_flows(flow.engine))["FlowMember"] == 2
+
+
+async def test_what_comes_after_the_purge_finds_no_flow(flow: Flowing) -> None:
+    await flow.begin("ab")
+    edge = await flow.edge("a", "b")
+    await flow.cancel("a", "b")
+    flow.clock.pass_ms(DAY_MS)
+    await flow.sweep("retention_trimmer")
+    late = await flow.create("late")
+
+    a, b = flow.names["a"], flow.names["b"]
+    for verb in (
+        flow.engine.add_execution_to_flow(flow.id, late),
+        flow.engine.stage_dependency_edge(flow.id, flow.engine.minter.uuid(), a, b),
+        flow.engine.set_edge_group_policy(flow.id, late, any_of("let_run")),
+        flow.engine.set_flow_tag(flow.id, "a.b", "c"),
+        flow.engine.cancel_flow(flow.id),
+        flow.engine.apply_dependency_to_child(flow.id, edge, b, a),
+        flow.engine.replay_execution(a),
+    ):
+        with pytest.raises(errors.NotFound):
+            await verb
+    with pytest.raises(errors.InvalidDependency):
+        await flow.engine.resolve_dependency(flow.id, edge, b, "success")
+    assert (await flow.engine.cascade_completion(a)).resolved == 0
+    assert not await flow.engine.purge_flow(flow.id)
+    assert await left_of_flows(flow.engine) == {}
+
+
+async def test_a_flow_with_the_id_of_one_that_went_is_a_new_one(flow: Flowing) -> None:
+    a, b = flow.new_id(), flow.new_id()
+    nodes = [
+        CreateExecution(execution_id=name, partition=0, namespace="n", lane_id="default", execution_kind="k")
+        for name in (a, b)
+    ]
+    edges = [GraphEdge(a, b, edge_id=flow.engine.minter.uuid())]
+    flow.names.update(a=a, b=b)
+    for _ in range(2):
+        made = await flow.engine.create_flow_graph(flow.id, nodes, edges)
+        assert isinstance(made, flow_answers.GraphCreated)
+        again = await flow.engine.create_flow_graph(flow.id, nodes, edges)
+        assert isinstance(again, flow_answers.AlreadySatisfied)
+        await flow.succeed("a")
+        await flow.cascade("a")
+        await flow.succeed("b")
+        assert await flow.state("a", "b") == "completed completed"
+        flow.clock.pass_ms(DAY_MS)
+        assert await flow.sweep("retention_trimmer") == [2]
+        assert await left(flow.engine) == {}
+
+
+async def test_a_cancel_in_progress_goes_with_the_flow(flow: Flowing, monkeypatch: pytest.MonkeyPatch) -> None:
+    await flow.begin("ab", policy={"stream_policy": {"retention_ttl_ms": 1000}})
+    await flow.engine.cancel_flow_header(flow.id)
+    for name in "ab":  # and whoever was to acknowledge it has died
+        await flow.cancel(name)
+    assert (await flow.backlog())[1] == ["a", "b"]
+    flow.clock.pass_ms(1000)
+
+    assert await flow.sweep("retention_trimmer") == [2]
+
+    assert await left(flow.engine) == {}
+    assert await flow.sweep("cancel_reconciler") == [0]
+
+
+async def test_siblings_that_were_to_be_cancelled_go_with_the_flow(flow: Flowing) -> None:
+    await flow.begin("abc", policy={"stream_policy": {"retention_ttl_ms": 1000}})
+    await flow.join("ab", "c", any_of("cancel_remaining"))
+    await flow.succeed("a")
+    await flow.cascade("a")
+    assert await flow.entry("c") is not None
+    await flow.cancel("b", "c")
+    flow.clock.pass_ms(1000)
+
+    assert await flow.sweep("retention_trimmer") == [3]
+
+    assert await left(flow.engine) == {}
+    for sweep in ("edge_cancel_dispatcher", "edge_cancel_reconciler", "dependency_reconciler", "completion_dispatch"):
+        assert await flow.sweep(sweep) == [0]
+
+
+async def test_an_open_flow_without_members_stays_and_a_cancelled_one_goes(flow: Flowing) -> None:
+    await flow.begin()
+    other = await Flowing(flow.engine, flow.clock).begin()
+    await other.engine.cancel_flow(other.id, wait=NoWait())
+    flow.clock.pass_ms(DAY_MS - 1)
+    assert await flow.sweep("flow_retention") == [0]
+    flow.clock.pass_ms(1)
+
+    assert await flow.sweep("flow_retention") == [1]
+
+    assert await flow.engine.describe_flow(other.id) is None
+    assert await flow.engine.describe_flow(flow.id) is not None
+
+
+async def test_a_member_that_joins_while_the_flow_is_checked_keeps_it(
+    flow: Flowing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await flow.begin("a")
+    await flow.cancel("a")
+    flow.clock.pass_ms(DAY_MS)
+    late = await flow.create("late")
+    left_of = flow.engine._member_left
+
+    async def joins_meanwhile(flow_id: str) -> Any:
+        found = await left_of(flow_id)
+        monkeypatch.undo()
+        await flow.engine.add_execution_to_flow(flow.id, late)
+        return found
+
+    monkeypatch.setattr(flow.engine, "_member_left", joins_meanwhile)
+    assert await flow.sweep("retention_trimmer") == [1]
+
+    assert await flow.engine.list_flow_members(flow.id) == flow.ids(["a", "late"])
+    assert await flow.engine.resolve_execution_flow_id(late) == flow.id
+
+
+async def test_a_member_made_again_with_its_old_id_while_the_flow_is_checked_keeps_it(
+    flow: Flowing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await flow.begin("a")
+    await flow.cancel("a")
+    flow.clock.pass_ms(DAY_MS)
+    left_of = flow.engine._member_left
+
+    async def comes_again(flow_id: str) -> Any:
+        found = await left_of(flow_id)
+        monkeypatch.undo()
+        await flow.engine.create_execution(execution_id=flow.names["a"])
+        await flow.engine.add_execution_to_flow(flow.id, flow.names["a"])
+        return found
+
+    monkeypatch.setattr(flow.engine, "_member_left", comes_again)
+    assert await flow.sweep("retention_trimmer") == [1]
+
+    assert await flow.engine.resolve_execution_flow_id(flow.names["a"]) == flow.id
+    assert await flow.engine.describe_flow(flow.id) is not None
+
+
+async def test_a_lost_answer_to_the_purge_of_a_flow_changes_nothing(flow: Flowing) -> None:
+    await flow.begin("ab")
+    await flow.edge("a", "b")
+    await flow.cancel("a", "b")
+    flow.clock.pass_ms(DAY_MS)
+    for loss in (Loss.REQUEST, Loss.UNSURE, Loss.REPLY):
+        store = FlakyStore(flow.engine.store)
+        engine = Engine(store, minter=SeededMinter(7))
+        store.lose("commit", loss, after=1)
+        for name in flow.ids("ab"):
+            await engine.purge_execution(name)
+        assert await left(engine) == {}
+        flow = await Flowing(flow.engine, flow.clock).begin("ab")
+        await flow.cancel("a", "b")
+        flow.clock.pass_ms(DAY_MS)
+
+
+async def test_a_large_flow_is_checked_by_one_member_while_others_go(
+    flow: Flowing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"m{number:02}" for number in range(40)]
+    await flow.begin(names)
+    await flow.cancel(*names)
+    scans = 0
+    scan = flow.engine.scan
+
+    async def counted(asked: Scan) -> list[Any]:
+        nonlocal scans
+        scans += asked.row.__name__ == "FlowMember"
+        return await scan(asked)
+
+    monkeypatch.setattr(flow.engine, "scan", counted)
+    flow.clock.pass_ms(DAY_MS)
+    for name in names:
+        assert await flow.engine.purge_execution(flow.names[name])
+
+    assert await left(flow.engine) == {}
+    assert scans <= 41, "by the member that was there last time, and only past that by the list"

@@ -1,0 +1,204 @@
+"""Tokens and secrets show up nowhere: not in logs, reprs or errors, and sealed ones not in the store either."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import pkgutil
+import re
+from typing import Any, get_type_hints
+
+import msgspec
+import pytest
+
+import flowfabric
+from flowfabric import errors
+from flowfabric.clock import ManualClock
+from flowfabric.connector import connect
+from flowfabric.engine.engine import Engine
+from flowfabric.engine.runtime.secret_box import SEALED, Vault
+from flowfabric.model.condition import Single
+from flowfabric.rules.security.keystore import Rotated
+from flowfabric.sdk.approvals import Link
+from flowfabric.settings import Secret, Settings
+from flowfabric.stores.port import Store
+from tests.scenarios.play import Play
+from tests.scenarios.waits import BUFFERED, SATISFIED, Waits, named, partition, plain
+from tests.scenarios.watched import dump
+
+A, B = "00112233445566778899aabbccddeeff" * 2, "b0" * 32
+KEY = "correct horse battery staple"
+DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+async def test_no_token_and_no_secret_is_ever_printed(
+    play: Play, waits: Waits, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    engine, said = play.engine, list[Any]()
+    held = await play.claimed()
+    e = held.execution_id
+    pending = await engine.create_waitpoint(held.handle, "kp", 60_000)
+    said += [pending, await waits.send(e, "noise", pending)]
+    said.append(await waits.on_pending(held, pending, named("go", key="kp"), idempotency_key="K"))
+    said += [await engine.list_pending_waitpoints(e), await engine.describe_waitpoint(e, pending.waitpoint_id)]
+    said.append(await engine.read_waitpoint_token(partition(e), pending.waitpoint_id))
+    good = pending.token.reveal()
+    for token in (good[:-1], good + "0", good.upper()):
+        args = waits.signal(e, "go", pending.waitpoint_id, token)
+        with pytest.raises(errors.InvalidToken) as refusal:
+            await engine.deliver_signal(args)
+        said += [refusal.value, args]
+    said += [await engine.rotate_waitpoint_hmac_secret_all("k2", B, 1000), await engine.list_waitpoint_hmac_kids()]
+    said.append(await engine.rotate_waitpoint_hmac_secret_all("k2", A, 1000))
+    said += [await engine.seed_waitpoint_hmac_secret("k2", A), engine.settings, engine.capabilities()]
+    with pytest.raises(errors.InvalidSecretHex) as bad_secret:
+        await engine.rotate_waitpoint_hmac_secret_all("k3", A + "zz", 1000)
+    said.append(bad_secret.value)
+    said.append(await waits.send(e, "go", pending))
+    said += [await engine.lease_history(e), await waits.signals_told(), await play.core(e)]
+
+    told = "\n".join([*(plain(one) for one in said), caplog.text])
+
+    for secret in (A, B, good.partition(":")[2]):
+        assert secret not in told
+    assert DIGEST.search(told) is None
+
+
+async def test_no_token_is_kept_in_the_store(play: Play, waits: Waits) -> None:
+    held = await play.claimed()
+    pending = await play.engine.create_waitpoint(held.handle, "kp", 60_000)
+    await waits.on_pending(held, pending, Single("kp"), idempotency_key="K")
+    await waits.send(held.execution_id, "other", pending, idempotency_key="i", source="\u00fc")
+
+    digest = pending.token.reveal().partition(":")[2]
+    kept = {name: rows for name, rows in (await play.everything()).items() if digest in repr(rows)}
+
+    assert kept == {}
+
+
+def structs(base: type[msgspec.Struct] = msgspec.Struct) -> set[type[msgspec.Struct]]:
+    """Every record of ours."""
+    below = {one for cls in base.__subclasses__() for one in (cls, *structs(cls))}
+    return {one for one in below if one.__module__.startswith("flowfabric.")}
+
+
+def test_no_record_with_a_token_or_a_secret_prints_it() -> None:
+    for module in pkgutil.walk_packages(flowfabric.__path__, "flowfabric."):
+        if not module.name.endswith("__main__") and ".peers" not in module.name:
+            importlib.import_module(module.name)
+    secretive = {"token", "waitpoint_token", "secret_hex", "new_secret_hex", "_text"}
+    carriers = {
+        cls
+        for cls in structs()
+        if any(
+            field.name in secretive and get_type_hints(cls)[field.name] in (str, str | None)
+            for field in msgspec.structs.fields(cls)
+        )
+    }
+
+    assert {"SigningKey", "SignalBody", "RotateBody", "TokenMade"} <= {cls.__name__ for cls in carriers}
+    assert [cls for cls in carriers if cls.__repr__ is msgspec.Struct.__repr__] == []
+
+
+def test_a_link_is_mailed_in_full_and_logged_without_its_token() -> None:
+    link = Link.to("http://ff", "{fp:86}:e", "w", "k1:" + "a" * 64)
+
+    assert f"{link} {link!s}".count("a" * 64) == 2
+    assert "a" * 64 not in f"{link!r} {[link]}"
+    assert repr(link) == "<Link http://ff/v1/waitpoints/%7Bfp:86%7D:e/w>"
+
+
+async def sealed_engine(store: Store, key: str | None) -> Engine:
+    return Engine(store, settings=Settings(secret_key=None if key is None else Secret(key)))
+
+
+async def test_a_configured_key_seals_what_is_written(store: Store, clock: ManualClock) -> None:
+    engine = await sealed_engine(store, KEY)
+    await engine.seed_waitpoint_hmac_secret("k1", A)
+
+    [row] = (await dump(store))["ff_waitpoint_hmac"]
+
+    assert row.secret_hex.startswith(SEALED)
+    assert A not in repr(await dump(store))
+    play = Play(engine, clock)
+    waits = Waits(play)
+    held, p = await waits.suspended()
+    assert await waits.effect(held.execution_id, "go", p) == SATISFIED
+    assert KEY not in plain(engine.settings)
+
+
+async def test_sealed_secrets_are_useless_without_their_key(store: Store, clock: ManualClock) -> None:
+    sealed = await sealed_engine(store, KEY)
+    await sealed.seed_waitpoint_hmac_secret("k1", A)
+    play = Play(sealed, clock)
+    waits = Waits(play)
+    held, p = await waits.suspended()
+    for key in (None, "another"):
+        blind = await sealed_engine(store, key)
+        lost = Waits(Play(blind, clock))
+        with pytest.raises(errors.Corruption, match="invalid_secret"):
+            await lost.send(held.execution_id, "go", p)
+        with pytest.raises(errors.Corruption, match="invalid_secret"):
+            await lost.suspended()
+        [conflict] = await blind.rotate_waitpoint_hmac_secret_all("k1", B, 1000)
+        assert isinstance(conflict.result, errors.RotationConflict)
+
+    assert await waits.effect(held.execution_id, "go", p) == SATISFIED
+
+
+async def test_rotating_without_the_key_keeps_what_is_sealed(store: Store, clock: ManualClock) -> None:
+    sealed = await sealed_engine(store, KEY)
+    await sealed.seed_waitpoint_hmac_secret("k1", A)
+    play = Play(sealed, clock)
+    held = await play.claimed()
+    pending = await sealed.create_waitpoint(held.handle, "kp", 60_000)
+    blind = await sealed_engine(store, None)
+
+    [entry] = await blind.rotate_waitpoint_hmac_secret_all("k2", B, 60_000)
+
+    assert entry.result == Rotated("k1", "k2", 0)
+    assert await Waits(play).effect(held.execution_id, "go", pending) == BUFFERED
+
+
+async def test_plain_secrets_of_before_are_read_and_sealed_when_written_next(store: Store, clock: ManualClock) -> None:
+    plainly = await sealed_engine(store, None)
+    await plainly.seed_waitpoint_hmac_secret("k1", A)
+    play = Play(plainly, clock)
+    waits = Waits(play)
+    held, p = await waits.suspended()
+
+    engine = await sealed_engine(store, KEY)
+    await engine.rotate_waitpoint_hmac_secret_all("k2", B, 60_000)
+
+    rows = (await dump(store))["ff_waitpoint_hmac"]
+    assert all(row.secret_hex.startswith(SEALED) for row in rows)
+    assert await Waits(Play(engine, clock)).effect(held.execution_id, "go", p) == SATISFIED
+
+
+def test_a_sealed_secret_belongs_to_its_kid() -> None:
+    vault = Vault(Secret(KEY))
+    kept = vault.seal(A, "k1")
+
+    assert vault.open(kept, "k1") == A
+    assert vault.open(kept, "k2") == vault.open(kept[:-4] + "AAAA", "k1") == vault.open(SEALED + "!", "k1")
+    assert vault.open(kept, "k2") != A
+    assert vault.seal(A, "k1") != kept
+    assert Vault(None).seal(A, "k1") == A
+
+
+def test_a_secret_shows_itself_to_nobody() -> None:
+    secret = Secret(KEY)
+
+    assert KEY not in f"{secret!r} {secret} {Settings(secret_key=secret)!r}"
+    assert secret.reveal() == KEY
+
+
+async def test_the_environment_may_hold_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FF_SECRET_KEY", KEY)
+
+    async with await connect("memory://") as engine:
+        await engine.seed_waitpoint_hmac_secret("k1", A)
+        [row] = (await dump(engine.store))["ff_waitpoint_hmac"]
+
+    assert row.secret_hex.startswith(SEALED)

@@ -1,0 +1,397 @@
+"""Sentences of the specification of waits that no numbered scenario tells: suspend and its arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from flowfabric import errors
+from flowfabric.engine.operations.suspensions import AlreadySatisfied, Suspended
+from flowfabric.handles import Handle
+from flowfabric.model.condition import AllOf, ByName, Condition, Count, CountKind, OperatorOnly, Single, TimeoutOnly
+from flowfabric.model.suspension import Requester, TimeoutBehavior
+from flowfabric.rules.execution.lease import Fence
+from flowfabric.rules.suspension.arguments import Fresh, ResumePolicy, SuspendArgs, UsePending
+from flowfabric.rules.suspension.signals import Accepted
+from tests.scenarios.play import ACTIVE, Play, fence_of
+from tests.scenarios.waits import ANY, APPENDED, BUFFERED, REPEATED, SATISFIED, SUSPENDED, Waits, count, named
+
+UUID = "11111111-1111-4111-8111-111111111111"
+OTHER = "22222222-2222-4222-8222-222222222222"
+EMPTY_NAME = "resume_condition: empty signal name (use Wildcard instead)"
+DAY = 86_400_000
+
+
+@pytest.mark.parametrize(
+    ("reason", "blocking"),
+    [
+        ("waiting_for_signal", "waiting_for_signal"),
+        ("waiting_for_approval", "waiting_for_approval"),
+        ("waiting_for_callback", "waiting_for_callback"),
+        ("waiting_for_tool_result", "waiting_for_tool_result"),
+        ("waiting_for_operator_review", "paused_by_operator"),
+        ("paused_by_policy", "paused_by_policy"),
+        ("paused_by_budget", "waiting_for_budget"),
+        ("step_boundary", "waiting_for_signal"),
+        ("manual_pause", "paused_by_operator"),
+        ("something of tomorrow", "waiting_for_signal"),
+    ],
+)
+async def test_a_reason_says_what_blocks(play: Play, waits: Waits, reason: str, blocking: str) -> None:
+    held, p = await waits.suspended(
+        reason_code=reason, requested_by=Requester.POLICY, continuation_metadata_pointer="s3"
+    )
+    e = held.execution_id
+
+    assert await play.vector(e) == SUSPENDED.format(reason=blocking)
+    detail = (await play.core(e))["blocking_detail"]
+    assert detail == f"suspended: waitpoint {p.waitpoint_id} awaiting {reason}"
+    kept = await play.engine.describe_suspension(e)
+    assert kept is not None
+    assert (kept.reason_code, kept.requested_by, kept.continuation_metadata_pointer) == (reason, "policy", "s3")
+    [entry] = (await play.engine.list_suspended(86)).entries
+    assert entry.reason == reason
+
+
+async def test_a_suspension_is_read_as_it_was_asked_for_and_as_it_ended(play: Play, waits: Waits) -> None:
+    condition = AllOf((Single("a", ByName("go")), Single("b")))
+    policy = ResumePolicy(resume_delay_ms=7, consume_matched_signals=False)
+    held = await play.claimed()
+    e, t = held.execution_id, play.now
+    assert await play.engine.describe_suspension(e) is None
+    await play.engine.create_waitpoint(held.handle, "early", DAY)
+    assert await play.engine.describe_suspension(e) is None
+    args = waits.args(
+        condition,
+        Fresh(UUID, "a"),
+        Fresh(OTHER, "b"),
+        resume_policy=policy,
+        requested_by=Requester.OPERATOR,
+        timeout_at=t + DAY,
+        timeout_behavior=TimeoutBehavior.CANCEL,
+    )
+    outcome = await play.engine.suspend(held.handle, args)
+
+    asked = await play.engine.describe_suspension(e)
+
+    assert asked is not None
+    assert (asked.suspension_id, asked.execution_id, asked.attempt_index) == (args.suspension_id, e, 0)
+    assert (asked.waitpoint_id, asked.waitpoint_key) == (UUID, "a")
+    assert [(one.waitpoint_id, one.waitpoint_key) for one in asked.additional_waitpoints] == [(OTHER, "b")]
+    assert (asked.resume_condition, asked.resume_policy, asked.gates) == (condition, policy, [])
+    assert (asked.created_at, asked.timeout_at, asked.timeout_behavior) == (t, t + DAY, TimeoutBehavior.CANCEL)
+    assert (asked.requested_by, asked.continuation_metadata_pointer) == (Requester.OPERATOR, None)
+    assert (asked.last_signal_at, asked.satisfied_at, asked.closed_at, asked.close_reason) == (None, None, None, None)
+    assert (await waits.record(e, UUID)).required_signal_names == ["go"]
+    assert (await waits.record(e, OTHER)).required_signal_names == []
+
+    play.clock.pass_ms(5)
+    other = await waits.send(e, "x", outcome.details.additional_waitpoints[0])
+    await waits.send(e, "noise", outcome.details)
+    half = await play.engine.describe_suspension(e)
+    assert half is not None
+    assert (half.last_signal_at, half.closer_signal_id, half.all_satisfier_signals) == (t + 5, None, [])
+    play.clock.pass_ms(5)
+    last = await waits.send(e, "go", outcome.details)
+    assert isinstance(other, Accepted)
+    assert isinstance(last, Accepted)
+
+    ended = await play.engine.describe_suspension(e)
+
+    assert ended is not None
+    assert (ended.satisfied_at, ended.closed_at, ended.close_reason) == (t + 10, t + 10, "resumed")
+    assert (ended.closer_signal_id, ended.last_signal_at) == (last.signal_id, t + 10)
+    assert ended.all_satisfier_signals == [other.signal_id, last.signal_id]
+
+
+def nested(levels: int, leaf: Condition = ANY) -> Condition:
+    condition = leaf
+    for _ in range(levels):
+        condition = AllOf((condition,))
+    return condition
+
+
+@pytest.mark.parametrize(
+    ("condition", "detail"),
+    [
+        (nested(5), "depth 5 exceeds cap 4 at path members[0].members[0].members[0].members[0]"),
+        (nested(4, count(0)), "depth 5 exceeds cap 4 at path members[0].members[0].members[0].members[0]"),
+        (AllOf(()), "allof_empty_members at path <root>"),
+        (AllOf((ANY, AllOf(()))), "allof_empty_members at path members[1]"),
+        (AllOf((AllOf((count(0),)), AllOf(()))), "count_n_zero at path members[0].members[0]"),
+        (Count(0, CountKind.DISTINCT_SIGNALS, (), ByName("")), "count_n_zero at path <root>"),
+        (Count(1, CountKind.DISTINCT_WAITPOINTS, (), ByName("")), "count_waitpoints_empty at path <root>"),
+        (Count(2, CountKind.DISTINCT_WAITPOINTS, ("k",), ByName("")), "count_exceeds_waitpoint_set at path <root>"),
+        (Count(1, CountKind.DISTINCT_SIGNALS, ("k",), ByName("")), EMPTY_NAME),
+        (AllOf((Single("k", ByName("")),)), EMPTY_NAME),
+    ],
+    ids=lambda one: one if isinstance(one, str) else "",
+)
+async def test_the_first_fault_of_a_tree_is_told_with_its_place(
+    play: Play, waits: Waits, condition: Condition, detail: str
+) -> None:
+    held = await play.claimed()
+    async with play.untouched():
+        with pytest.raises(errors.InvalidInput) as refusal:
+            await play.engine.suspend(held.handle, waits.args(condition))
+    assert refusal.value.detail == detail
+
+
+# Each of them is wrong in its own way and, after the first, all right in the way of the one before.
+ORDER: list[tuple[str, dict[str, Any]]] = [
+    ("waitpoints_empty", {"waitpoints": ()}),
+    ("waitpoint_key_mismatch", {"waitpoints": (Fresh(UUID, "a"), UsePending(OTHER)), "resume_condition": Single("b")}),
+    (
+        "additional_waitpoint_binding_must_be_fresh at waitpoints[1]",
+        {"waitpoints": (Fresh(UUID, "k"), UsePending(OTHER), Fresh(OTHER, "")), "resume_condition": TimeoutOnly()},
+    ),
+    (
+        "use_pending_with_extras_unsupported",
+        {"waitpoints": (UsePending(OTHER), Fresh(UUID, "")), "resume_condition": TimeoutOnly()},
+    ),
+    (
+        "additional_waitpoint_binding_empty_key at waitpoints[1]",
+        {"waitpoints": (Fresh(UUID, "k"), Fresh(OTHER, "")), "resume_condition": AllOf((Single("k"), Single("z")))},
+    ),
+    (
+        "referenced_waitpoint_key_missing_binding: z",
+        {"waitpoints": (Fresh(UUID, "k"), Fresh(UUID, "b")), "resume_condition": AllOf((Single("k"), Single("z")))},
+    ),
+    (
+        "extra_binding_not_referenced_by_condition: b",
+        {"waitpoints": (Fresh(UUID, "k"), Fresh(UUID, "b")), "resume_condition": Single("k", ByName(""))},
+    ),
+    (
+        "duplicate_waitpoint_binding: b",
+        {
+            "waitpoints": (Fresh(UUID, "k"), Fresh(UUID, "b")),
+            "resume_condition": AllOf((Single("k"), Single("b", ByName("")))),
+        },
+    ),
+    (
+        "duplicate_waitpoint_binding: k",
+        {"waitpoints": (Fresh(UUID, "k"), Fresh(OTHER, "k")), "resume_condition": Single("k", ByName(""))},
+    ),
+    (
+        "depth 5 exceeds cap 4 at path members[0].members[0].members[0].members[0]",
+        {"waitpoints": (Fresh(UUID, "k"), Fresh(OTHER, "b")), "resume_condition": nested(5, AllOf((ANY, Single("b"))))},
+    ),
+    ("timeout_only_without_deadline", {"resume_condition": TimeoutOnly()}),
+    (EMPTY_NAME, {"resume_condition": Single("k", ByName("")), "timeout_at": 0}),
+    ("timeout_at_in_past", {"resume_condition": AllOf(()), "timeout_at": 0}),
+    ("allof_empty_members at path <root>", {"resume_condition": AllOf(())}),
+]
+
+
+@pytest.mark.parametrize(("detail", "given"), ORDER, ids=[detail for detail, _ in ORDER])
+async def test_arguments_are_looked_at_in_their_order_before_the_handle_and_the_key(
+    play: Play, waits: Waits, detail: str, given: dict[str, Any]
+) -> None:
+    held = await play.claimed()
+    await play.engine.suspend(held.handle, waits.args(idempotency_key="known"))
+    foreign = Handle(held.handle.backend, held.handle.kind, b"\x02nonsense")
+    args = msgspec.structs.replace(waits.args(idempotency_key="known"), **given)
+
+    async with play.untouched():
+        for handle in (held.handle, foreign):
+            with pytest.raises(errors.InvalidInput) as refusal:
+                await play.engine.suspend(handle, args)
+            assert refusal.value.detail == detail
+        with pytest.raises(errors.InvalidInput) as refusal:
+            await play.engine.suspend_by_triple(play.engine.new_execution_id(), Fence(), args)
+        assert refusal.value.detail == detail
+
+
+async def test_one_binding_alone_need_not_be_named_by_the_condition(play: Play, waits: Waits) -> None:
+    for condition in (count(1, CountKind.DISTINCT_SIGNALS, "elsewhere"), AllOf((Single("elsewhere"),)), OperatorOnly()):
+        held, p = await waits.suspended(condition)
+        effect = await waits.effect(held.execution_id, "go", p)
+        assert effect == ("no_op" if condition == OperatorOnly() else "signal_ignored_not_in_condition")
+
+
+async def test_a_time_limit_of_a_member_is_the_suspension_s_own_affair(play: Play, waits: Waits) -> None:
+    held, p = await waits.suspended(AllOf((Single("k", ByName("go")), TimeoutOnly())))
+
+    [listed] = (await play.engine.list_pending_waitpoints(held.execution_id)).entries
+    assert listed.required_signal_names == ["go", "__timeout_only__"]
+    assert await waits.effect(held.execution_id, "go", p) == APPENDED
+
+
+async def test_a_fence_is_looked_at_after_the_key_and_the_execution(play: Play, waits: Waits) -> None:
+    held = await play.claimed()
+    e, whole = held.execution_id, fence_of(held)
+    missing = play.engine.new_execution_id()
+    suspend = play.engine.suspend_by_triple
+    async with play.untouched():
+        for fence, kind, detail in (
+            (Fence(), errors.InvalidInput, "fence_required"),
+            (Fence("", None, ""), errors.InvalidInput, "fence_required"),
+            (Fence(whole.lease_id), errors.InvalidInput, "partial_fence_triple"),
+            (Fence(None, whole.lease_epoch, whole.attempt_id), errors.InvalidInput, "partial_fence_triple"),
+        ):
+            with pytest.raises(kind) as refusal:
+                await suspend(e, fence, waits.args())
+            assert refusal.value.detail == detail
+            with pytest.raises(errors.NotFound):
+                await suspend(missing, fence, waits.args())
+        for fence in (
+            msgspec.structs.replace(whole, lease_id=UUID),
+            msgspec.structs.replace(whole, lease_epoch=7),
+            msgspec.structs.replace(whole, attempt_id=UUID),
+        ):
+            with pytest.raises(errors.StaleLease):
+                await suspend(e, fence, waits.args())
+    first = await suspend(e, whole, waits.args(idempotency_key="once"))
+    async with play.untouched():
+        assert await suspend(e, Fence(), waits.args(idempotency_key="once")) == first
+
+
+async def test_expiry_outranks_staleness_and_revocation_outranks_expiry(play: Play, waits: Waits) -> None:
+    held = await play.claimed()
+    await play.revoked(held)
+    play.clock.pass_ms(DAY)
+    async with play.refused(errors.LeaseRevoked):
+        await play.engine.suspend(held.handle, waits.args())
+    other = await play.claimed()
+    play.clock.pass_ms(DAY)
+    with pytest.raises(errors.LeaseExpired):
+        await play.engine.suspend_by_triple(other.execution_id, Fence(UUID, 9, UUID), waits.args())
+    async with play.untouched():
+        with pytest.raises(errors.LeaseExpired):
+            await play.engine.suspend(other.handle, waits.args())
+
+
+async def test_both_outcomes_are_remembered_and_failures_are_not(play: Play, waits: Waits) -> None:
+    held = await play.claimed()
+    pending = await play.engine.create_waitpoint(held.handle, "kp", DAY)
+    lost = waits.args(Single("kp"), UsePending(waits.id()), idempotency_key="once")
+    async with play.refused(errors.WaitpointNotFound):
+        await play.engine.suspend(held.handle, lost)
+    await waits.effect(held.execution_id, "go", pending)
+
+    args = waits.args(Single("kp"), UsePending(pending.waitpoint_id), idempotency_key="once")
+    first = await play.engine.suspend(held.handle, args)
+    assert isinstance(first, AlreadySatisfied)
+    assert await play.vector(held.execution_id) == ACTIVE
+    async with play.untouched():
+        assert await play.engine.suspend(held.handle, waits.args(idempotency_key="once")) == first
+    await play.engine.complete(held.handle)
+    async with play.untouched():
+        assert await play.engine.suspend(held.handle, waits.args(idempotency_key="once")) == first
+    play.clock.pass_ms(7 * DAY)
+    async with play.refused(errors.ExecutionNotActive):
+        await play.engine.suspend(held.handle, waits.args(idempotency_key="once"))
+
+
+@pytest.mark.parametrize(
+    ("ahead", "remembered"),
+    [(1000, 61_000), (0, 60_000), (-600_000, 60_000), (30 * DAY, 7 * DAY), (7 * DAY - 60_000, 7 * DAY)],
+)
+async def test_a_key_is_remembered_as_long_as_its_timeout_asks_for(
+    play: Play, waits: Waits, ahead: int, remembered: int
+) -> None:
+    held = await play.claimed()
+    given: dict[str, Any] = {
+        "timeout_at": play.now + ahead,
+        "timeout_behavior": TimeoutBehavior.ESCALATE,
+        "idempotency_key": "once",
+    }
+    first = await play.engine.suspend(held.handle, waits.args(**given))
+    assert isinstance(first, Suspended)
+
+    play.clock.pass_ms(remembered - 1)
+    assert await play.engine.suspend(held.handle, waits.args(idempotency_key="once")) == first
+    play.clock.pass_ms(1)
+    async with play.refused(errors.ExecutionNotActive):
+        await play.engine.suspend(held.handle, waits.args(idempotency_key="once"))
+
+
+async def test_an_empty_key_is_none(play: Play, waits: Waits) -> None:
+    held = await play.claimed()
+    await play.engine.suspend(held.handle, waits.args(idempotency_key=""))
+    async with play.refused(errors.ExecutionNotActive):
+        await play.engine.suspend(held.handle, waits.args(idempotency_key=""))
+
+
+async def test_what_is_wrong_with_a_pending_waitpoint_is_told_in_order(play: Play, waits: Waits) -> None:
+    held, other = await play.claimed(), await play.claimed()
+    mine = await play.engine.create_waitpoint(held.handle, "k", 1000)
+    theirs = await play.engine.create_waitpoint(other.handle, "k", 1000)
+    closed = await play.engine.create_waitpoint(held.handle, "k", DAY)
+    closed_theirs = await play.engine.create_waitpoint(other.handle, "k", DAY)
+    for one in (closed, closed_theirs):
+        assert await play.engine.close_waitpoint(one.waitpoint_id, "changed my mind")
+
+    async def refused(waitpoint_id: str, kind: type[errors.FabricError], condition: Condition = ANY) -> None:
+        async with play.refused(kind):
+            await play.engine.suspend(held.handle, waits.args(condition, UsePending(waitpoint_id)))
+
+    await refused(waits.id(), errors.WaitpointNotFound)
+    await refused(closed.waitpoint_id, errors.WaitpointNotPending)
+    await refused(closed_theirs.waitpoint_id, errors.WaitpointNotPending)
+    await refused(theirs.waitpoint_id, errors.InvalidWaitpointForExecution, Single("other"))
+    await refused(mine.waitpoint_id, errors.InvalidInput, Single("other"))
+    play.clock.pass_ms(1000)
+    await refused(theirs.waitpoint_id, errors.PendingWaitpointExpired)
+    await refused(mine.waitpoint_id, errors.PendingWaitpointExpired, Single("other"))
+
+
+async def test_an_id_whose_waitpoint_was_never_activated_in_time_begins_anew(play: Play, waits: Waits) -> None:
+    held = await play.claimed()
+    pending = await play.engine.create_waitpoint(held.handle, "k", 1000)
+    for name in ("a", "b"):
+        assert await waits.effect(held.execution_id, name, pending, idempotency_key=name) == BUFFERED
+    play.clock.pass_ms(1000)
+
+    p = await waits.suspend(held, count(2, CountKind.DISTINCT_SIGNALS), Fresh(pending.waitpoint_id, "k"))
+
+    assert (await waits.record(held.execution_id, p.waitpoint_id)).signal_count == 0
+    assert await waits.effect(held.execution_id, "a", p, idempotency_key="a") == APPENDED
+    assert await waits.effect(held.execution_id, "b", p, idempotency_key="b") == SATISFIED
+    signals = await play.engine.observe_signals((await play.resumed(held.execution_id)).handle)
+    assert [one.signal_name for one in signals] == ["a", "b"]
+
+
+async def test_signals_of_the_buffer_are_replayed_as_if_they_came_now(play: Play, waits: Waits) -> None:
+    held = await play.claimed()
+    pending = await play.engine.create_waitpoint(held.handle, "k", DAY)
+    for name, source in (("noise", "ana"), ("go", "ana"), ("go", "ana")):
+        await waits.effect(held.execution_id, name, pending, source)
+    condition = AllOf((Count(2, CountKind.DISTINCT_SOURCES, ("k",), ByName("go")), Single("k", ByName("ok"))))
+
+    p = (await waits.on_pending(held, pending, condition)).details
+
+    assert p.waitpoint_token == pending.token
+    assert await waits.effect(held.execution_id, "go", p, "ana") == REPEATED
+    assert await waits.effect(held.execution_id, "ok", p, "cy") == APPENDED
+    assert await waits.effect(held.execution_id, "go", p, "bo") == SATISFIED
+    signals = await play.engine.observe_signals((await play.resumed(held.execution_id)).handle)
+    assert [(one.signal_name, one.source_identity) for one in signals] == [("go", "ana"), ("ok", "cy"), ("go", "bo")]
+    record = await waits.record(held.execution_id, p.waitpoint_id)
+    assert (record.signal_count, record.matched_signal_count) == (6, 6)
+
+
+async def test_a_policy_is_kept_and_its_delay_is_the_suspension_s_own(play: Play, waits: Waits) -> None:
+    policy = ResumePolicy(consume_matched_signals=False, close_waitpoint_on_resume=False, resume_delay_ms=5000)
+    held, p = await waits.suspended(named("go"), resume_policy=policy)
+    e = held.execution_id
+    kept = await play.engine.describe_suspension(e)
+    assert kept is not None
+    assert kept.resume_policy == policy
+
+    assert await waits.effect(e, "go", p) == SATISFIED
+
+    core = await play.core(e)
+    assert (core["blocking_detail"], core["delay_until"]) == ("resume delay 5000ms after signal go", play.now + 5000)
+    assert (await waits.record(e, p.waitpoint_id)).state == "closed"
+    await play.promoted(e)
+    again = await waits.suspend(await play.resumed(e), named("go"))
+    assert (await waits.record(e, again.waitpoint_id)).signal_count == 0
+
+
+def test_what_a_suspend_asks_for_has_the_defaults_of_the_specification() -> None:
+    args = SuspendArgs(suspension_id=UUID, waitpoints=(), resume_condition=ANY, reason_code="x", now=0)
+    assert (args.requested_by, args.timeout_behavior, args.timeout_at) == (Requester.WORKER, TimeoutBehavior.FAIL, None)
+    assert args.resume_policy == ResumePolicy("runnable", True, False, None, True)

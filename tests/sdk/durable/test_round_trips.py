@@ -1,0 +1,96 @@
+"""What a run costs in round trips: the part of its speed that does not depend on the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from flowfabric import Context, Fabric, RetryAfter
+from flowfabric.model.change import Change
+from flowfabric.stores.queries import Want
+from tests.conftest import STORES
+from tests.sdk.conftest import until_so, working
+
+pytestmark = pytest.mark.parametrize("url", STORES, indirect=True)  # a server's trips are its own
+
+
+class Trips:
+    """Which runs the store was asked about; what the sweeps do meanwhile is about none of them."""
+
+    def __init__(self, store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.commits: list[str] = []
+        self.loads: list[str] = []
+        self._commit, self._load = store.commit, store.load
+        monkeypatch.setattr(store, "commit", self._committing)
+        monkeypatch.setattr(store, "load", self._loading)
+        monkeypatch.setattr(store, "peek", lambda _: None)
+
+    async def _committing(self, changes: Sequence[Change], hint: frozenset[str] = frozenset()) -> Any:
+        self.commits += {str(guard.key[0]) for change in changes for guard in change.guards}
+        return await self._commit(changes, hint)
+
+    async def _loading(self, wants: Sequence[Want]) -> Any:
+        self.loads += {str(want.key[0]) for want in wants}
+        return await self._load(wants)
+
+
+async def counted(app: Fabric, monkeypatch: pytest.MonkeyPatch) -> Trips:
+    """The trips from now on, on a lane that is known: whatever comes first on a lane looks before."""
+    engine = await app.engine()
+    await engine.create_execution(execution_id=engine.new_execution_id(), delay_until=await engine.ping() + 10**9)
+    return Trips(engine.store, monkeypatch)
+
+
+async def one(n: int) -> int:
+    return n
+
+
+async def test_a_plain_run_is_created_completed_and_read_once(app: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
+    @app.task
+    async def plain(n: int) -> int:
+        return n
+
+    trips = await counted(app, monkeypatch)
+    async with working(app) as worker:
+        run = await plain.submit(1)
+        await until_so(lambda: worker.done == 1)
+        assert (trips.commits.count(run.id), trips.loads.count(run.id)) == (2, 0)
+        assert await run.result(20) == 1
+        assert trips.loads.count(run.id) == 1
+
+
+async def test_a_step_costs_one_commit_and_having_none_to_remember_costs_nothing(
+    app: Fabric, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @app.task
+    async def ten(ctx: Context) -> int:
+        return sum([await ctx.step(one, n) for n in range(10)])
+
+    trips = await counted(app, monkeypatch)
+    async with working(app) as worker:
+        run = await ten.submit()
+        await until_so(lambda: worker.done == 1)
+        assert (trips.commits.count(run.id), trips.loads.count(run.id)) == (12, 0), "created, ten steps, completed"
+        assert await run.result(20) == 45
+
+
+async def test_a_second_attempt_reads_all_its_steps_at_once(app: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
+    passes: list[int] = []
+
+    @app.task
+    async def ten(ctx: Context) -> int:
+        total = sum([await ctx.step(one, n) for n in range(10)])
+        passes.append(total)
+        if len(passes) == 1:
+            raise RetryAfter(0)
+        return total
+
+    trips = await counted(app, monkeypatch)
+    async with working(app) as worker:
+        run = await ten.submit()
+        await until_so(lambda: worker.done == 1, 20)
+        assert passes == [45, 45]
+        assert trips.commits.count(run.id) <= 14, "created, ten steps, put away, promoted, completed"
+        assert trips.loads.count(run.id) <= 2, "one for the steps, one for whoever promoted it"

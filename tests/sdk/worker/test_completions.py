@@ -1,0 +1,315 @@
+"""How a worker tells the ends of its attempts: together, once, and never for what it lost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from flowfabric import Context, Fabric, Run, RunFailed, current
+from flowfabric.model.answers.execution import Claimed
+from flowfabric.model.change import Change
+from flowfabric.model.states import PublicState
+from flowfabric.rules import validation
+from flowfabric.sdk.worker.outcome import Outcome
+from flowfabric.sdk.worker.runner import Attempts
+from flowfabric.sdk.worker.worker import Worker
+from tests.conftest import STORES
+from tests.sdk.conftest import until, until_so, working
+
+on_stores = pytest.mark.parametrize("url", STORES, indirect=True)  # a server's store is out of reach
+
+OTHERS: contextvars.ContextVar[str] = contextvars.ContextVar("others", default="nobody's")
+
+
+def watch_ends(store: Any, monkeypatch: pytest.MonkeyPatch, before: Callable[[int], Any]) -> None:
+    """Have `before` awaited before a commit that ends so many."""
+    commit = store.commit
+
+    async def committing(changes: Sequence[Change], *hint: Any) -> list[int | None]:
+        if ends := sum(change.form is not None for change in changes):
+            await before(ends)
+        result: list[int | None] = await commit(changes, *hint)
+        return result
+
+    monkeypatch.setattr(store, "commit", committing)
+
+
+@on_stores
+async def test_what_ends_in_one_moment_is_told_in_one_commit(app: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
+    @app.task
+    async def work(number: int) -> int:
+        return number
+
+    told: list[int] = []
+
+    async def count(ends: int) -> None:
+        told.append(ends)
+
+    runs = await work.submit_many(range(20))
+    watch_ends((await app.engine()).store, monkeypatch, count)
+    async with working(app, slots=20):
+        assert [await run.result(20) for run in runs] == [*range(20)]
+    assert told == [20]
+
+
+@on_stores
+async def test_ends_that_come_one_by_one_gather_while_others_are_on_their_way(
+    app: Fabric, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_end = [asyncio.Event() for _ in range(6)]
+
+    @app.task
+    async def work(number: int) -> int:
+        await may_end[number].wait()
+        return number
+
+    told: list[int] = []
+    may_land = asyncio.Event()
+
+    async def hold(ends: int) -> None:
+        told.append(ends)
+        await may_land.wait()
+
+    runs = await work.submit_many(range(6))
+    watch_ends((await app.engine()).store, monkeypatch, hold)
+    async with working(app, slots=6) as worker:
+        for number, event in enumerate(may_end[:2]):
+            event.set()
+            await until_so(lambda count=number + 1: len(told) == count)  # type: ignore[misc]
+        for event in may_end[2:]:
+            event.set()
+        await until_so(lambda: worker.running == 0)
+        assert told == [1, 1], "two are under way, and the others wait for them"
+        may_land.set()
+        assert [await run.result(20) for run in runs] == [*range(6)]
+    assert told == [1, 1, 4]
+
+
+@on_stores
+async def test_behind_many_on_their_way_the_others_wait_for_each_other(
+    app: Fabric, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[int] = []
+    may_end = [asyncio.Event() for _ in range(3)]
+
+    @app.task
+    async def work(number: int) -> int:
+        begun.append(number)
+        await may_end[max(0, number - 9)].wait()
+        return number
+
+    told: list[int] = []
+    may_land = asyncio.Event()
+
+    async def hold(ends: int) -> None:
+        told.append(ends)
+        await may_land.wait()
+
+    runs = await work.submit_many(range(12))
+    watch_ends((await app.engine()).store, monkeypatch, hold)
+    async with working(app, slots=12) as worker:
+        await until_so(lambda: len(begun) == 12)
+        may_end[0].set()
+        await until_so(lambda: told == [10])
+        for event in may_end[1:]:
+            event.set()
+            for _ in range(100):  # turns enough to be told by itself
+                await asyncio.sleep(0)
+        await until_so(lambda: worker.running == 0)
+        assert told == [10]
+        may_land.set()
+        assert [await run.result(20) for run in runs] == [*range(12)]
+    assert told == [10, 2]
+
+
+@on_stores
+async def test_a_worker_takes_no_more_while_too_many_ends_are_not_told(
+    app: Fabric, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[int] = []
+
+    @app.task
+    async def work(number: int) -> int:
+        started.append(number)
+        return number
+
+    may_land = asyncio.Event()
+
+    async def hold(_: int) -> None:
+        await may_land.wait()
+
+    runs = await work.submit_many(range(20))
+    engine = await app.engine()
+    watch_ends(engine.store, monkeypatch, hold)
+    async with working(app, slots=2):
+        await until_so(lambda: len(started) == 6)
+        await until_so(lambda: engine.meters.counted("ff_worker_at_capacity") > 0)
+        for _ in range(10):  # as often as this, it could have taken more
+            assert await engine.claim("another", worker_id="w", worker_instance_id="w-1") is None
+        assert len(started) == 6, "two rounds are not told, and the third one was begun when there was one less"
+        may_land.set()
+        assert [await run.result(20) for run in runs] == [*range(20)]
+
+
+async def test_a_result_that_is_too_large_fails_the_run_and_nothing_else(
+    app: Fabric, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(validation, "MAX_PAYLOAD_BYTES", 1000)
+
+    @app.task
+    async def say(length: int) -> str:
+        return "x" * length
+
+    async with working(app):
+        large, small = await say.submit_many([2000, 3])
+        with pytest.raises(RunFailed, match="result_payload: 2002 bytes, the limit is 1000"):
+            await large.result(20)
+        assert await small.result(20) == "xxx"
+        assert len(await large.attempts()) == 1
+
+
+@on_stores
+async def test_a_worker_that_stops_waits_for_the_ends_on_their_way(
+    app: Fabric, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, worker, working, may_land = await _with_an_end_on_its_way(app, monkeypatch)
+    worker.stop()
+    done, _ = await asyncio.wait((working,), timeout=0.05)
+    assert not done
+    may_land.set()
+    await working
+    assert await run.result(5) == "done"
+
+
+@on_stores
+async def test_an_end_that_does_not_arrive_is_given_up_in_a_hurry_and_the_run_handed_back(
+    app: Fabric, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, worker, working, may_land = await _with_an_end_on_its_way(app, monkeypatch)
+    worker.stop()
+    worker.stop()
+    await working
+    assert await run.state() in (PublicState.DELAYED, PublicState.WAITING)
+    may_land.set()
+    again = asyncio.create_task((other := Worker(app)).work())
+    assert await run.result(20) == "done"
+    assert len(await run.attempts()) == 1
+    other.stop()
+    await again
+
+
+async def _with_an_end_on_its_way(
+    app: Fabric, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Run[str], Worker, asyncio.Task[None], asyncio.Event]:
+    """A run whose handler is over, and whose end lands when the event says so."""
+
+    @app.task
+    async def work() -> str:
+        return "done"
+
+    under_way, may_land = asyncio.Event(), asyncio.Event()
+
+    async def hold(_: int) -> None:
+        under_way.set()
+        await may_land.wait()
+
+    run = await work.submit()
+    watch_ends((await app.engine()).store, monkeypatch, hold)
+    worker = Worker(app)
+    task = asyncio.create_task(worker.work())
+    async with asyncio.timeout(20):
+        await under_way.wait()
+    return run, worker, task, may_land
+
+
+# -- one attempt ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("begun", [False, True])
+async def test_an_attempt_that_is_cancelled_ends_once_whether_or_not_it_had_begun(
+    file_app: Fabric, begun: bool
+) -> None:
+    ran: list[str] = []
+
+    @file_app.task
+    async def endless() -> None:
+        ran.append("began")
+        await asyncio.sleep(3600)
+
+    ended: list[tuple[Claimed, Outcome | None]] = []
+    engine = await file_app.engine()
+    attempts = Attempts(file_app, engine, until=lambda _: 0, ended=lambda *told: ended.append(told), freed=lambda: None)
+    await endless.submit()
+    claimed = await engine.claim("default", worker_id="w", worker_instance_id="w-1")
+    assert claimed is not None
+    [own] = attempts.begin([claimed])
+    if begun:
+        await until_so(lambda: bool(ran))
+    attempts.cancel(own, "lease lost")
+    await until_so(lambda: bool(ended))
+    await asyncio.sleep(0)
+    assert ended == [(claimed, None)]
+    assert bool(ran) is begun
+    attempts.close()
+
+
+async def test_what_a_handler_sets_around_itself_stays_there(app: Fabric) -> None:
+    seen: list[str] = []
+
+    @app.task
+    async def work(name: str) -> None:
+        seen.append(OTHERS.get())
+        OTHERS.set(name)
+
+    async with working(app, slots=1):
+        for name in ("ana", "bo"):
+            await (await work.submit(name)).result(20)
+    assert seen == ["nobody's"] * 2
+    assert OTHERS.get() == "nobody's"
+
+
+async def test_the_current_context_is_there_for_a_handler_that_asked_for_none(app: Fabric) -> None:
+    @app.task
+    async def below() -> tuple[str, bool]:
+        from_threads: list[Context] = []
+        threads = [
+            threading.Thread(target=contextvars.copy_context().run, args=(lambda: from_threads.append(current()),))
+            for _ in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            await asyncio.to_thread(thread.join)
+        here = await asyncio.create_task(_deep_down())
+        return here.run_id, all(one is here for one in from_threads) and current() is here
+
+    async def _deep_down() -> Context:
+        return current()
+
+    async with working(app):
+        run = await below.submit()
+        assert await run.result(20) == (run.id, True)
+
+
+async def test_a_durable_function_that_found_its_context_by_itself_parks(app: Fabric) -> None:
+    @app.task
+    async def wait() -> str:
+        got = await asyncio.create_task(_receive())
+        return got or "silence"
+
+    async def _receive() -> str | None:
+        return await current().receive("word", str)
+
+    async def parked() -> bool:
+        return await run.state() is PublicState.SUSPENDED
+
+    async with working(app, slots=1):
+        run = await wait.submit()
+        await until(parked)
+        await run.signal("word", "go")
+        assert await run.result(20) == "go"

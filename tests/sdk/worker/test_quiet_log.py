@@ -1,0 +1,214 @@
+"""What a worker does not complain about: its own parks, leases that others took over, a store that comes up late."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowfabric import Context, Fabric, errors
+from flowfabric.engine.types import GateArgs
+from flowfabric.model.gate import GateKind
+from flowfabric.sdk.worker import worker as worker_page
+from flowfabric.sdk.worker.heartbeat import Leases
+from flowfabric.sdk.worker.registration import Presence
+from flowfabric.sdk.worker.worker import Worker
+from tests.client.serving import Serving
+from tests.sdk.conftest import until_so, working
+
+
+@pytest.fixture(autouse=True)
+def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.INFO, "flowfabric.worker")
+    return caplog
+
+
+class Slow:
+    """Makes the answer to the first park wait until a renewal has come between."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, kind: type[Any]) -> None:
+        self.parked, self.renewed = asyncio.Event(), asyncio.Event()
+        loop, park, renew = asyncio.get_running_loop(), kind.park, Leases.renew
+
+        async def slow(engine: Any, *given: Any, **ways: Any) -> Any:
+            answer = await park(engine, *given, **ways)
+            if not self.parked.is_set():
+                self.parked.set()
+                await self.renewed.wait()
+                await asyncio.sleep(0)  # what the renewal found out comes first
+            return answer
+
+        async def noted(leases: Leases, *given: Any) -> Any:
+            is_after = self.parked.is_set()
+            lost = await renew(leases, *given)
+            if is_after:
+                loop.call_soon_threadsafe(self.renewed.set)
+            return lost
+
+        monkeypatch.setattr(kind, "park", slow)
+        monkeypatch.setattr(Leases, "renew", noted)
+
+
+async def test_a_renewal_that_races_a_park_is_no_loss(
+    app: Fabric, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    slow = Slow(monkeypatch, type(await app.engine()))
+
+    @app.task
+    async def waits(ctx: Context) -> str:
+        return await ctx.receive("go", str)
+
+    async with working(app, lease_ttl="600ms"):
+        run = await waits.submit()
+        await asyncio.wait_for(slow.renewed.wait(), 20)
+        await run.signal("go", "on")
+        assert await run.result(20) == "on"
+    assert len(await run.attempts()) == 1
+    assert [one for one in log.messages if "taken away" in one or "not known" in one] == []
+
+
+async def test_an_attempt_that_was_suspended_by_somebody_else_ends_all_the_same(
+    app: Fabric, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    """A budget may suspend a run while its handler goes on: the handler is cancelled, a moment later."""
+    monkeypatch.setattr(worker_page, "OWN_PARK_S", 0.1)
+    begun, cancelled = asyncio.Event(), asyncio.Event()
+    handles: list[Any] = []
+
+    @app.task
+    async def endless(ctx: Context) -> None:
+        handles.append(ctx.handle)
+        begun.set()
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    async with working(app, lease_ttl="600ms"):
+        await endless.submit()
+        await asyncio.wait_for(begun.wait(), 20)
+        engine = await app.engine()
+        await engine.open_gate(handles[0], GateArgs(name="mail#0", kind=GateKind.MAILBOX, mailbox="mail"))
+        await engine.park(handles[0], ("mail#0",))
+        await asyncio.wait_for(cancelled.wait(), 20)
+    assert sum("taken away" in one for one in log.messages) == 1
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+async def test_a_step_that_meets_a_lost_lease_is_no_failed_attempt(
+    app: Fabric, log: pytest.LogCaptureFixture, wraps: bool
+) -> None:
+    attempts: list[int] = []
+
+    @app.task(name="loses")
+    async def loses(ctx: Context) -> int:
+        attempts.append(ctx.attempt)
+        if len(attempts) == 1:
+            await (await app.engine()).cancel_execution(ctx.run_id)
+            try:
+                await ctx.step(lambda: 1, name="late")
+            except errors.FabricError as lost:
+                if wraps:
+                    raise ValueError("wrapped") from lost
+                raise
+        return ctx.attempt
+
+    async with working(app, lease_ttl="30s"):
+        run = await loses.submit()
+        # The step or the next renewal meets it first; either says so in one line.
+        await until_so(lambda: any("is over:" in one or "was taken away" in one for one in log.messages))
+    assert await run.state() == "cancelled"
+    assert not any("failed" in one for one in log.messages)
+    assert not any(one.exc_info for one in log.records)
+
+
+async def test_a_refusal_about_another_run_is_a_failure_as_before(app: Fabric, log: pytest.LogCaptureFixture) -> None:
+    @app.task
+    async def ends_other(ctx: Context, other: str) -> None:
+        await (await app.engine()).cancel_execution(other)
+
+    @app.task(lane="nobody")
+    async def idle() -> None: ...
+
+    other = await idle.submit()
+    async with working(app, lanes=["default"]):
+        done = await ends_other.submit(other.id)
+        await done.result(20)
+        run = await ends_other.submit("{fp:1}:1a255fe9-f16a-4af0-8cb6-6085de2ea47d")
+        with pytest.raises(Exception, match="not_found"):
+            await run.result(20)
+    assert any("failed" in one for one in log.messages)
+
+
+async def test_a_worker_waits_for_a_store_that_comes_up_late(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    server = Serving(f"sqlite:///{tmp_path / 'app.db'}")
+    app = Fabric(server.url)
+
+    @app.task
+    async def double(n: int) -> int:
+        return n * 2
+
+    worker = Worker(app)
+    task = asyncio.create_task(worker.work())
+    await until_so(lambda: any("not started yet" in one for one in log.messages), 20)
+    await asyncio.to_thread(server.start)
+    try:
+        assert await (await double.submit(4)).result(20) == 8
+        worker.stop()
+        await asyncio.wait_for(task, 20)
+    finally:
+        await app.close()
+        await asyncio.to_thread(server.stop)
+
+
+async def test_a_worker_whose_connection_breaks_while_it_starts_tries_again(
+    database: str, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    announce, calls = Presence.announce, list[int]()
+
+    async def broken(presence: Presence, engine: Any) -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            raise errors.StoreUnavailable("connection was closed in the middle of operation", source="transport")
+        await announce(presence, engine)
+
+    monkeypatch.setattr(Presence, "announce", broken)
+    app = Fabric(database)
+
+    @app.task
+    async def double(n: int) -> int:
+        return n * 2
+
+    async with app, working(app):
+        assert await (await double.submit(4)).result(20) == 8
+    assert sum("not started yet" in one for one in log.messages) == 1
+
+
+async def test_a_worker_that_is_told_to_stop_before_its_store_is_there_stops(
+    monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("flowfabric.client.engine.FIRST_PATIENCE_S", 0.05)
+    app = Fabric(Serving("sqlite:///nowhere.db").url)
+
+    @app.task
+    async def nothing() -> None: ...
+
+    worker = Worker(app)
+    task = asyncio.create_task(worker.work())
+    await until_so(lambda: any("not started yet" in one for one in log.messages), 20)
+    worker.stop()
+    await asyncio.wait_for(task, 20)
+
+
+async def test_a_worker_whose_address_is_wrong_for_good_says_so_and_ends() -> None:
+    app = Fabric("postgresql://postgres@127.0.0.1:1/x?command_timeout=never")
+
+    @app.task
+    async def nothing() -> None: ...
+
+    with pytest.raises(errors.InvalidInput, match="command_timeout"):
+        await Worker(app).work()

@@ -1,0 +1,243 @@
+"""The page behind a signed link: a form without JavaScript, typed by the approval's schema."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from enum import StrEnum
+from html import escape, unescape
+from typing import Annotated, Any
+from urllib.parse import unquote
+
+import msgspec
+import pytest
+
+from flowfabric import Context, Fabric
+from flowfabric.sdk.worker.worker import Worker
+from tests.server.asking import Asking, path, until
+
+NASTY = "<script>alert(1)</script>\"'&"
+
+
+class Choice(StrEnum):
+    PAY = "pay"
+    REFUSE = NASTY
+
+
+class Decision(msgspec.Struct):
+    choice: Choice
+    amount: Annotated[int, msgspec.Meta(ge=1, le=100)]
+    note: str = "fine"
+    urgent: bool = False
+
+
+class Asked:
+    """A run that waits for people, and its links."""
+
+    def __init__(self) -> None:
+        self.links: list[str] = []
+        self.votes: list[Any] = []
+        self.opened = asyncio.Event()
+        self.run: Any = None
+
+
+@pytest.fixture
+async def app() -> AsyncIterator[Fabric]:
+    """An application whose worker lives in this process."""
+    async with Fabric("memory://", public_url="http://ff") as app:
+        yield app
+
+
+@pytest.fixture
+async def ask(app: Fabric) -> Asking:
+    """A client of a server on the same store."""
+    return Asking(await app.engine())
+
+
+@pytest.fixture
+async def asked(app: Fabric) -> AsyncIterator[Asked]:
+    """A worker whose handler asks two people and needs one."""
+    asked = Asked()
+
+    @app.task(name="decide")
+    async def decide(ctx: Context) -> int:
+        approval = await ctx.approval("pay_out", Decision, need=1, approvers=2, show={"to": NASTY, "amount": 5})
+        asked.links = list(map(str, approval.links))
+        asked.opened.set()
+        votes = await approval
+        asked.votes = [(vote.value, vote.by) for vote in votes]
+        return len(votes)
+
+    worker = Worker(app, slots=1)
+    working = asyncio.create_task(worker.work())
+    asked.run = await decide.submit()
+    async with asyncio.timeout(10):
+        await asked.opened.wait()
+    yield asked
+    worker.stop()
+    await working
+
+
+def hidden(page: str) -> dict[str, str]:
+    """The fields that a browser sends without asking."""
+    return {name: unescape(value) for name, value in re.findall(r'type="hidden" name="(\w+)" value="([^"]*)"', page)}
+
+
+def option(page: str, words: str) -> str:
+    """What a browser sends for the option, or the button, of these words."""
+    choice = r'<(?:option|button type="submit" name="value") value="(\d+)">([^<]*)<'
+    options: list[tuple[str, str]] = re.findall(choice, page)
+    return next(value for value, text in options if text == words)
+
+
+async def post(ask: Asking, link: str, form: dict[str, str]) -> Any:
+    return await ask.post(link.partition("?")[0], data=form)
+
+
+async def test_a_link_shows_what_is_decided_and_takes_the_decision(ask: Asking, asked: Asked) -> None:
+    page = await ask.get(asked.links[0])
+
+    assert page.status_code == 200
+    assert page.headers["content-type"].startswith("text/html")
+    policy = page.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "script-src" not in policy
+    assert page.headers["cache-control"] == "no-store"
+    assert page.headers["referrer-policy"] == "no-referrer"
+    assert "<script" not in page.text
+    assert "&lt;script&gt;" in page.text
+    assert '<select name="value.choice" required>' in page.text
+    assert '<input type="number" step="1" name="value.amount" min="1" max="100" required>' in page.text
+    assert '<input type="text" name="value.note" value="fine">' in page.text
+    form = hidden(page.text) | {"value.choice": option(page.text, "pay"), "value.amount": "7"}
+    form |= {"value.note": "ok", "value.urgent": option(page.text, "yes"), "by": "ana"}
+
+    thanks = await post(ask, asked.links[0], form)
+
+    assert (thanks.status_code, "recorded" in thanks.text) == (200, True)
+    async with asyncio.timeout(10):
+        assert await asked.run.result() == 1
+    assert asked.votes == [(Decision(Choice.PAY, 7, "ok", True), "ana")]
+    used = await ask.get(asked.links[0])
+    assert (used.status_code, "not good" in used.text) == (404, True)
+
+
+async def test_a_form_sent_twice_is_one_vote(ask: Asking, asked: Asked) -> None:
+    page = (await ask.get(asked.links[0])).text
+    form = hidden(page) | {"value.choice": option(page, escape(NASTY)), "value.amount": "1"}
+    answers = await asyncio.gather(*(post(ask, asked.links[0], form) for _ in range(2)))
+
+    assert sorted(answer.status_code for answer in answers)[0] == 200
+    assert all(answer.status_code in (200, 404, 409) for answer in answers)
+    async with asyncio.timeout(10):
+        await asked.run.result()
+    assert len(asked.votes) == 1
+    assert asked.votes[0][0].choice is Choice.REFUSE
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"value.choice": "0"}, "amount is missing"),
+        ({"value.choice": "0", "value.amount": "many"}, "amount: a whole number is needed"),
+        ({"value.choice": "0", "value.amount": "101"}, "amount: at most 100 is needed"),
+        ({"value.choice": "9", "value.amount": "1"}, "choice: choose one of the options"),
+        ({"value.choice": NASTY, "value.amount": "1"}, "choice: choose one of the options"),
+    ],
+)
+async def test_a_form_that_is_not_filled_in_comes_back(
+    ask: Asking, asked: Asked, given: dict[str, str], words: str
+) -> None:
+    form = hidden((await ask.get(asked.links[0])).text) | given
+    answer = await post(ask, asked.links[0], form)
+
+    assert answer.status_code == 400
+    assert words in answer.text
+    assert "<script" not in answer.text
+
+
+async def test_a_wrong_link_tells_nothing(ask: Asking, asked: Asked) -> None:
+    place, _, token = asked.links[0].partition("?token=")
+    other = asked.links[1].partition("?token=")[2]
+    pages = [await ask.get(f"{place}?token={shown}") for shown in ("", "k1:00", other, token[:-1], token.upper() + "é")]
+    pages.append(await ask.get(f"{place[:-4]}0000?token={token}"))
+    pages.append(await ask.get(f"/v1/waitpoints/x/y?token={token}"))
+    pages.append(await post(ask, place, {"token": "k1:00", "value.choice": "0"}))
+
+    assert {page.status_code for page in pages} == {404}
+    assert len({page.text for page in pages}) == 1
+
+
+async def test_a_second_decision_with_one_link_is_told_that_the_first_one_counts(app: Fabric, ask: Asking) -> None:
+    links: list[str] = []
+
+    @app.task(name="both")
+    async def both(ctx: Context) -> list[bool]:
+        approval = await ctx.approval("agree", bool, need=2, approvers=2)
+        links.extend(map(str, approval.links))
+        return [vote.value for vote in await approval]
+
+    async def votes(link: str, words: str) -> tuple[int, str]:
+        page = (await ask.get(link)).text
+        answer = await post(ask, link, hidden(page) | {"value": option(page, words)})
+        return answer.status_code, answer.text
+
+    worker = Worker(app, slots=1)
+    working = asyncio.create_task(worker.work())
+    run = await both.submit()
+    await until(lambda: len(links) == 2)
+    assert (await votes(links[0], "yes"))[0] == 200
+    status, told = await votes(links[0], "no")
+    assert (status, "given with this link before. That one counts" in told) == (409, True)
+    assert (await votes(links[1], "yes"))[0] == 200
+    async with asyncio.timeout(10):
+        assert await run.result() == [True, True]
+    worker.stop()
+    await working
+
+
+async def test_a_link_leads_to_its_page_whatever_the_key_is_called(app: Fabric, ask: Asking) -> None:
+    await ask.engine.rotate_waitpoint_hmac_secret_all("a&b=c+d %41 #é?/", "77" * 32, 0)
+    links: list[str] = []
+
+    @app.task(name="oddly")
+    async def oddly(ctx: Context) -> bool:
+        approval = await ctx.approval("agree", bool)
+        links.extend(map(str, approval.links))
+        [vote] = await approval
+        return vote.value
+
+    worker = Worker(app, slots=1)
+    working = asyncio.create_task(worker.work())
+    run = await oddly.submit()
+    await until(lambda: len(links) == 1)
+    page = await ask.get(links[0])
+    assert page.status_code == 200
+    answer = await post(ask, links[0], hidden(page.text) | {"value": option(page.text, "yes")})
+    assert answer.status_code == 200
+    async with asyncio.timeout(10):
+        assert await run.result() is True
+    worker.stop()
+    await working
+
+
+async def test_a_bare_signal_is_held_to_what_was_asked_for_as_well(ask: Asking, asked: Asked) -> None:
+    place, _, token = asked.links[0].partition("?token=")
+    execution_id, waitpoint_id = unquote(place).rsplit("/", 2)[1:]
+    bodies = {
+        payload: ask.signal(execution_id, waitpoint_id, token, signal_name="vote", payload=list(payload))
+        for payload in (b"", b"true", b'{"choice":"pay"}', b'{"choice":"pay","amount":101}', b"\xff", b"[" * 20_000)
+    }
+
+    for payload, body in bodies.items():
+        answer = await ask.post(path(execution_id, "signal"), body)
+        assert (answer.status_code, answer.json()["error"].startswith("invalid_input: ")) == (400, True), payload
+    good = ask.signal(
+        execution_id, waitpoint_id, token, signal_name="vote", payload=list(b'{"choice":"pay","amount":7}')
+    )
+    answer = await ask.post(path(execution_id, "signal"), good)
+
+    assert answer.json()["Accepted"]["effect"] == "resume_condition_satisfied"
+    async with asyncio.timeout(10):
+        assert await asked.run.result() == 1

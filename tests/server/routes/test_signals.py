@@ -1,0 +1,299 @@
+"""Waitpoints, signals and keys: scenarios R32 to R37, R58, R59, SS-071 and SS-072."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import pytest
+
+from flowfabric import errors
+from flowfabric.engine.engine import Engine
+from flowfabric.engine.operations.suspensions import SuspendDetails, Suspended
+from flowfabric.engine.types import ByName, Count, CountKind, Fresh, Single, SuspendArgs
+from flowfabric.model.change import Change, Guard, Put
+from flowfabric.model.signing_key import Keystore, SigningKey
+from flowfabric.rules.security.keystore import Noop
+from flowfabric.server.lifecycle import seed
+from flowfabric.server.settings import ServerSettings
+from flowfabric.settings import Secret
+from flowfabric.stores.port import Store
+from tests.server.asking import Asking, fresh, path
+
+GO = Single("k", ByName("go"))
+SOURCES = Count(2, CountKind.DISTINCT_SOURCES, ("k",))
+
+
+async def suspended(ask: Asking, condition: Any = GO) -> tuple[str, SuspendDetails]:
+    """An execution that waits."""
+    held = await ask.claimed()
+    answer = await ask.engine.suspend(
+        held.handle,
+        SuspendArgs(
+            suspension_id=str(uuid.uuid4()),
+            waitpoints=(Fresh(str(uuid.uuid4()), "k"),),
+            resume_condition=condition,
+            reason_code="waiting_for_signal",
+            now=await ask.engine.ping(),
+        ),
+    )
+    assert isinstance(answer, Suspended)
+    return held.execution_id, answer.details
+
+
+async def sent(ask: Asking, execution_id: str, details: SuspendDetails, **given: Any) -> Any:
+    body = ask.signal(execution_id, details.waitpoint_id, details.waitpoint_token.reveal(), **given)
+    return await ask.post(path(execution_id, "signal"), body)
+
+
+async def test_r32_list_pending_waitpoints(ask: Asking) -> None:
+    execution_id, details = await suspended(ask)
+    answer = await ask.get(path(execution_id, "pending-waitpoints"))
+
+    assert answer.status_code == 200
+    [entry] = answer.json()
+    assert (entry["state"], entry["required_signal_names"]) == ("active", ["go"])
+    assert entry["token_kid"] == "k1"
+    assert len(entry["token_fingerprint"]) == 16
+    assert "expires_at" not in entry
+    assert details.waitpoint_token.reveal() not in answer.text
+    assert (await ask.get(path(await ask.created(), "pending-waitpoints"))).json() == []
+    assert (await ask.get(path(fresh(), "pending-waitpoints"))).json() == {"error": "not found: execution"}
+
+
+async def test_r33_token_read(ask: Asking) -> None:
+    execution_id, details = await suspended(ask)
+    [entry] = (await ask.get(path(execution_id, "pending-waitpoints"))).json()
+    answer = await ask.get(path(execution_id, "waitpoints", details.waitpoint_id, "token"))
+
+    assert answer.status_code == 200
+    kid, _, digest = answer.json()["token"].partition(":")
+    assert kid == "k1"
+    assert digest.startswith(entry["token_fingerprint"])
+    assert answer.headers["cache-control"] == "no-store"
+
+
+async def test_ss_072_token_endpoint(ask: Asking) -> None:
+    execution_id, details = await suspended(ask)
+    other, _ = await suspended(ask)
+    used, closed = await suspended(ask)
+    assert (await sent(ask, used, closed)).status_code == 200
+    live = await ask.get(path(execution_id, "waitpoints", details.waitpoint_id, "token"))
+    assert (live.status_code, live.json()) == (200, {"token": details.waitpoint_token.reveal()})
+    assert live.headers["cache-control"] == "no-store"
+    for where in (
+        path(execution_id, "waitpoints", uuid.uuid4(), "token"),
+        path(other, "waitpoints", details.waitpoint_id, "token"),
+        path(used, "waitpoints", closed.waitpoint_id, "token"),
+    ):
+        missing = await ask.get(where)
+        assert missing.status_code == 404
+        assert missing.json() == {"error": "waitpoint token not found (consumed, expired, or unknown id)"}
+        assert missing.headers["cache-control"] == "no-store"
+    bad = await ask.get(path(execution_id, "waitpoints", "nope", "token"))
+    assert bad.status_code == 400
+    assert bad.json()["error"].startswith("waitpoint_id: ")
+
+
+async def test_r34_matching_signal_resumes(ask: Asking) -> None:
+    execution_id, details = await suspended(ask)
+    signal_id = str(uuid.uuid4())
+    answer = await sent(ask, execution_id, details, signal_id=signal_id)
+
+    assert answer.status_code == 200
+    assert answer.json() == {"Accepted": {"signal_id": signal_id, "effect": "resume_condition_satisfied"}}
+    assert await ask.state(execution_id) != "suspended"
+
+
+async def test_r35_name_not_in_condition(ask: Asking) -> None:
+    execution_id, details = await suspended(ask)
+    answer = await sent(ask, execution_id, details, signal_name="other")
+
+    assert (answer.status_code, answer.json()["Accepted"]["effect"]) == (200, "no_op")
+    assert await ask.state(execution_id) == "suspended"
+
+
+async def test_r36_idempotency(ask: Asking) -> None:
+    execution_id, details = await suspended(ask, SOURCES)
+    first = await sent(ask, execution_id, details, idempotency_key="i1")
+    second = await sent(ask, execution_id, details, idempotency_key="i1")
+
+    assert second.status_code == 200
+    assert second.json() == {"Duplicate": {"existing_signal_id": first.json()["Accepted"]["signal_id"]}}
+
+
+async def test_r37_count_of_distinct_sources(ask: Asking) -> None:
+    execution_id, details = await suspended(ask, SOURCES)
+    effects = [
+        (await sent(ask, execution_id, details, source_identity=who)).json()["Accepted"]["effect"]
+        for who in ("alice", "alice", "bob")
+    ]
+
+    assert effects == [
+        "appended_to_waitpoint",
+        "appended_to_waitpoint_duplicate",
+        "resume_condition_satisfied",
+    ]
+
+
+async def test_ss_071_signal_over_http(ask: Asking) -> None:
+    execution_id, details = await suspended(ask)
+    where = path(execution_id, "signal")
+    token = details.waitpoint_token.reveal()
+    tampered = token[:-1] + ("0" if token[-1] != "0" else "1")
+    for waitpoint_id, shown in ((details.waitpoint_id, tampered), (str(uuid.uuid4()), token)):
+        refused = await ask.post(where, ask.signal(execution_id, waitpoint_id, shown))
+        assert (refused.status_code, refused.json()) == (400, {"error": "invalid_token"})
+    assert await ask.state(execution_id) == "suspended"
+
+    assert (await sent(ask, execution_id, details)).status_code == 200
+    late = await sent(ask, execution_id, details)
+    assert (late.status_code, late.json()["error"]) == (409, "state_conflict: TargetNotSignalable")
+    unknown = fresh()
+    missing = await ask.post(path(unknown, "signal"), ask.signal(unknown, details.waitpoint_id, token))
+    assert missing.status_code == 404
+    large = ask.signal(execution_id, details.waitpoint_id, token, correlation_id="x" * 262_144)
+    refused = await ask.post(where, large)
+    assert (refused.status_code, refused.json()["limit_bytes"]) == (413, 262_144)
+    heavy = ask.signal(execution_id, details.waitpoint_id, token, payload=[1] * 65_537)
+    assert (await ask.post(where, heavy)).json()["error"].startswith("payload_too_large")
+
+
+async def test_every_wrong_link_asks_the_store_for_the_same(ask: Asking, monkeypatch: pytest.MonkeyPatch) -> None:
+    execution_id, details = await suspended(ask)
+    other, elsewhere = await suspended(ask)
+    used, closed = await suspended(ask)
+    assert (await sent(ask, used, closed)).status_code == 200
+    good, zeros = details.waitpoint_token.reveal(), "k1:" + "0" * 64
+    links = [
+        (execution_id, details.waitpoint_id, ""),
+        (execution_id, details.waitpoint_id, zeros),
+        (execution_id, details.waitpoint_id, elsewhere.waitpoint_token.reveal()),
+        (execution_id, elsewhere.waitpoint_id, good),
+        (other, details.waitpoint_id, good),
+        (execution_id, str(uuid.uuid4()), good),
+        (execution_id, str(uuid.uuid4()), ""),
+        (fresh(), details.waitpoint_id, good),
+        (used, closed.waitpoint_id, closed.waitpoint_token.reveal()),
+    ]
+    load, asked = ask.engine.load, list[list[str]]()
+
+    async def watched(wants: Any) -> Any:
+        asked.append([want.row.__name__ for want in wants])
+        return await load(wants)
+
+    monkeypatch.setattr(ask.engine, "load", watched)
+    for owner, waitpoint_id, token in links:
+        where = f"/v1/waitpoints/{owner}/{waitpoint_id}"
+        shown = await ask.get(where, params={"token": token})
+        answered = await ask.post(where, data={"token": token, "value": "yes"})
+        assert (shown.status_code, answered.status_code, shown.text) == (404, 404, answered.text)
+
+    assert asked == [["Waitpoint", "Suspension", "SigningKey"]] * 2 * len(links)
+    assert (await ask.get(f"/v1/waitpoints/{execution_id}/{details.waitpoint_id}?token={good}")).status_code == 200
+
+
+async def test_a_number_that_is_null_is_one_that_was_left_out(ask: Asking) -> None:
+    execution_id, details = await suspended(ask)
+    numbers = dict.fromkeys(("dedup_ttl_ms", "resume_delay_ms", "max_signals_per_execution", "signal_maxlen"))
+
+    first = await sent(ask, execution_id, details, idempotency_key="once", **numbers)
+
+    assert first.json()["Accepted"]["effect"] == "resume_condition_satisfied"
+    again = await sent(ask, execution_id, details, idempotency_key="once", **numbers)
+    assert again.json() == {"Duplicate": {"existing_signal_id": first.json()["Accepted"]["signal_id"]}}
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Keys
+
+ROTATE = "/v1/admin/rotate-waitpoint-secret"
+
+
+@pytest.mark.parametrize("secret", ["abc", "zz", ""])
+async def test_r58_bad_secret(ask: Asking, secret: str) -> None:
+    answer = await ask.post(ROTATE, {"new_kid": "k2", "new_secret_hex": secret})
+
+    assert (answer.status_code, answer.json()) == (
+        400,
+        {"error": "new_secret_hex must be a non-empty even-length hex string"},
+    )
+
+
+@pytest.mark.parametrize("kid", ["", "a:b"])
+async def test_a_key_id_is_checked(ask: Asking, kid: str) -> None:
+    answer = await ask.post(ROTATE, {"new_kid": kid, "new_secret_hex": "ab"})
+
+    assert (answer.status_code, answer.json()) == (400, {"error": "new_kid must be non-empty and must not contain ':'"})
+
+
+async def test_r59_old_token_inside_grace(ask: Asking) -> None:
+    execution_id, details = await suspended(ask)
+    rotation = {"new_kid": "k2", "new_secret_hex": "ab" * 32}
+    for _ in range(2):
+        rotated = await ask.post(ROTATE, rotation)
+        assert (rotated.status_code, rotated.json()) == (200, {"rotated": 1, "failed": [], "new_kid": "k2"})
+    clash = await ask.post(ROTATE, rotation | {"new_secret_hex": "cd" * 32})
+    assert clash.status_code == 400
+    assert clash.json()["error"].startswith("rotation failed on all partitions")
+
+    assert "Accepted" in (await sent(ask, execution_id, details)).json()
+
+
+@pytest.mark.parametrize("secret", ["ab", "ab" * 31])
+async def test_a_secret_below_32_bytes_is_refused(ask: Asking, secret: str) -> None:
+    answer = await ask.post(ROTATE, {"new_kid": "k2", "new_secret_hex": secret})
+
+    words = f"invalid_secret_hex: {len(secret) // 2} bytes; a signing secret has at least 32"
+    assert (answer.status_code, answer.json()) == (400, {"error": words})
+    assert (await ask.engine.list_waitpoint_hmac_kids()).current_kid == "k1"
+
+
+async def test_one_rotation_at_a_time(ask: Asking) -> None:
+    async with ask.app.rotating:
+        answer = await ask.post(ROTATE, {"new_kid": "k2", "new_secret_hex": "ab"})
+
+    assert (answer.status_code, answer.json()) == (
+        429,
+        {"error": "too many concurrent admin_rotate calls (server max: 1); retry with backoff", "retryable": True},
+    )
+
+
+@pytest.mark.parametrize("secret", ["AB" * 32, "cd" * 32, "ef" * 100])
+async def test_a_server_installs_its_secret_once_and_warns_of_another(
+    store: Store, secret: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = Engine(store)
+    settings = ServerSettings(waitpoint_secret=Secret(secret))
+    for _ in range(2):
+        await seed(engine, settings)
+    assert (await engine.list_waitpoint_hmac_kids()).current_kid == "k1"
+    assert caplog.records == []
+
+    await seed(engine, ServerSettings(waitpoint_secret=Secret("77" * 32)))
+    await seed(engine, ServerSettings())
+    [warning] = caplog.records
+    assert "the stored one holds" in warning.getMessage()
+    [entry] = await engine.rotate_waitpoint_hmac_secret_all("k1", secret.lower(), 0)
+    assert entry.result == Noop("k1")
+    assert "7777" not in caplog.text
+
+
+async def test_a_server_does_not_install_a_secret_below_32_bytes(store: Store) -> None:
+    engine = Engine(store)
+    with pytest.raises(errors.InvalidSecretHex, match="16 bytes"):
+        await seed(engine, ServerSettings(waitpoint_secret=Secret("ab" * 16)))
+
+    assert (await engine.list_waitpoint_hmac_kids()).current_kid is None
+
+
+async def test_a_shorter_key_that_is_stored_keeps_signing_and_lets_its_server_start(store: Store) -> None:
+    """A deployment from before the bound: its configured secret is the stored one."""
+    engine, short = Engine(store), "ab" * 16
+    rows = (Put(Keystore(0, "k1")), Put(SigningKey("k1", short, current=True)))
+    await store.commit([Change(guards=(Guard(Keystore, (0,), None),), writes=rows, id=1)])
+    await seed(engine, ServerSettings(waitpoint_secret=Secret(short)))
+    ask = Asking(engine)
+    execution_id, details = await suspended(ask)
+
+    assert "Accepted" in (await sent(ask, execution_id, details)).json()

@@ -1,0 +1,192 @@
+"""Players: engines that are all asked the same, and answer in words that can be compared.
+
+A player has two engines on one store, as two processes would. Everything that is chance elsewhere is the same for all
+players here: one clock, the same identifiers in the same order, the same dice.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any
+
+import msgspec
+
+from flowfabric.clock import Estimate, ManualClock
+from flowfabric.engine.engine import Engine
+from flowfabric.errors import FabricError
+from flowfabric.handles import BackendTag, Handle, HandleFields, HandleKind
+from flowfabric.ids import SeededMinter
+from flowfabric.model.event import FeedEvent, Topic
+from flowfabric.model.execution import Execution
+from flowfabric.stores.catalog import TABLES
+from flowfabric.stores.port import Store
+from flowfabric.stores.queries import Scan, Where
+from flowfabric.testing.invariants import every
+
+SEATS = 2
+DUE = ("lease_expires_at", "delay_until", "attempt_timeout_at", "deadline_at", "purge_at")
+
+
+class Held(msgspec.Struct, frozen=True):
+    """A handle without the store that gave it out, so that every player can have its own."""
+
+    kind: HandleKind
+    fields: HandleFields
+    foreign: bool = False  # offered to a store that did not give it out
+
+    def handle(self, tag: BackendTag) -> Handle:
+        return Handle.mint(BackendTag.VALKEY if self.foreign else tag, self.kind, self.fields)
+
+
+class Call(msgspec.Struct, frozen=True):
+    """One thing that every player is asked to do."""
+
+    verb: str
+    given: dict[str, Any]
+    seat: int = 0  # which of a player's engines is asked
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What came of a call: the answer itself, and the words that are compared."""
+
+    answer: Any
+    said: Any
+
+
+class SteadyMinter(SeededMinter):
+    """Change ids have dice of their own: how often an engine had to try again is not to change any other id."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self._changes = random.Random(seed)
+
+    def change_id(self) -> int:
+        return self._changes.getrandbits(63) or 1
+
+
+class Player:
+    """Two engines on one store."""
+
+    def __init__(self, store: Store, clock: ManualClock) -> None:
+        self.store = store
+        self.engines = [self._engine(clock, seat) for seat in range(SEATS)]
+        self._read_to = dict.fromkeys(Topic, 0)
+
+    def _engine(self, clock: ManualClock, seat: int) -> Engine:
+        engine = Engine(self.store, minter=SteadyMinter(seat))
+        engine.chance = random.Random(seat).random
+        engine.estimate = Estimate(passing=lambda: 0.0)  # it knows what it was told last, and is wrong after a jump
+        engine.estimate.hear(clock.now)
+        return engine
+
+    async def begin(self) -> None:
+        """Read past what others may have left in the feed."""
+        self._read_to = dict.fromkeys(Topic, await self.store.feed_end())
+
+    async def play(self, call: Call) -> Outcome:
+        """Do it, and say what came of it."""
+        given = {name: self._own(value) for name, value in call.given.items()}
+        try:
+            answer = await getattr(self.engines[call.seat], call.verb)(**given)
+        except FabricError as refused:
+            return Outcome(refused, self.words(refused))
+        return Outcome(answer, self.words(answer))
+
+    def _own(self, value: Any) -> Any:
+        if isinstance(value, Held):
+            return value.handle(self.store.tag)
+        if isinstance(value, list) and value and isinstance(value[0], Held):
+            return [held.handle(self.store.tag) for held in value]
+        return value
+
+    def words(self, value: Any) -> Any:
+        """A value as plain data, the same for every store: only the store's own name is left out."""
+        match value:
+            case FabricError():
+                facts = {name: self.words(fact) for name, fact in value.facts.items()}
+                return self.words({"refused": value.kind, "detail": value.detail, **facts})
+            case Handle():
+                return {"handle": value.kind.value, **msgspec.structs.asdict(value.fields)}
+            case msgspec.Struct():
+                return {"is": type(value).__name__, **self.words(msgspec.structs.asdict(value))}
+            case dict():
+                return {str(name): self.words(one) for name, one in value.items()}
+            case list() | tuple():
+                return [self.words(one) for one in value]
+            case Enum():
+                return value.value
+            case str():
+                return value.replace(self.store.tag.title, "<store>")
+            case _:
+                return value
+
+    # -- what is kept -----------------------------------------------------------------------------------------------
+
+    async def sheets(self) -> list[Execution]:
+        """Every execution's row, whoever wrote it last."""
+        return [msgspec.structs.replace(row, revision=0) for row in await every(self.store, Execution)]
+
+    async def rows(self) -> dict[str, list[Any]]:
+        """Every row of every table but the sheets."""
+        found: dict[str, list[Any]] = {}
+        for table in TABLES:
+            if table.row is not Execution:
+                rows = await every(self.store, table.row)
+                revised = "revision" in table.column_names
+                found[table.name] = [msgspec.structs.replace(row, revision=0) if revised else row for row in rows]
+        return found
+
+    async def standing(self) -> dict[Any, list[str]]:
+        """Every line in which somebody stands, in order; a store may know lines in which nobody ever stood."""
+        found = {}
+        for line in await self.store.lines():
+            scan = Scan(Execution, (Where("line", "=", line),), ("rank", "execution_id"), limit=1000)
+            if rows := await self.store.scan(scan):
+                found[line] = [row.execution_id for row in rows]
+        return found
+
+    async def due(self) -> dict[str, Any]:
+        """What every sweep would find, and when it would look again."""
+        found = {}
+        for column in DUE:
+            due = await self.store.due(Execution, column, limit=1000)
+            found[column] = ([row.execution_id for row in due.rows], due.next_at, due.now)
+        return found
+
+    async def news(self) -> dict[Topic, list[FeedEvent]]:
+        """What every feed has told since the last time; in the order of each execution, places left out.
+
+        Leases that lapsed are marked side by side, so between executions any order is right.
+        """
+        return {topic: by_execution(await self._news(topic)) for topic in Topic}
+
+    async def _news(self, topic: Topic) -> list[FeedEvent]:
+        told: list[FeedEvent] = []
+        while True:
+            page = await self.store.feed(topic, self._read_to[topic], 3)
+            told += page.events
+            self._read_to[topic] = page.position
+            if not page.events:
+                return told
+
+    async def histories(self, execution_ids: Sequence[str]) -> dict[str, Any]:
+        """Attempts and leases of each execution, and how it reads."""
+        engine = self.engines[0]
+        return {
+            execution_id: (
+                await engine.attempt_history(execution_id),
+                await engine.lease_history(execution_id),
+                await engine.read_execution_info(execution_id),
+                await engine.describe_execution(execution_id),
+                await engine.get_execution_result(execution_id),
+            )
+            for execution_id in execution_ids
+        }
+
+
+def by_execution(told: list[FeedEvent]) -> list[FeedEvent]:
+    """Events without their places, those of one execution together and in their order."""
+    ordered = sorted(told, key=lambda one: one.event.execution_id)
+    return [msgspec.structs.replace(one, position=0) for one in ordered]

@@ -1,0 +1,87 @@
+"""The store that breaks on request does what it was told, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+
+import pytest
+
+from flowfabric.clock import ManualClock
+from flowfabric.errors import StoreUnavailable
+from flowfabric.model.change import Change, Put
+from flowfabric.model.execution import Execution
+from flowfabric.model.sweep import SweepLease
+from flowfabric.stores.memory.store import MemoryStore
+from flowfabric.stores.queries import Scan, Want
+from flowfabric.testing.faults import FlakyStore, Loss
+
+
+def a_change(name: str = "sweep") -> Change:
+    return Change((), (Put(SweepLease(name, "me", 5)),), id=1)
+
+
+async def names(store: FlakyStore) -> list[str]:
+    return [row.sweep for row in await store.inner.scan(Scan(SweepLease))]
+
+
+@pytest.mark.parametrize(
+    ("loss", "in_doubt", "written"), [(Loss.REQUEST, False, []), (Loss.UNSURE, True, []), (Loss.REPLY, True, ["sweep"])]
+)
+async def test_a_lost_call_is_lost_as_told(loss: Loss, in_doubt: bool, written: list[str]) -> None:
+    store = FlakyStore(MemoryStore(ManualClock()))
+    store.lose("commit", loss)
+
+    with pytest.raises(StoreUnavailable) as lost:
+        await store.commit([a_change()])
+
+    assert lost.value.in_doubt is in_doubt
+    assert lost.value.retryable
+    assert await names(store) == written
+    assert store.lost == [("commit", loss)]
+    assert await store.commit([a_change("other")]) != [None]
+
+
+async def test_losses_begin_after_so_many_calls_and_end_after_so_many_more() -> None:
+    store = FlakyStore(MemoryStore(ManualClock()))
+    store.lose("load", Loss.REPLY, after=1, times=2)
+    wants = (Want(Execution, ("e",)),)
+
+    await store.load(wants)
+    for _ in range(2):
+        with pytest.raises(StoreUnavailable) as lost:
+            await store.load(wants)
+        assert not lost.value.in_doubt  # nothing could have been written
+    await store.load(wants)
+
+
+async def test_a_stopped_call_waits_to_be_let_through() -> None:
+    store = FlakyStore(MemoryStore(ManualClock()))
+    before, after = store.stop_before("commit"), store.stop_after("commit")
+    committing = asyncio.create_task(store.commit([a_change()]))
+
+    await before.reached()
+    assert await names(store) == []
+    before.open()
+    await after.reached()
+    assert await names(store) == ["sweep"]
+    assert not committing.done()
+    after.open()
+    assert await committing != [None]
+
+
+async def test_chance_breaks_only_writes_and_the_same_ones_for_the_same_seed() -> None:
+    stores = [FlakyStore(MemoryStore(ManualClock()), chance=random.Random(3), rate=0.5) for _ in range(2)]
+    for store in stores:
+        for number in range(60):
+            await store.ping()
+            with contextlib.suppress(StoreUnavailable):
+                await store.commit([a_change(str(number))])
+
+    assert stores[0].lost == stores[1].lost
+    assert {verb for verb, _ in stores[0].lost} == {"commit"}
+    assert {loss for _, loss in stores[0].lost} == set(Loss)
+    stores[0].heal()
+    await stores[0].commit([a_change("healed")])
+    assert "healed" in await names(stores[0])

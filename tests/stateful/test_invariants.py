@@ -1,0 +1,179 @@
+"""The invariants see what they are meant to see: a sound life passes, and each kind of damage is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flowfabric.clock import ManualClock
+from flowfabric.engine.engine import Engine
+from flowfabric.model.answers.execution import Claimed
+from flowfabric.model.change import Change, Delete, Patch
+from flowfabric.model.event import Event
+from flowfabric.model.execution import Attempt, Execution, LineKey
+from flowfabric.model.states import (
+    AttemptState,
+    BlockingReason,
+    EligibilityState,
+    LifecyclePhase,
+    OwnershipState,
+    PublicState,
+    TerminalOutcome,
+)
+from flowfabric.stores.memory.store import MemoryStore
+from flowfabric.stores.port import Store
+from flowfabric.testing.invariants import InvariantBroken, Watch, check_invariants
+
+RETRY = {"retry_policy": {"max_retries": 1, "backoff": {"type": "fixed", "delay_ms": 0}}}
+
+
+async def claimed(engine: Engine, **asked: Any) -> Claimed:
+    await engine.create_execution(execution_id=engine.new_execution_id(), **asked)
+    held = await engine.claim("default", worker_id="wa", worker_instance_id="wa-1")
+    assert held is not None
+    return held
+
+
+async def damage(engine: Engine, execution_id: str, **fields: Any) -> None:
+    """Write what no rule would."""
+    change = Change((), (Patch(Execution, (execution_id,), fields),), id=7)
+    assert await engine.store.commit([change]) != [None]
+
+
+async def test_what_is_no_longer_kept_in_the_feed_is_not_missed(store: Store, clock: ManualClock) -> None:
+    engine = Engine(store)
+    old = await claimed(engine, policy=RETRY)
+    await engine.fail(old.handle, reason="flaky")
+    clock.pass_ms(engine.settings.feed_retention_ms + 1)
+    await engine.sweep_once("feed_trimmer")
+    await check_invariants(engine)
+    await engine.cancel_execution(old.execution_id)
+    clock.pass_ms(1)
+    young = await claimed(engine)
+    await check_invariants(engine)
+
+    await damage(engine, old.execution_id, public_state=PublicState.ACTIVE)
+    await damage(engine, young.execution_id, lease_epoch=5)
+    with pytest.raises(InvariantBroken) as broken:
+        await check_invariants(engine)
+    assert f"{old.execution_id}: I10" in str(broken.value)
+    assert f"{young.execution_id}: I7" in str(broken.value)
+
+
+async def test_a_long_life_breaks_nothing(store: Store, clock: ManualClock) -> None:
+    engine = Engine(store)
+    watch = Watch(engine)
+    first = await claimed(engine, policy=RETRY)
+    await watch.check()
+    await engine.fail(first.handle, reason="flaky")
+    await watch.check()
+    await engine.sweep_once("delayed_promoter")
+    await engine.issue_grant_and_claim(first.execution_id, lane_id="default", lease_duration_ms=100)
+    clock.pass_ms(100)
+    await watch.check()
+    second = await engine.claim("default", worker_id="wb", worker_instance_id="wb-1")
+    assert second is not None
+    await watch.check()
+    await engine.delay(second.handle, delay_until=clock.now)
+    await watch.check()
+    await engine.cancel_execution(first.execution_id)
+    await watch.check()
+    await engine.replay_execution(first.execution_id)
+    await watch.check()
+    await check_invariants(engine)
+
+
+async def test_limited_work_stands_in_its_line_and_is_taken_over_there(store: Store, clock: ManualClock) -> None:
+    engine = Engine(store)
+    held = await claimed(engine, policy={"budget_ids": ["0b000000-0000-4000-8000-000000000001"]})
+    await engine.delay(held.handle, delay_until=clock.now)
+    await engine.sweep_once("delayed_promoter")
+    await check_invariants(engine)
+    await engine.issue_grant_and_claim(held.execution_id, lane_id="default", lease_duration_ms=100)
+    clock.pass_ms(100)
+    await engine.sweep_once("lease_expiry")
+    await check_invariants(engine)
+
+    await damage(engine, held.execution_id, line=None)
+
+    with pytest.raises(InvariantBroken, match=r"I11 stands in \['lease'\], belongs into \['lease', 'takeover'\]"):
+        await check_invariants(engine)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"lifecycle_phase": LifecyclePhase.TERMINAL}, "I1 terminal with"),
+        ({"terminal_outcome": TerminalOutcome.SUCCESS}, "I2 active with outcome success"),
+        ({"lifecycle_phase": LifecyclePhase.RUNNABLE}, "I3 leased while runnable"),
+        ({"eligibility_state": EligibilityState.ELIGIBLE_NOW}, "I4 active and eligible_now"),
+        ({"attempt_state": AttemptState.ATTEMPT_INTERRUPTED}, "I5 leased with attempt_interrupted"),
+        ({"lease_id": None}, "I5 leased without a whole lease"),
+        ({"ownership_state": OwnershipState.LEASE_REVOKED}, "I6 active, not leased, with running_attempt"),
+        ({"lease_epoch": 3}, "I7 leases acquired under epochs"),
+        ({"total_attempt_count": 2}, "I8 attempts [0] of 2"),
+        ({"granted_until": 5}, "I9 a grant until None in a slot until 5"),
+        ({"public_state": PublicState.WAITING}, "I10 public state waiting is not derived"),
+        ({"line": LineKey("default")}, "I11 stands in ['lease', 'line'], belongs into ['lease']"),
+        ({"line": LineKey("elsewhere", decided=True)}, "waits in a foreign line"),
+        ({"delay_until": 9}, "I11 stands in ['delayed', 'lease'], belongs into ['lease']"),
+        ({"rank": 5}, "rank 5 does not follow from priority and age"),
+        ({"completed_at": 5}, "completed at 5 while active"),
+        ({"started_at": None}, "started at None with epoch 1"),
+        ({"lease_expired_at": 5}, "lease expired at 5 while leased"),
+        ({"lease_revoked_at": 5}, "lease revoked at 5 while leased"),
+        ({"last_mutation_at": 5}, "times are out of order"),
+        ({"blocking_reason": BlockingReason.NONE, "replay_count": 1}, "0 completion events for 1 ended lives"),
+    ],
+)
+async def test_damage_to_a_row_is_named(fields: dict[str, Any], sentence: str) -> None:
+    engine = Engine(MemoryStore(ManualClock()))
+    held = await claimed(engine)
+    await check_invariants(engine)
+    await damage(engine, held.execution_id, **fields)
+
+    with pytest.raises(InvariantBroken) as broken:
+        await check_invariants(engine)
+    assert sentence in str(broken.value)
+
+
+async def test_a_missing_attempt_record_is_named() -> None:
+    engine = Engine(MemoryStore(ManualClock()))
+    held = await claimed(engine)
+    await engine.fail(held.handle, reason="boom")
+    await engine.store.commit([Change((), (Delete(Attempt, (held.execution_id,)),), id=7)])
+
+    with pytest.raises(InvariantBroken, match="I8 attempts \\[\\] of 1"):
+        await check_invariants(engine)
+
+
+@pytest.mark.parametrize(
+    ("told", "sentence"),
+    [
+        ({"outcome": "success"}, "2 completion events for 1 ended lives"),
+        ({"lease": "acquired", "lease_epoch": 1}, "I7 leases acquired under epochs \\[1, 1\\]"),
+        ({"lease": "released", "lease_epoch": 1}, "leases ended under epochs \\[1, 1\\]"),
+        ({"operator": "replayed"}, "replays and what was told of them differ"),
+    ],
+)
+async def test_an_event_too_many_is_named(told: dict[str, Any], sentence: str) -> None:
+    engine = Engine(MemoryStore(ManualClock()))
+    held = await claimed(engine)
+    await engine.fail(held.handle, reason="boom")
+    await engine.store.commit([Change((), (), (Event(held.execution_id, "default", **told),), id=7)])
+
+    with pytest.raises(InvariantBroken, match=sentence):
+        await check_invariants(engine)
+
+
+async def test_a_count_that_goes_back_is_named() -> None:
+    engine = Engine(MemoryStore(ManualClock()))
+    held = await claimed(engine, policy=RETRY)
+    await engine.fail(held.handle, reason="flaky")
+    watch = Watch(engine)
+    await watch.check()
+    await damage(engine, held.execution_id, retry_count=0)
+
+    with pytest.raises(InvariantBroken, match="I7 retry_count went back from 1 to 0"):
+        await watch.check()

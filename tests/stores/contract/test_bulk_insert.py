@@ -1,0 +1,152 @@
+"""Copies: many new rows of which only a few columns differ are what the same rows would be one by one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from flowfabric.clock import ManualClock
+from flowfabric.model.change import Copies, Delete, FromNow, Insert, Patch, absent, at
+from flowfabric.model.execution import Attempt, Execution, LineKey, Payload
+from flowfabric.model.states import AttemptRecordState, AttemptType, PublicState
+from flowfabric.stores.port import Collision, Store, Unstorable
+from tests.stores.samples import a_take, change, execution, one, payload, waiting, write
+
+NAMES = [f"{{fp:7}}:{number}" for number in range(300)]
+
+
+def rows_of(names: list[str], **fields: Any) -> Copies:
+    return Copies(waiting("model", **fields), {"execution_id": names})
+
+
+def payloads_of(names: list[str], contents: list[bytes | None]) -> Copies:
+    return Copies(payload("model"), {"execution_id": names, "input_payload": contents})
+
+
+async def test_they_are_what_the_same_rows_would_be_one_by_one(store: Store, clock: ManualClock) -> None:
+    model = waiting(
+        "model",
+        line=LineKey("mail", "gpu", "tenant-1", 3),
+        rank=at(-7),
+        deadline_at=at(50),
+        tags='{"k":"π"}',
+        public_state=PublicState.SKIPPED,
+    )
+    contents = [b"", b"\0", None, *(f"{number}".encode() for number in range(297))]
+    copies = (Copies(model, {"execution_id": NAMES}), payloads_of(NAMES, contents))
+
+    revision = await write(store, *copies)
+
+    clock.pass_ms(5)
+    for name, content in list(zip(NAMES, contents, strict=True))[::50]:
+        found = await one(store, Execution, name)
+        other = change(Insert(msgspec.structs.replace(model, execution_id="other")))
+        assert await store.commit([other]) != [None]
+        twin = await one(store, Execution, "other")
+        instants = {"created_at", "last_transition_at", "last_mutation_at", "rank", "deadline_at"}
+        earlier = {field: getattr(twin, field) - 5 for field in instants}
+        assert found == msgspec.structs.replace(twin, execution_id=name, revision=revision, **earlier)
+        assert await one(store, Payload, name) == payload(name, content)
+        await write(store, Delete(Execution, ("other",)))
+
+
+async def test_they_can_be_taken_in_their_order(store: Store) -> None:
+    names = sorted(NAMES[:20])
+    await write(store, rows_of(names), payloads_of(names, [name.encode() for name in names]))
+
+    taken = await store.take(a_take(30))
+
+    assert [row.execution_id for row, _ in taken.rows] == names
+    assert [given.input_payload for _, given in taken.rows] == [name.encode() for name in names]
+
+
+@pytest.mark.parametrize("known", [NAMES[0], NAMES[150], NAMES[299]])
+async def test_one_that_exists_already_refuses_them_all(store: Store, known: str) -> None:
+    await write(store, Insert(execution(known)))
+
+    with pytest.raises(Collision):
+        await store.commit([change(rows_of(NAMES), payloads_of(NAMES, [b""] * 300))])
+
+    others = [name for name in NAMES if name != known]
+    assert [await one(store, Execution, name) for name in others[::60]] == [None] * 5
+    assert await one(store, Payload, known) is None
+
+
+async def test_two_of_one_name_are_refused(store: Store) -> None:
+    with pytest.raises(Collision):
+        await store.commit([change(rows_of(["a", "b", "a"]))])
+
+    assert await one(store, Execution, "b") is None
+
+
+async def test_a_change_that_does_not_hold_writes_none_of_its_copies(store: Store, clock: ManualClock) -> None:
+    await write(store, Insert(execution("there")))
+
+    verdicts = await store.commit(
+        [
+            change(rows_of(["a", "b"]), guards=[absent(Execution, "there")]),
+            change(rows_of(["c", "d"]), guards=[absent(Execution, "c")]),
+            change(rows_of(["e"]), not_after=clock.now - 1),
+            change(rows_of(["f"])),
+        ]
+    )
+
+    assert [verdict is not None for verdict in verdicts] == [False, True, False, True]
+    found = [name for name in "abcdef" if await one(store, Execution, name) is not None]
+    assert found == ["c", "d", "f"]
+
+
+async def test_they_stand_beside_other_writes(store: Store) -> None:
+    await write(store, Insert(execution("there")), Insert(attempt("there")))
+
+    await write(
+        store,
+        Delete(Attempt, ("there",)),
+        Patch(Execution, ("there",), {"priority": 4}),
+        rows_of(["a", "b"]),
+        Copies(attempt("there"), {"attempt_index": [5, 6]}),
+        Insert(execution("c")),
+    )
+
+    assert (await one(store, Execution, "there")).priority == 4
+    assert [(await one(store, Execution, name)).execution_id for name in "abc"] == ["a", "b", "c"]
+    assert await one(store, Attempt, "there", 0) is None
+    assert (await one(store, Attempt, "there", 5)).attempt_index == 5
+
+
+async def test_what_is_an_instant_once_may_be_an_offset_the_next_time(store: Store, clock: ManualClock) -> None:
+    await write(store, rows_of(["a", "b"], delay_until=FromNow(9)))
+    await write(store, rows_of(["c", "d"], delay_until=5))
+    await write(store, rows_of(["e", "f"], delay_until=None))
+    await write(store, Copies(execution("model"), {"execution_id": ["g", "h"], "delay_until": [at(1), 2]}))
+
+    found = [(await one(store, Execution, name)).delay_until for name in "abcdefgh"]
+    assert found == [clock.now + 9] * 2 + [5] * 2 + [None] * 2 + [clock.now + 1, 2]
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"execution_id": ["a", "nul\0"]},
+        {"execution_id": ["a", None]},
+        {"execution_id": ["a", "b"], "colour": ["red", "blue"]},
+        {"execution_id": ["a", "b"], "priority": [1, "two"]},
+    ],
+)
+async def test_what_no_store_keeps_is_refused_whole(store: Store, own: dict[str, Any]) -> None:
+    with pytest.raises((Unstorable, TypeError)):
+        await store.commit([change(Copies(execution("model"), own))])
+
+    assert await one(store, Execution, "a") is None
+
+
+@pytest.mark.parametrize("own", [{}, {"execution_id": ["a", "b"], "priority": [1]}])
+def test_columns_of_unequal_length_are_a_mistake(own: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="copies list as many values"):
+        Copies(execution("model"), own)
+
+
+def attempt(name: str) -> Attempt:
+    return Attempt(name, 0, "id", AttemptType.INITIAL, AttemptRecordState.STARTED, at(0), "lease", 1, "w", "i")

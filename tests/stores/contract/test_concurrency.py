@@ -1,0 +1,167 @@
+"""Many callers at once: nothing is handed out twice, nothing tears, nobody sees half of a change."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from itertools import chain
+
+from flowfabric.clock import ManualClock
+from flowfabric.model.change import Delete, Guard, Insert, Patch, Put
+from flowfabric.model.event import FeedEvent, Topic
+from flowfabric.model.execution import Execution, LineKey, Payload, Result
+from flowfabric.stores.port import Collision, Store
+from flowfabric.stores.queries import Want
+from tests.stores.samples import MAIL, a_take, change, event, execution, line_up, one, payload, waiting, write
+
+
+async def test_no_row_is_taken_twice(store: Store) -> None:
+    lines = [MAIL, LineKey("mail", "gpu"), LineKey("mail", "", "tenant")]
+    rows = [waiting(f"n{number:03}", number % 17, line=lines[number % 3]) for number in range(100)]
+    await line_up(store, *rows)
+
+    takes = await asyncio.gather(*(store.take(a_take(7, *lines, prefix=f"{n}-")) for n in range(50)))
+    taken = [row for row, _ in chain.from_iterable(take.rows for take in takes)]
+    assert sorted(row.execution_id for row in taken) == [row.execution_id for row in rows]
+    assert len({row.lease_id for row in taken}) == 100
+    assert {row.lease_epoch for row in taken} == {1}
+    told = (await store.feed(Topic.LEASE, 0, 1000)).events
+    assert sorted(one.event.lease_id or "" for one in told) == sorted(row.lease_id or "" for row in taken)
+
+
+async def test_of_many_changes_decided_on_one_revision_one_is_written(store: Store) -> None:
+    revision = await write(store, Insert(execution("a")))
+    guard = Guard(Execution, ("a",), revision)
+    rivals = [change(Patch(Execution, ("a",), {"priority": number}), guards=[guard]) for number in range(30)]
+
+    answers = await asyncio.gather(*(store.commit([rival]) for rival in rivals))
+    winners = [rival for rival, (answer,) in zip(rivals, answers, strict=True) if answer is not None]
+    assert len(winners) == 1
+    assert (await one(store, Execution, "a")).revision == winners[0].id
+
+
+async def test_a_cancel_and_a_take_of_one_row_do_not_both_succeed(store: Store) -> None:
+    names = [f"n{number}" for number in range(40)]
+    revision = await write(
+        store, *(Insert(waiting(name)) for name in names), *(Insert(payload(name)) for name in names)
+    )
+
+    async def cancel(name: str) -> str | None:
+        gone = change(
+            Patch(Execution, (name,), {"line": None, "priority": -1}), guards=[Guard(Execution, (name,), revision)]
+        )
+        return name if await store.commit([gone]) != [None] else None
+
+    answers = await asyncio.gather(*(cancel(name) for name in names), *(store.take(a_take(3)) for _ in range(5)))
+    cancelled = {answer for answer in answers if isinstance(answer, str)}
+    taken = {row.execution_id for answer in answers if not isinstance(answer, str | None) for row, _ in answer.rows}
+    assert not cancelled & taken
+    for name in names:
+        row = await one(store, Execution, name)
+        assert (row.priority == -1, row.lease_id is not None) == (name in cancelled, name in taken)
+
+
+async def test_changes_about_two_rows_never_tear(store: Store) -> None:
+    """Transfers between random pairs keep the sum; each is decided on both rows as they were read."""
+    names = [f"n{number}" for number in range(6)]
+    await write(store, *(Insert(execution(name, priority=10)) for name in names))
+    chance = random.Random(5)
+
+    async def transfer() -> None:
+        while True:
+            first, second = chance.sample(names, 2)
+            ((giver,), (taker,)) = (await store.load([Want(Execution, (first,)), Want(Execution, (second,))])).rows
+            move = change(
+                Patch(Execution, (first,), {"priority": giver.priority - 1}),
+                Patch(Execution, (second,), {"priority": taker.priority + 1}),
+                guards=[
+                    Guard(Execution, (first,), giver.revision),
+                    Guard(Execution, (second,), taker.revision),
+                ],
+            )
+            if await store.commit([move]) != [None]:
+                return
+
+    await asyncio.gather(*(transfer() for _ in range(40)))
+    rows = [await one(store, Execution, name) for name in names]
+    assert sum(row.priority for row in rows) == 60
+
+
+async def test_a_load_sees_a_change_whole_or_not_at_all(store: Store) -> None:
+    await write(store, Insert(execution("a")), Put(Result("a", b"0")))
+    ended = False
+
+    async def write_on() -> None:
+        nonlocal ended
+        for number in range(1, 60):
+            step = change(Patch(Execution, ("a",), {"priority": number}), Put(Result("a", str(number).encode())))
+            await store.commit([step])
+        ended = True
+
+    async def look() -> None:
+        while not ended:
+            ((row,), (result,)) = (await store.load([Want(Execution, ("a",)), Want(Result, ("a",))])).rows
+            assert str(row.priority).encode() == result.payload
+            await asyncio.sleep(0)
+
+    await asyncio.gather(write_on(), look(), look())
+
+
+async def test_a_poisoned_commit_does_not_disturb_those_beside_it(store: Store, clock: ManualClock) -> None:
+    await write(store, Insert(execution("taken")))
+
+    def commit(number: int) -> asyncio.Future[list[int | None]]:
+        line = LineKey(f"lane-{number // 3}")  # first seen by one that fails, then written to by others
+        made = [change(Insert(execution(f"n{number}", line=line)), events=[event(lease="x")])]
+        if number % 3 == 0:
+            made.append(change(Insert(payload(f"n{number}")), Insert(execution("taken"))))
+        return asyncio.ensure_future(store.commit(made))
+
+    answers = await asyncio.gather(*(commit(number) for number in range(30)), return_exceptions=True)
+    for number, answer in enumerate(answers):
+        row = await one(store, Execution, f"n{number}")
+        if number % 3 == 0:
+            assert isinstance(answer, Collision)
+            assert row is None
+        else:
+            assert answer == [clock.now]
+            assert row.line == LineKey(f"lane-{number // 3}")
+    told: list[FeedEvent] = []
+    async with asyncio.timeout(20):  # what is told waits for transactions that began before, whoever's they are
+        while len(told) < 20:
+            told = (await store.feed(Topic.LEASE, 0, 100)).events
+    assert len(told) == 20
+    assert len(await store.lines()) == 10
+
+
+async def test_a_reader_of_the_feed_misses_nothing_while_others_write(store: Store) -> None:
+    writers = 5
+
+    async def tell(writer: int) -> None:
+        for number in range(20):
+            await write(store, events=[event(str(writer), lease="x", details=str(number))])
+
+    async def read() -> list[tuple[str, str]]:
+        seen, position = list[tuple[str, str]](), 0
+        while len(seen) < writers * 20:
+            page = await store.feed(Topic.LEASE, position, 7)
+            seen += [(told.event.execution_id, told.event.details or "") for told in page.events]
+            position = page.position
+            await asyncio.sleep(0)
+        return seen
+
+    told, _ = await asyncio.gather(read(), asyncio.gather(*(tell(writer) for writer in range(writers))))
+    assert len(told) == len(set(told))
+    for writer in range(writers):
+        assert [text for name, text in told if name == str(writer)] == [str(number) for number in range(20)]
+
+
+async def test_an_abandoned_call_leaves_the_store_usable(store: Store) -> None:
+    call = asyncio.ensure_future(store.commit([change(Insert(execution("a")), Insert(payload("a")))]))
+    await asyncio.sleep(0)
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+
+    await write(store, Delete(Execution, ("a",)), Delete(Payload, ("a",)))
+    await write(store, Insert(execution("a")))
+    assert (await one(store, Execution, "a")).execution_id == "a"

@@ -1,0 +1,189 @@
+"""Rows that are due, and lists for people."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flowfabric.clock import ManualClock
+from flowfabric.model.change import Delete, FromNow, Insert, Patch
+from flowfabric.model.execution import Attempt, Execution, IdempotencyKey, LineKey
+from flowfabric.model.states import AttemptRecordState, AttemptType, LifecyclePhase
+from flowfabric.stores.port import Store
+from flowfabric.stores.queries import Due, Scan, Where
+from tests.stores.samples import MAIL, execution, waiting, write
+
+
+def names(rows: list[Any]) -> list[str]:
+    return [row.execution_id for row in rows]
+
+
+async def due(store: Store, limit: int = 10, **where: Any) -> Due:
+    return await store.due(Execution, "delay_until", limit=limit, **where)
+
+
+async def test_a_row_is_due_from_its_instant_on(store: Store, clock: ManualClock) -> None:
+    await write(store, Insert(execution("a", delay_until=FromNow(50))), Insert(execution("never")))
+    instant = clock.now + 50
+
+    clock.pass_ms(49)
+    assert await due(store) == Due(clock.now, [], instant)
+    clock.pass_ms(1)
+    found = await due(store)
+    assert (found.now, names(found.rows), found.next_at) == (instant, ["a"], None)
+
+
+async def test_due_rows_come_earliest_first_and_then_by_key(store: Store, clock: ManualClock) -> None:
+    rows = [("d", 5), ("b", 1), ("c", 3), ("a", 3), ("later", 90), ("latest", 95)]
+    await write(store, *(Insert(execution(name, delay_until=FromNow(offset))) for name, offset in rows))
+    clock.pass_ms(10)
+
+    found = await due(store)
+    assert names(found.rows) == ["b", "a", "c", "d"]
+    assert found.next_at == clock.now + 80
+
+
+async def test_no_more_due_rows_come_than_were_asked_for(store: Store, clock: ManualClock) -> None:
+    await write(store, *(Insert(execution(f"n{number}", delay_until=FromNow(number))) for number in range(5)))
+    clock.pass_ms(3)
+
+    assert names((await due(store, 2)).rows) == ["n0", "n1"]
+    assert (await due(store, 2)).next_at == clock.now + 1
+    assert (await due(store, 0)).rows == []
+
+
+async def test_due_rows_may_have_to_meet_conditions(store: Store, clock: ManualClock) -> None:
+    lanes = ["x", "y"]
+    rows = [execution(f"n{number}", delay_until=FromNow(number), lane_id=lanes[number % 2]) for number in range(8)]
+    await write(store, *(Insert(row) for row in rows))
+    clock.pass_ms(3)
+
+    found = await due(store, where=(Where("lane_id", "=", "y"), Where("priority", "<=", 0)))
+    assert names(found.rows) == ["n1", "n3"]
+    assert found.next_at == clock.now + 2
+    assert await due(store, where=(Where("lane_id", "in", ()),)) == Due(clock.now, [], None)
+
+
+async def test_a_row_that_moved_on_is_no_longer_due(store: Store, clock: ManualClock) -> None:
+    await write(store, *(Insert(execution(name, delay_until=FromNow(0))) for name in "abc"))
+    await write(
+        store,
+        Patch(Execution, ("a",), {"delay_until": None}),
+        Patch(Execution, ("b",), {"delay_until": FromNow(5)}),
+        Delete(Execution, ("c",)),
+    )
+    assert await due(store) == Due(clock.now, [], clock.now + 5)
+
+
+async def test_rows_of_any_kind_can_be_due(store: Store, clock: ManualClock) -> None:
+    await write(store, *(Insert(IdempotencyKey(p, d, "a", clock.now + p)) for p in (2, 1) for d in ("y", "x")))
+    clock.pass_ms(1)
+
+    found = await store.due(IdempotencyKey, "expires_at", limit=10)
+    assert [(row.partition, row.digest) for row in found.rows] == [(1, "x"), (1, "y")]
+    assert found.next_at == clock.now + 1
+
+
+async def fill(store: Store) -> None:
+    await write(
+        store,
+        Insert(execution("a", priority=1, tags="red", lifecycle_phase=LifecyclePhase.ACTIVE)),
+        Insert(execution("b", priority=2, tags="red-ish", lifecycle_phase=LifecyclePhase.TERMINAL)),
+        Insert(waiting("c", priority=3, tags="Red")),
+        Insert(waiting("d", priority=4, line=LineKey("other"))),
+    )
+
+
+CONDITIONS: list[tuple[Where, list[str]]] = [
+    (Where("priority", "=", 2), ["b"]),
+    (Where("priority", "<", 2), ["a"]),
+    (Where("priority", "<=", 2), ["a", "b"]),
+    (Where("priority", ">", 2), ["c", "d"]),
+    (Where("priority", ">=", 2), ["b", "c", "d"]),
+    (Where("priority", "in", (1, 4, 9)), ["a", "d"]),
+    (Where("priority", "in", ()), []),
+    (Where("tags", "set"), ["a", "b", "c"]),
+    (Where("tags", "unset"), ["d"]),
+    (Where("tags", "starts", "red"), ["a", "b"]),
+    (Where("tags", "starts", ""), ["a", "b", "c"]),
+    (Where("tags", ">", "red"), ["b"]),
+    (Where("lifecycle_phase", "=", LifecyclePhase.TERMINAL), ["b"]),
+    (Where("lifecycle_phase", "in", (LifecyclePhase.ACTIVE, LifecyclePhase.TERMINAL)), ["a", "b"]),
+    (Where("line", "=", MAIL), ["c"]),
+    (Where("line", "in", (MAIL, LineKey("other"), LineKey("never written"))), ["c", "d"]),
+    (Where("line", "in", (MAIL, MAIL)), ["c"]),
+    (Where("line", "=", LineKey("never written")), []),
+    (Where("line", "unset"), ["a", "b"]),
+]
+
+
+@pytest.mark.parametrize(("where", "expected"), CONDITIONS, ids=lambda value: repr(value)[:60])
+async def test_a_list_holds_the_rows_that_meet_a_condition(store: Store, where: Where, expected: list[str]) -> None:
+    await fill(store)
+
+    assert names(await store.scan(Scan(Execution, (where,)))) == expected
+
+
+async def test_a_list_holds_only_rows_that_meet_all_conditions(store: Store) -> None:
+    await fill(store)
+
+    both = (Where("priority", ">", 1), Where("tags", "starts", "red"))
+    assert names(await store.scan(Scan(Execution, both))) == ["b"]
+    assert names(await store.scan(Scan(Execution))) == ["a", "b", "c", "d"]
+
+
+@pytest.mark.parametrize("prefix", ["%", "_", "*", "\\", "[a", "'", "\ud7ff", "\U0010ffff", "\U0010ffff\U0010ffff"])
+async def test_a_prefix_is_taken_literally(store: Store, prefix: str) -> None:
+    tags = {"exact": prefix, "longer": prefix + "\U0010ffffx", "other": "xyz", "before": "x" + prefix}
+    await write(store, *(Insert(execution(name, tags=text)) for name, text in tags.items()))
+
+    assert names(await store.scan(Scan(Execution, (Where("tags", "starts", prefix),)))) == ["exact", "longer"]
+
+
+async def test_a_list_is_ordered_as_asked_and_then_by_key(store: Store) -> None:
+    rows = [("a", 2), ("b", 1), ("c", 2), ("d", 1), ("e", 0)]
+    await write(store, *(Insert(execution(name, priority=priority)) for name, priority in rows))
+
+    assert names(await store.scan(Scan(Execution, order=("priority",)))) == ["e", "b", "d", "a", "c"]
+    assert names(await store.scan(Scan(Execution, order=("priority", "execution_id")))) == ["e", "b", "d", "a", "c"]
+
+
+async def test_texts_are_ordered_by_their_code_points(store: Store) -> None:
+    words = ["a", "B", "é", "z", "Z", "-", "\uffee", "\U0001f600", "aa", "a b", "a-b"]
+    await write(store, *(Insert(execution(word)) for word in words))
+
+    assert names(await store.scan(Scan(Execution))) == sorted(words)
+
+
+async def test_a_list_goes_on_strictly_after_a_place(store: Store) -> None:
+    rows = [("a", 2), ("b", 1), ("c", 2), ("d", 1), ("e", 0)]
+    await write(store, *(Insert(execution(name, priority=priority)) for name, priority in rows))
+
+    by_both = ("priority", "execution_id")
+    assert names(await store.scan(Scan(Execution, order=by_both, after=(1, "b")))) == ["d", "a", "c"]
+    assert names(await store.scan(Scan(Execution, order=by_both, after=(1, "bb"), limit=2))) == ["d", "a"]
+    assert names(await store.scan(Scan(Execution, order=("priority",), after=(1,)))) == ["a", "c"]
+    assert names(await store.scan(Scan(Execution, order=(), after=("c",)))) == ["d", "e"]
+    assert names(await store.scan(Scan(Execution, order=by_both, after=(2, "c")))) == []
+
+
+async def test_a_list_is_as_long_as_asked(store: Store) -> None:
+    await fill(store)
+
+    assert names(await store.scan(Scan(Execution, limit=3))) == ["a", "b", "c"]
+    assert names(await store.scan(Scan(Execution, limit=0))) == []
+
+
+async def test_pages_of_a_list_hold_every_row_once(store: Store) -> None:
+    rows = [
+        Attempt(f"n{n}", n % 3, "", AttemptType.INITIAL, AttemptRecordState.CREATED, n % 4, "", 0, "", "")
+        for n in range(40)
+    ]
+    await write(store, *(Insert(row) for row in rows))
+
+    order, seen, after = ("started_at", "execution_id", "attempt_index"), list[Attempt](), None
+    while page := await store.scan(Scan(Attempt, order=order, after=after, limit=7)):
+        seen += page
+        after = (page[-1].started_at, page[-1].execution_id, page[-1].attempt_index)
+    assert seen == sorted(rows, key=lambda row: (row.started_at, row.execution_id, row.attempt_index))

@@ -1,0 +1,176 @@
+"""What may be seen without waiting, and what is seen of changes that are still on their way."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+
+from flowfabric.clock import ManualClock
+from flowfabric.model.change import Insert
+from flowfabric.model.execution import Execution, IdempotencyKey, LineKey, Payload
+from flowfabric.model.signing_key import SigningKey
+from flowfabric.model.states import LifecyclePhase
+from flowfabric.stores.catalog import TABLE
+from flowfabric.stores.port import Collision, Store
+from flowfabric.stores.queries import Want
+from flowfabric.stores.sqlite import SQLiteStore, connection_thread
+from tests.scenarios.waits import until
+from tests.stores.samples import a_take, change, execution, payload, waiting, write
+
+WANTS = (
+    Want(Execution, ("a",)),
+    Want(Execution, ("nobody",)),
+    Want(IdempotencyKey, (1,)),
+    Want(IdempotencyKey, (1, "y")),
+    Want(IdempotencyKey, (2,)),
+)
+
+
+@pytest.fixture
+async def filled(store: Store) -> Store:
+    row = execution("a", line=LineKey("mail", '["gpu"]'), has_waits=True, lifecycle_phase=LifecyclePhase.ACTIVE)
+    keys = [Insert(IdempotencyKey(1, digest, "a", 2**62)) for digest in "zxy"]
+    await write(store, Insert(row), Insert(payload("a", b"\0\xff")), *keys)
+    return store
+
+
+@pytest.mark.parametrize("also", [(), (Want(Payload, ("a",)),)], ids=["texts", "bytes"])
+async def test_a_peek_shows_what_a_load_shows_or_nothing(filled: Store, also: tuple[Want, ...]) -> None:
+    loaded = await filled.load([*WANTS, *also])
+    few = [WANTS[0], WANTS[1], WANTS[3], *also]
+    peeked = filled.peek(few)
+
+    assert [len(found) for found in loaded.rows[:5]] == [1, 0, 3, 1, 0]
+    assert [key.digest for key in loaded.rows[2]] == ["x", "y", "z"]
+    assert peeked is None or peeked == await filled.load(few)
+    assert await filled.load([*WANTS, *also] * 5) == type(loaded)(loaded.now, loaded.rows * 5)
+
+
+async def test_many_rows_of_one_kind_are_loaded_like_few(filled: Store) -> None:
+    wants = [Want(IdempotencyKey, (1,)), Want(IdempotencyKey, (2,)), *[Want(IdempotencyKey, (1, "y"))] * 70]
+    one_by_one = [(await filled.load([want])).rows[0] for want in wants[:3]]
+
+    loaded = await filled.load(wants)
+    others = await filled.load([Want(IdempotencyKey, (1,)), Want(IdempotencyKey, (2,))] * 40)
+    nobody = await filled.load([Want(Execution, (f"nobody {number}",)) for number in range(80)])
+
+    assert loaded.rows == [*one_by_one, *[one_by_one[2]] * 69]
+    assert others.rows == one_by_one[:2] * 40
+    assert nobody.rows == [[]] * 80
+    assert nobody.now == loaded.now
+
+
+async def test_many_rows_of_several_kinds_are_loaded_like_few(filled: Store) -> None:
+    few = [Want(IdempotencyKey, (1,)), Want(Execution, ("nobody",)), *WANTS]
+    one_by_one = [(await filled.load([want])).rows[0] for want in few]
+    nobody = [Want(Payload, (f"nobody {number}",)) for number in range(80)]
+
+    loaded = await filled.load([*few * 60, *nobody])
+
+    assert loaded.rows == [*one_by_one * 60, *[[]] * 80]
+    assert loaded.now == (await filled.load(few)).now
+
+
+async def test_every_kind_of_row_is_loaded_by_itself_and_by_the_hundred(store: Store) -> None:
+    for row, table in TABLE.items():
+        kinds = get_type_hints(row)
+        key = tuple("nobody" if kinds[name] is str else 1 for name in table.key)
+        for width in range(1, len(key) + 1):
+            assert (await store.load([Want(row, key[:width])])).rows == [[]]
+        assert (await store.load([Want(row, key)] * 80)).rows == [[]] * 80
+
+
+async def test_a_take_sees_the_commit_that_was_called_before_it_where_the_store_says_so(store: Store) -> None:
+    await write(store, Insert(waiting("first", 1)), Insert(payload("first")))
+    steps = change(Insert(waiting("second", 2)), Insert(payload("second")))
+
+    verdicts, taken = await asyncio.gather(store.commit([steps]), store.take(a_take(2)))
+
+    found = [row.execution_id for row, _ in taken.rows]
+    assert verdicts == [taken.now] or not store.in_order
+    assert found == ["first", "second"] or (not store.in_order and found == ["first"])
+
+
+@pytest.fixture
+async def commits(tmp_path: Path) -> tuple[SQLiteStore, list[None]]:
+    store, commits = SQLiteStore(tmp_path / "ff.db"), list[None]()
+
+    def hook() -> bool:
+        commits.append(None)
+        return False
+
+    await store.open(migrate=True)
+    await write(store, Insert(execution("there")))
+    await store._writer.do(lambda db: db.set_commit_hook(hook))
+    commits.clear()
+    return store, commits
+
+
+async def test_what_a_turn_of_the_loop_brings_is_one_transaction(
+    commits: tuple[SQLiteStore, list[None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, committed = commits
+    monkeypatch.setattr(connection_thread, "TOGETHER_S", 60)  # however slow the machine is
+    steps = [change(Insert(waiting(name)), Insert(payload(name))) for name in "abc"]
+    brought = threading.Event()
+
+    def wait(_: object) -> None:
+        assert brought.wait(60)
+
+    committing = asyncio.gather(store._writer.do(wait), *(store.commit([step]) for step in steps))
+    taking = asyncio.ensure_future(store.take(a_take(3)))
+    await until(lambda: store._writer._queue.qsize() == len(steps) + 1)
+    brought.set()
+    _, taken = await asyncio.gather(committing, taking)
+    await store.close()
+
+    assert [row.execution_id for row, _ in taken.rows] == [*"abc"]
+    assert len(committed) == 1
+
+
+@pytest.mark.parametrize("at_fault", [0, 1, 2])
+async def test_a_piece_that_fails_takes_back_itself_and_nothing_else(
+    commits: tuple[SQLiteStore, list[None]], at_fault: int
+) -> None:
+    store, _ = commits
+    names = [*"abc"]
+    steps = [change(Insert(execution(name)), Insert(payload(name))) for name in names]
+    steps[at_fault] = change(Insert(execution("new")), Insert(execution("there")))
+
+    answers = await asyncio.gather(*(store.commit([step]) for step in steps), return_exceptions=True)
+    kept = (await store.load([Want(Execution, (name,)) for name in ("new", *names)])).rows
+    await store.close()
+
+    assert [isinstance(answer, Collision) for answer in answers] == [place == at_fault for place in range(3)]
+    assert [bool(found) for found in kept] == [False, *(place != at_fault for place in range(3))]
+
+
+async def test_work_that_is_handed_over_just_before_the_end_is_done(tmp_path: Path) -> None:
+    store = SQLiteStore(tmp_path / "ff.db")
+    await store.open(migrate=True)
+    committing = asyncio.ensure_future(store.commit([change(Insert(execution("last")))]))
+    await asyncio.sleep(0)
+    await store.close()
+
+    assert [verdict is not None for verdict in await committing] == [True]
+
+
+async def test_what_cannot_be_seen_at_once_is_left_to_a_load(tmp_path: Path, clock: ManualClock) -> None:
+    store = SQLiteStore(tmp_path / "ff.db", clock)
+    wants = [Want(Execution, ("a",))]
+    assert store.peek(wants) is None, "it is not open"
+    await store.open(migrate=True)
+    await write(store, Insert(execution("a")))
+
+    assert store.peek(wants) == await store.load(wants)
+    assert store.peek(wants * 50) is None, "that would take long"
+    assert store.peek([Want(IdempotencyKey, (1,))]) is None, "there may be many"
+    assert store.peek([*wants, Want(SigningKey, (0,))]) is not None, "of these there are few"
+    with store._glance._lock:
+        assert store.peek(wants) is None, "another thread looks"
+    await store.close()
+    assert store.peek(wants) is None, "it is closed"

@@ -1,0 +1,119 @@
+"""Trimming the feed: the oldest events go, nothing else moves, and what is lost can be told."""
+
+from __future__ import annotations
+
+from flowfabric.clock import ManualClock
+from flowfabric.model.change import Change
+from flowfabric.model.event import Event, Topic
+from flowfabric.stores.port import Store
+
+MANY = 10_000
+
+
+async def tell(store: Store, *events: Event) -> None:
+    await store.commit([Change(guards=(), events=events, id=1)])
+
+
+def lease(name: str) -> Event:
+    return Event(name, "n", lease="renewed")
+
+
+def completion(name: str) -> Event:
+    return Event(name, "n", outcome="success")
+
+
+async def told(store: Store, topic: Topic, after: int = 0) -> list[str]:
+    return [one.event.execution_id for one in (await store.feed(topic, after, MANY)).events]
+
+
+async def test_only_events_from_before_the_instant_go(store: Store, clock: ManualClock) -> None:
+    await tell(store, lease("old"))
+    clock.pass_ms(10)
+    await tell(store, lease("new"))
+
+    assert await store.trim_feed(clock.now - 10, MANY) == 0
+    assert await store.trim_feed(clock.now, MANY) == 1
+    assert await store.trim_feed(clock.now, MANY) == 0
+    assert await told(store, Topic.LEASE) == ["new"]
+
+
+async def test_an_event_that_must_stay_keeps_those_after_it(store: Store, clock: ManualClock) -> None:
+    """A clock that stepped back makes later events look older; they keep their place behind the one that stays."""
+    now = clock.now
+    await tell(store, lease("a"))
+    clock.now = now + 100
+    await tell(store, lease("b"))
+    clock.now = now
+    await tell(store, lease("c"))
+
+    assert await store.trim_feed(now + 50, MANY) == 1
+    assert await told(store, Topic.LEASE) == ["b", "c"]
+
+
+async def test_positions_are_never_given_again(store: Store, clock: ManualClock) -> None:
+    await tell(store, lease("a"))
+    end = await store.feed_end()
+    clock.pass_ms(1)
+    await store.trim_feed(clock.now, MANY)
+
+    assert await store.feed_end() == end
+    await tell(store, lease("b"))
+    assert await told(store, Topic.LEASE, end) == ["b"]
+    assert not (await store.feed(Topic.LEASE, end, MANY)).lost
+
+
+async def test_a_reader_is_told_what_its_own_topic_lost(store: Store, clock: ManualClock) -> None:
+    start = await store.feed_end()
+    await tell(store, completion("a"))
+    between = await store.feed_end()
+    await tell(store, lease("b"))
+    clock.pass_ms(1)
+    await store.trim_feed(clock.now, MANY)
+    await tell(store, completion("c"), lease("d"))
+
+    lost = {
+        (topic, after): (await store.feed(topic, after, MANY)).lost
+        for topic in (Topic.COMPLETION, Topic.LEASE, Topic.SIGNAL)
+        for after in (start, between)
+    }
+
+    assert {key for key, gone in lost.items() if gone} == {
+        (Topic.COMPLETION, start),
+        (Topic.LEASE, start),
+        (Topic.LEASE, between),
+    }
+    assert await told(store, Topic.COMPLETION, start) == ["c"]
+
+
+async def test_the_history_of_an_execution_forgets_what_was_trimmed(store: Store, clock: ManualClock) -> None:
+    await tell(store, lease("a"))
+    clock.pass_ms(1)
+    await store.trim_feed(clock.now, MANY)
+    await tell(store, lease("a"))
+
+    history = await store.history("a", Topic.LEASE, MANY)
+
+    assert [one.at for one in history] == [clock.now]
+
+
+async def test_a_small_limit_takes_the_oldest_first(store: Store, clock: ManualClock) -> None:
+    for name in "abc":
+        await tell(store, lease(name))
+    clock.pass_ms(1)
+
+    assert await store.trim_feed(clock.now, 1) == 1
+    assert await told(store, Topic.LEASE) == ["b", "c"]
+
+
+async def test_a_reader_far_behind_comes_to_what_is_left(store: Store, clock: ManualClock) -> None:
+    start = await store.feed_end()
+    for n in range(40):
+        await tell(store, *(lease(f"{n}-{m}") for m in range(60)))
+    clock.pass_ms(1)
+    while await store.trim_feed(clock.now, 500):
+        pass
+    await tell(store, lease("last"))
+
+    page = await store.feed(Topic.LEASE, start, MANY)
+
+    assert ([one.event.execution_id for one in page.events], page.lost) == (["last"], True)

@@ -1,0 +1,283 @@
+"""What the four kinds of writes do, how instants are filled in, and what no store keeps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from flowfabric.clock import ManualClock
+from flowfabric.model.change import NOW, Delete, FromNow, Insert, Patch, Put, absent, at
+from flowfabric.model.event import Topic
+from flowfabric.model.execution import Attempt, Execution, IdempotencyKey, LineKey, Payload, Result
+from flowfabric.model.flow import Dependency, DependencyKind
+from flowfabric.model.signing_key import SigningKey
+from flowfabric.model.states import AttemptRecordState, AttemptType, PublicState
+from flowfabric.stores.port import Collision, Store, Unstorable
+from flowfabric.stores.queries import Want
+from tests.stores.samples import change, event, execution, one, payload, waiting, write
+
+
+def attempt(name: str, index: int, **fields: Any) -> Attempt:
+    row = Attempt(name, index, "id", AttemptType.INITIAL, AttemptRecordState.STARTED, at(0), "lease", 1, "w", "i")
+    return msgspec.structs.replace(row, **fields)
+
+
+async def attempts_of(store: Store, name: str) -> list[Attempt]:
+    return (await store.load([Want(Attempt, (name,))])).rows[0]
+
+
+async def test_a_row_comes_back_as_it_was_written(store: Store, clock: ManualClock) -> None:
+    row = waiting(
+        "{fp:7}:é",
+        rank=-(2**62),
+        line=LineKey("mail", "gpu,ram", "tenant-1", 3, True),
+        tags='{"k":"π \U0001f600"}',
+        public_state=PublicState.SKIPPED,
+        attempt_type=AttemptType.FALLBACK,
+        created_at=1,
+        last_transition_at=2,
+        last_mutation_at=2**63 - 1,
+        required_capabilities="",
+        deadline_at=-(2**63),
+    )
+    revision = await write(store, Insert(row))
+
+    found = await one(store, Execution, "{fp:7}:é")
+    assert found == msgspec.structs.replace(row, revision=revision)
+    assert type(found.public_state) is PublicState
+
+
+async def test_yes_and_no_come_back_as_such(store: Store) -> None:
+    await write(store, Insert(SigningKey("k1", "00", True)), Insert(SigningKey("k2", "00", False)))
+
+    found = (await store.load([Want(SigningKey, ())])).rows[0]
+    assert [key.current for key in found] == [True, False]
+    assert {type(key.current) for key in found} == {bool}
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\0", b"a\0b\0", b"\xff\xfe\x80", bytes(range(256)) * 300])
+async def test_bytes_come_back_exactly(store: Store, content: bytes | None) -> None:
+    await write(store, Insert(payload("a", content)))
+
+    assert (await one(store, Payload, "a")).input_payload == content
+
+
+async def test_instants_are_filled_in_with_one_reading_of_the_stores_clock(store: Store, clock: ManualClock) -> None:
+    committed = await store.commit(
+        [
+            change(Insert(execution("a", delay_until=FromNow(50), rank=FromNow(-7))), Insert(attempt("a", 0))),
+            change(Put(attempt("b", 0, ended_at=NOW))),
+        ]
+    )
+    assert committed == [clock.now, clock.now]
+    row = await one(store, Execution, "a")
+    assert (row.created_at, row.delay_until, row.rank) == (clock.now, clock.now + 50, clock.now - 7)
+    assert (await one(store, Attempt, "a", 0)).started_at == clock.now
+    assert (await one(store, Attempt, "b", 0)).ended_at == clock.now
+
+    clock.pass_ms(10)
+    await write(store, Patch(Execution, ("a",), {"completed_at": FromNow(-3), "last_mutation_at": NOW}))
+    row = await one(store, Execution, "a")
+    assert (row.completed_at, row.last_mutation_at) == (clock.now - 3, clock.now)
+    assert row.created_at == clock.now - 10
+
+
+async def test_a_clock_that_runs_is_read_once_a_commit(store: Store, clock: ManualClock, monkeypatch: Any) -> None:
+    def tick(self: ManualClock) -> int:
+        self.now += 1
+        return self.now
+
+    monkeypatch.setattr(ManualClock, "__call__", tick)
+    names = [f"n{number}" for number in range(20)]
+    committed = await store.commit([change(Insert(execution(name)), events=[event(name, lease="x")]) for name in names])
+
+    assert len(set(committed)) == 1
+    rows = [(await one(store, Execution, name)) for name in names]
+    assert {instant for row in rows for instant in (row.created_at, row.last_mutation_at)} == set(committed)
+    assert {told.at for told in (await store.feed(Topic.LEASE, 0, 100)).events} == set(committed)
+
+
+async def test_a_put_makes_a_row_or_replaces_it_whole(store: Store) -> None:
+    await write(store, Put(attempt("a", 0, lineage="{}", ended_at=5)))
+    await write(store, Put(attempt("a", 0, suspension_id="s")))
+
+    found = await one(store, Attempt, "a", 0)
+    assert (found.lineage, found.ended_at, found.suspension_id) == (None, None, "s")
+
+
+async def test_a_patch_changes_its_fields_and_no_others(store: Store) -> None:
+    await write(store, Insert(waiting("a", rank=5, tags="{}")))
+    before = await one(store, Execution, "a")
+    revision = await write(
+        store, Patch(Execution, ("a",), {"line": None, "priority": 3, "public_state": PublicState.ACTIVE})
+    )
+
+    expected = {"line": None, "priority": 3, "public_state": PublicState.ACTIVE, "revision": revision}
+    assert await one(store, Execution, "a") == msgspec.structs.replace(before, **expected)
+
+
+async def test_a_patch_of_a_row_that_does_not_exist_is_passed_over(store: Store, clock: ManualClock) -> None:
+    assert await store.commit([change(Patch(Execution, ("a",), {"priority": 1}))]) == [clock.now]
+    assert await one(store, Execution, "a") is None
+
+
+async def test_a_patch_may_be_passed_over_when_a_field_is_already_set(store: Store) -> None:
+    first = await write(store, Insert(execution("a")))
+    closing = await write(store, Patch(Execution, ("a",), {"completed_at": 1}, unless="completed_at"))
+    assert closing != first
+    await write(store, Patch(Execution, ("a",), {"completed_at": 2}, unless="completed_at"))
+
+    row = await one(store, Execution, "a")
+    assert (row.completed_at, row.revision) == (1, closing)
+
+
+async def test_a_delete_takes_all_rows_whose_key_begins_alike(store: Store) -> None:
+    rows = [attempt(name, index) for name in ("a", "ab", "b") for index in range(3)]
+    await write(store, *(Insert(row) for row in rows))
+
+    await write(store, Delete(Attempt, ("a",)), Delete(Attempt, ("b", 1)), Delete(Attempt, ("none",)))
+    left = [(row.execution_id, row.attempt_index) for row in (await store.load([Want(Attempt, ())])).rows[0]]
+    assert left == [("ab", 0), ("ab", 1), ("ab", 2), ("b", 0), ("b", 2)]
+
+    await write(store, Delete(Attempt, ()))
+    assert (await store.load([Want(Attempt, ())])).rows == [[]]
+
+
+@pytest.mark.parametrize("beside", ["before", "after"])
+async def test_a_delete_takes_a_root_that_its_neighbour_in_the_batch_patches(
+    store: Store, clock: ManualClock, beside: str
+) -> None:
+    edge = Dependency("child", "edge", "flow", "above", DependencyKind.SUCCESS_ONLY)
+    await write(store, Insert(execution("child")), Insert(edge), Insert(execution("above")))
+    gone = change(Delete(Dependency, ("child",)), Delete(Execution, ("child",)))
+    told = change(
+        Patch(Execution, ("above",), {"priority": 5}), Patch(Dependency, ("child", "edge"), {"unfolded_at": NOW})
+    )
+
+    assert await store.commit([told, gone] if beside == "before" else [gone, told]) == [clock.now] * 2
+
+    assert (await store.load([Want(Dependency, ("child",))])).rows == [[]]
+    assert (await one(store, Execution, "above")).priority == 5
+
+
+async def test_the_writes_of_a_change_happen_in_their_order(store: Store) -> None:
+    await write(store, Insert(attempt("a", 0)), Insert(attempt("a", 1)))
+    await write(
+        store,
+        Delete(Attempt, ("a",)),
+        Insert(attempt("a", 1, lineage="new")),
+        Patch(Attempt, ("a", 1), {"ended_at": 9}),
+        Put(attempt("a", 2)),
+        Delete(Attempt, ("a", 2)),
+    )
+    found = await attempts_of(store, "a")
+    assert [(row.attempt_index, row.lineage, row.ended_at) for row in found] == [(1, "new", 9)]
+
+
+async def test_changes_of_many_shapes_are_written_in_one_batch(store: Store, clock: ManualClock) -> None:
+    await write(store, *(Insert(execution(f"n{number}")) for number in range(100)))
+    fields: list[dict[str, Any]] = [{"priority": 1}, {"tags": "x", "rank": 2}, {"completed_at": NOW}]
+
+    batch = [
+        change(Patch(Execution, (f"n{number}",), fields[number % 3]), *extra)
+        for number in range(100)
+        for extra in [[Insert(Result(f"n{number}", b"r"))] if number % 2 else [Put(payload(f"n{number}"))]]
+    ]
+    assert await store.commit(batch) == [clock.now] * 100
+    for number in range(100):
+        row = await one(store, Execution, f"n{number}")
+        assert {name: getattr(row, name) for name in fields[number % 3]} == {
+            name: clock.now if value is NOW else value for name, value in fields[number % 3].items()
+        }
+        assert (await one(store, Result, f"n{number}") is None) == (number % 2 == 0)
+
+
+POISON: list[tuple[str, Any]] = [
+    ("a number of more than 64 bits", {"priority": 2**63}),
+    ("a very negative number", {"priority": -(2**63) - 1}),
+    ("an instant beyond all bounds", {"delay_until": FromNow(2**63 - 1)}),
+    ("a text with NUL", {"tags": "a\0b"}),
+    ("half a character", {"tags": "\ud800"}),
+    ("nothing where something has to be", {"namespace": None}),
+]
+
+
+@pytest.mark.parametrize("fields", [fields for _, fields in POISON], ids=[name for name, _ in POISON])
+async def test_what_cannot_be_kept_is_refused_with_its_whole_batch(store: Store, fields: dict[str, Any]) -> None:
+    await write(store, Insert(execution("c")))
+    end = await store.feed_end()
+    good = change(Insert(execution("a", line=LineKey("new"))), events=[event(lease="x")])
+
+    for poison in (Insert(execution("b", **fields)), Patch(Execution, ("c",), fields)):
+        with pytest.raises(Unstorable) as refusal:
+            await store.commit([good, change(poison, events=[event(lease="x")])])
+        assert not isinstance(refusal.value, Collision)
+    assert [row.execution_id for row in (await store.load([Want(Execution, ())])).rows[0]] == ["c"]
+    assert (await store.feed(Topic.LEASE, end, 10)).events == []
+    assert await store.commit([good]) != [None]
+
+
+@pytest.mark.parametrize("fields", [{"lease_epoch": 2**63}, {"reason": "a\0b"}, {"reason": "\udfff"}])
+async def test_an_event_that_cannot_be_kept_is_refused_with_its_whole_batch(
+    store: Store, fields: dict[str, Any]
+) -> None:
+    with pytest.raises(Unstorable):
+        await store.commit([change(Insert(execution())), change(events=[event(lease="x", **fields)])])
+    assert await one(store, Execution, "a") is None
+
+
+async def test_a_row_that_appeared_meanwhile_is_a_collision_and_nothing_is_written(store: Store) -> None:
+    await write(store, Insert(execution("a")))
+
+    with pytest.raises(Collision):
+        await store.commit([change(Insert(execution("b"))), change(Insert(execution("a", priority=9)))])
+    assert await one(store, Execution, "b") is None
+    assert (await one(store, Execution, "a")).priority == 0
+
+
+async def test_a_refused_insert_is_no_collision(store: Store) -> None:
+    await write(store, Insert(execution("a")))
+
+    assert await store.commit([change(Insert(execution("a")), guards=[absent(Execution, "a")])]) == [None]
+
+
+@pytest.mark.parametrize("first", [Put, Insert])
+async def test_a_row_that_has_to_be_absent_can_be_written_and_replaced(
+    store: Store, clock: ManualClock, first: type[Put | Insert]
+) -> None:
+    twice = (first(execution("a")), Put(execution("a", priority=7)))
+
+    assert await store.commit([change(*twice, guards=[absent(Execution, "a")])]) == [clock.now]
+    assert (await one(store, Execution, "a")).priority == 7
+
+
+async def test_a_poisoned_change_whose_guard_fails_does_no_harm_by_its_rows(store: Store, clock: ManualClock) -> None:
+    await write(store, Insert(execution("a")))
+
+    refused = change(Insert(execution("a")), guards=[absent(Execution, "a")])
+    good = change(Insert(execution("b")))
+    assert await store.commit([refused, good]) == [None, clock.now]
+
+
+async def test_loading_gives_the_rows_of_each_want_in_key_order_and_the_time(store: Store, clock: ManualClock) -> None:
+    await write(store, *(Insert(attempt("a", index)) for index in (10, 2, 1)), Insert(execution("a")))
+    await write(store, Insert(IdempotencyKey(1, "x", "a", 5)), Insert(IdempotencyKey(2, "x", "a", 5)))
+
+    wants = [Want(Attempt, ("a",)), Want(Attempt, ("a", 2)), Want(Execution, ("b",)), Want(IdempotencyKey, (2,))]
+    loaded = await store.load(wants)
+    assert loaded.now == clock.now
+    assert [[msgspec.structs.astuple(row)[:2] for row in rows] for rows in loaded.rows] == [
+        [("a", 1), ("a", 2), ("a", 10)],
+        [("a", 2)],
+        [],
+        [(2, "x")],
+    ]
+    assert (await store.load([])).rows == []
+
+
+async def test_the_time_can_be_asked_for(store: Store, clock: ManualClock) -> None:
+    assert await store.ping() == clock.now
+    clock.pass_ms(5)
+    assert await store.ping() == clock.now

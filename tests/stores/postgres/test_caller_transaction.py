@@ -1,0 +1,27 @@
+"""The store as seen from inside a caller's own transaction."""
+
+from __future__ import annotations
+
+import asyncpg
+
+from flowfabric.clock import ManualClock
+from flowfabric.model.execution import Execution, LineKey
+from flowfabric.stores.postgres import PostgresStore
+from flowfabric.stores.queries import Want
+from tests.stores.samples import line_up, waiting
+
+
+async def test_a_row_in_a_line_that_another_process_made_can_be_read(
+    pg: PostgresStore, database: str, clock: ManualClock
+) -> None:
+    await line_up(pg, waiting("a", line=LineKey("made by another")))
+    fresh = PostgresStore(database, clock)
+    connection = await asyncpg.connect(database)
+    try:
+        async with connection.transaction():
+            loaded = await (await fresh.within(connection)).load([Want(Execution, ("a",))])
+    finally:
+        await connection.close()
+        await fresh.close()
+
+    assert [row.line for row in loaded.rows[0]] == [LineKey("made by another")]

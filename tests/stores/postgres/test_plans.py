@@ -1,0 +1,337 @@
+"""Plans on a large table: what the hot statements may touch, with and without the planner settings of the store.
+
+Plans are looked at as the server keeps them: made once, without the values (`generic`), since that is what hundreds of
+calls of one statement use.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import asyncpg
+import pytest
+
+from flowfabric.model.change import NOW, Change, FromNow, Guard, Insert, LeaseCheck, LeaseWant, Patch, Put, absent
+from flowfabric.model.event import Topic
+from flowfabric.model.execution import Attempt, Execution, LineKey, Payload, Result
+from flowfabric.model.states import AttemptRecordState, AttemptType
+from flowfabric.stores.claims import Held
+from flowfabric.stores.postgres import claim as taking
+from flowfabric.stores.postgres import event_log, reads
+from flowfabric.stores.postgres.commit.claim import handing
+from flowfabric.stores.postgres.commit.parameters import Habits
+from flowfabric.stores.postgres.commit.plan import Batch
+from flowfabric.stores.postgres.commit.statement import commit
+from flowfabric.stores.postgres.migrator import migrations
+from flowfabric.stores.postgres.pool import TUNING
+from flowfabric.stores.postgres.queue_reads import STANDING
+from flowfabric.stores.queries import Scan, Tally, Want, Where
+from tests.conftest import migrate
+from tests.servers import postgres
+from tests.stores.samples import a_take, change, event, execution, payload
+
+pytestmark = pytest.mark.slow
+
+WAITING, FINISHED = 300_000, 200_000
+FILL = f"""
+insert into ff_line (line, digest, lane_id, required, fairness_key, fairness_weight, decided)
+values (1, '1', 'mail', '', '', 1, false), (2, '2', 'mail', 'gpu', '', 1, false);
+insert into ff_exec_core (execution_id, partition, namespace, lane_id, priority, created_at, last_transition_at,
+    last_mutation_at, lifecycle_phase, ownership_state, eligibility_state, blocking_reason, terminal_outcome,
+    attempt_state, public_state, total_attempt_count, retry_count, replay_count, lease_reclaim_count, lease_epoch,
+    line, rank, next_type, revision, purge_at, lease_id, lease_expires_at)
+select md5(n::text), 7, 'default', 'mail', 0, n, n, n, 1, 0, 0, 1, 0, 1, 0, 0, 0, 0, 0, 1,
+       case when n <= {WAITING} then 1 + n % 2 end, n, 0, 1, case when n > {WAITING} then n end, 'l',
+       case when n % 1000 = 0 then n end
+  from generate_series(1, {WAITING + FINISHED}) n;
+insert into ff_payload (execution_id, execution_kind, creator_identity)
+select execution_id, 'task', 'me' from ff_exec_core;
+insert into ff_result (execution_id, payload) select execution_id, 'done' from ff_exec_core where line is null;
+insert into ff_batch (at, position, events)
+select n, nullif(n, 20001), array(
+       select (jsonb_populate_record(null::ff_told, jsonb_build_object(
+                'execution_id', md5(((10 * n + m) % 500)::text), 'namespace', 'default', 'lease', 'acquired')))
+         from generate_series(0, 9) m)
+  from generate_series(1, 20001) n;
+insert into ff_told_in (batch_id, execution_id)
+select b.batch_id, e.execution_id from ff_batch b cross join lateral unnest(b.events) e;
+analyze;
+"""
+
+
+@pytest.fixture(scope="module")
+def large() -> str:
+    """A database of that size, made once for all processes; tests change nothing in it."""
+
+    def fill(dsn: str) -> None:
+        migrate(dsn)
+        server.execute(FILL, urlsplit(dsn).path[1:])
+
+    server = postgres()
+    made_of = "".join(step.text for step in migrations()) + FILL
+    return server.dsn(server.template(f"ff_large_{hashlib.sha256(made_of.encode()).hexdigest()[:12]}", fill))
+
+
+@pytest.fixture(params=["as the store connects", "as a pooler connects"])
+async def planner(large: str, request: pytest.FixtureRequest) -> AsyncIterator[Planner]:
+    settings = TUNING if request.param == "as the store connects" else {"plan_cache_mode": "force_generic_plan"}
+    connection = await asyncpg.connect(large, server_settings=settings)
+    yield Planner(connection)
+    await connection.close()
+
+
+LARGE = ("ff_exec_core", "ff_payload", "ff_result", "ff_told_in", "ff_batch")
+
+
+class Planner:
+    """Stands in for a connection: explains what it is asked to run."""
+
+    def __init__(self, connection: Any) -> None:
+        self.connection = connection
+        self.plans: list[Any] = []
+
+    async def fetch(self, words: str, *values: Any) -> list[Any]:
+        await self.explain(words, len(values))
+        return []
+
+    async def fetchrow(self, words: str, *values: Any) -> Any:
+        await self.explain(words, len(values))
+        return {"now": 0, "yes": [], "numbered": 0, "news": False, "events": []}
+
+    def is_in_transaction(self) -> bool:
+        return True
+
+    async def explain(self, words: str, values: int) -> None:
+        await self.connection.execute(f"prepare asked as {words}")
+        given = f"({', '.join(['null'] * values)})" if values else ""
+        plan = await self.connection.fetchval(f"explain (format json) execute asked{given}")
+        await self.connection.execute("deallocate asked")
+        self.plans.append(json.loads(plan)[0]["Plan"])
+
+    def scans(self) -> list[tuple[str, str, str | None]]:
+        """Kind, table and index of every scan of our large tables."""
+        found: list[tuple[str, str, str | None]] = []
+
+        def walk(node: Any) -> None:
+            if node.get("Relation Name") in LARGE and node["Node Type"] != "ModifyTable":
+                found.append((node["Node Type"], node["Relation Name"], node.get("Index Name")))
+                assert "Seq Scan" not in node["Node Type"], node
+                by_key = {"Index Cond", "Recheck Cond", "TID Cond"} & node.keys()
+                assert by_key or node["Relation Name"] == "ff_batch", node
+            for child in node.get("Plans", ()):
+                walk(child)
+
+        for plan in self.plans:
+            walk(plan)
+        return found
+
+
+LINES = (LineKey("mail"), LineKey("mail", "gpu"))
+
+
+def numbers(line: LineKey) -> int:
+    return LINES.index(line) + 1
+
+
+async def test_a_take_of_one_line_walks_its_index_and_writes_where_it_locked(planner: Planner) -> None:
+    take = a_take(100, LINES[0])
+
+    await taking.take(planner, take, take.stamps, [1], 200, None, numbers)
+
+    assert planner.scans() == [
+        ("Index Scan", "ff_exec_core", "ff_exec_core_line"),
+        ("Tid Scan", "ff_exec_core", None),
+        ("Index Scan", "ff_payload", "ff_payload_pkey"),
+    ]
+    assert '"e.rank"' not in json.dumps(planner.plans)  # the line is not sorted: the index has it in order
+
+
+async def test_a_take_walks_the_index_of_lines(planner: Planner) -> None:
+    take = a_take(100, *LINES)
+
+    await taking.take(planner, take, take.stamps, [1, 2], 200, None, numbers)
+
+    assert planner.scans() == [
+        ("Index Scan", "ff_exec_core", "ff_exec_core_line"),
+        ("Index Scan", "ff_exec_core", planner.scans()[1][2]),
+        ("Tid Scan", "ff_exec_core", None),
+        ("Index Scan", "ff_payload", "ff_payload_pkey"),
+    ]
+
+
+async def test_a_take_of_many_lines_walks_the_index_of_lines(planner: Planner) -> None:
+    take = a_take(100, *(LineKey("mail", f"{number}") for number in range(taking.MANY + 1)))
+
+    await taking.take(planner, take, take.stamps, list(range(taking.MANY + 1)), 200, None, numbers)
+
+    assert [index for _, _, index in planner.scans()][:2] == ["ff_exec_core_line"] * 2
+
+
+@pytest.mark.parametrize("lines", [[1], [1, 2]], ids=["one line", "two lines"])
+async def test_a_take_reads_few_pages_whatever_the_table_holds(planner: Planner, lines: list[int]) -> None:
+    take = a_take(100, *LINES)
+    words = taking.claim(take, lines).words
+
+    class Analyst(Planner):
+        async def fetch(self, words: str, *values: Any) -> list[Any]:
+            await self.connection.execute("begin")
+            plan = await self.connection.fetchval(f"explain (analyze, buffers, format json) {words}", *values)
+            await self.connection.execute("rollback")
+            self.plans.append(json.loads(plan)[0]["Plan"])
+            return []
+
+    analyst = Analyst(planner.connection)
+    await taking.take(analyst, take, take.stamps, lines, 200, None, numbers)
+
+    (plan,) = analyst.plans
+    assert plan["Shared Hit Blocks"] + plan["Shared Read Blocks"] < 50 * 100, words
+
+
+async def test_lines_with_work_are_found_from_one_to_the_next(planner: Planner) -> None:
+    plan = await planner.connection.fetchval(
+        f"explain (analyze, buffers, format json) {STANDING}", None, [-1], [2**63 - 1]
+    )
+
+    read = json.loads(plan)[0]["Plan"]
+    assert read["Shared Hit Blocks"] + read["Shared Read Blocks"] < 100, plan
+
+
+async def test_a_renewal_finds_its_rows_by_key(planner: Planner) -> None:
+    await taking.renew(planner, [Held("a", 0, "x", "l", 1, 1000)], None)
+
+    assert {index for _, _, index in planner.scans()} == {"ff_exec_core_pkey"}
+
+
+def finish(name: str) -> Change:
+    attempt = Attempt(name, 0, "x", AttemptType.INITIAL, AttemptRecordState.ENDED_SUCCESS, 1, "l", 1, "w", "wi")
+    return change(
+        Patch(Execution, (name,), {"completed_at": NOW, "purge_at": FromNow(5), "lease_expires_at": None}),
+        Insert(attempt),
+        Put(Result(name, name.encode())),
+        guards=[Guard(Execution, (name,), 1, LeaseCheck(LeaseWant.LIVE, "l", 1))],
+        events=[event(name, lease="released")],
+    )
+
+
+def create(name: str) -> Change:
+    return change(Insert(execution(name)), Insert(payload(name)), guards=[absent(Execution, name)])
+
+
+def relied_on(name: str) -> Change:
+    return change(Put(Result(name, b"")), guards=[Guard(Execution, (name,), 1)])
+
+
+@pytest.mark.parametrize("make", [finish, create, relied_on])
+@pytest.mark.parametrize("many", [1, 300])
+async def test_a_commit_finds_its_rows_by_key(planner: Planner, make: Any, many: int) -> None:
+    batch = Batch([make(f"{number:03}") for number in range(many)], Habits(numbers))
+
+    await commit(planner, batch, None)
+
+    assert {index for _, _, index in planner.scans()} == {"ff_exec_core_pkey"}
+
+
+async def test_a_commit_that_hands_over_looks_once_at_each_line(planner: Planner) -> None:
+    def freed(name: str) -> Change:
+        return change(Patch(Execution, (name,), {"line": LINES[0]}), guards=[Guard(Execution, (name,), 1)])
+
+    changes = [freed(f"{number:03}") for number in range(16)]
+    batch = Batch(changes, Habits(numbers))
+    batch.handing = handing(changes, batch.rounds[0], a_take(16, *LINES), [1, 2], numbers)
+    assert batch.handing is not None
+
+    await commit(planner, batch, None)
+
+    scans = [index for _, _, index in planner.scans()]
+    assert scans.count("ff_exec_core_line") == 1
+    assert set(scans) == {"ff_exec_core_line", "ff_exec_core_pkey", "ff_payload_pkey"}
+
+
+@pytest.mark.parametrize("column", ["lease_expires_at", "purge_at", "delay_until"])
+async def test_due_rows_are_found_by_the_index_of_their_column(planner: Planner, column: str) -> None:
+    where = (Where("namespace", "=", "default"),)
+    words, values = reads.due_words(Execution, column, 50, where, None, numbers)
+
+    await planner.explain(words, len(values))
+
+    assert {index for _, _, index in planner.scans()} == {f"ff_exec_core_{column}"}
+
+
+@pytest.mark.parametrize("each", [None, LINES])
+async def test_counts_are_made_by_an_index(planner: Planner, each: tuple[LineKey, ...] | None) -> None:
+    held = Tally(Execution, "lease_expires_at", ("lane_id",), 100)
+    line = Tally(Execution, "line", ("lane_id",), 100, each=each)
+    for tally, first in ((held, "ff_exec_core_lease_expires_at"), (line, "ff_exec_core_line")):
+        words, values = reads.tally_words(tally, numbers)
+        planner.plans.clear()
+
+        await planner.explain(words, len(values))
+
+        # An index that holds only rows that are set is walked from its beginning, up to the limit: there is nothing
+        # to compare with, which `scans` would ask for.
+        plan = json.dumps(planner.plans)
+        assert f'"{first}"' in plan
+        assert '"Seq Scan"' not in plan
+
+
+async def test_a_load_finds_its_rows_by_key(planner: Planner) -> None:
+    await reads.load(planner, [Want(Execution, ("a",)), Want(Payload, ("a",)), Want(Result, ("a",))], None)
+
+    assert {index for _, _, index in planner.scans()} == {"ff_exec_core_pkey", "ff_payload_pkey", "ff_result_pkey"}
+
+
+async def test_a_load_of_many_finds_its_rows_by_key(planner: Planner) -> None:
+    await reads.load(planner, [Want(Execution, (f"{number}",)) for number in range(reads.MANY)], None)
+
+    assert {index for _, _, index in planner.scans()} == {"ff_exec_core_pkey"}
+
+
+async def test_the_feed_walks_its_batches_in_order(planner: Planner) -> None:
+    await planner.explain(event_log.statement("read", Topic.LEASE), 4)
+
+    assert {index for _, _, index in planner.scans()} == {"ff_batch_position", "ff_batch_unnumbered"}
+    assert '"Sort"' not in json.dumps(planner.plans)  # which would read all batches of a window for a short page
+
+
+async def test_a_history_goes_where_its_execution_points(planner: Planner) -> None:
+    await planner.explain(event_log.statement("history", Topic.LEASE), 3)
+
+    assert {table for _, table, _ in planner.scans()} == {"ff_exec_core", "ff_told_in", "ff_batch"}
+    assert all(f'"{index}"' in json.dumps(planner.plans) for index in ("ff_told_in_pkey", "ff_batch_pkey"))
+
+
+async def test_what_points_to_trimmed_batches_is_found_by_key(planner: Planner) -> None:
+    await planner.explain(event_log.TRIM, 3)
+
+    assert ("Tid Scan", "ff_told_in", None) in planner.scans()
+    assert {index for kind, _, index in planner.scans() if "Index" in kind} >= {"ff_told_in_pkey", "ff_batch_position"}
+
+
+async def test_rows_whose_key_begins_like_a_text_are_a_range_of_the_index(planner: Planner) -> None:
+    one = Scan(Execution, (Where("execution_id", "starts", "1a"),), ("execution_id",), limit=3)
+    each = Scan(Execution, (Where("execution_id", "starts", ("1a", "2")),), limit=3, each="execution_id")
+
+    for scan in (one, each):
+        words, values = reads.scan_words(scan, lambda line: 1)
+        await planner.fetch(words, *values)
+
+    assert planner.scans() == [("Index Scan", "ff_exec_core", "ff_exec_core_pkey")] * 2
+    conditions = [json.dumps(plan) for plan in planner.plans]
+    assert all(" < " in text.partition('"Index Cond"')[2] for text in conditions), "both ends of the range"
+
+
+async def test_the_lists_of_a_limit_are_found_by_one_index_search_each(planner: Planner) -> None:
+    where = (Where("blocked_on", "starts", "quota:1#"), Where("blocked_on", ">", "quota:1#a"))
+    words, values = reads.scan_words(
+        Scan(Execution, where, ("rank",), limit=1, each="blocked_on", values=9), lambda line: 1
+    )
+
+    await planner.fetch(words, *values)
+
+    assert {(table, index) for _, table, index in planner.scans() if table == "ff_exec_core"} == {
+        ("ff_exec_core", "ff_exec_core_blocked_on")
+    }

@@ -1,0 +1,381 @@
+"""Connections of the Postgres store: what a caller hears when one breaks, and that the store recovers by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncIterator
+
+import asyncpg
+import pytest
+
+from flowfabric.clock import ManualClock
+from flowfabric.errors import InvalidInput, StoreFault, StoreUnavailable
+from flowfabric.model.change import Guard, Insert, Patch
+from flowfabric.model.event import Topic
+from flowfabric.model.execution import Execution, LineKey
+from flowfabric.stores.claims import Take, Taken
+from flowfabric.stores.port import Collision, Unstorable
+from flowfabric.stores.postgres import PostgresStore
+from flowfabric.stores.queries import Want
+from tests.conftest import Rival, migrate
+from tests.servers import PostgresServer, leave, postgres
+from tests.stores.samples import MAIL, a_take, change, event, execution, line_up, one, payload, waiting, write
+
+OURS = "select pid from pg_stat_activity where application_name = 'flowfabric' and datname = current_database()"
+NOBODY = "postgresql://postgres@127.0.0.1:{}/none"
+
+
+def doubt(error: pytest.ExceptionInfo[StoreUnavailable]) -> object:
+    return error.value.facts["in_doubt"]
+
+
+async def until_it_answers(store: PostgresStore) -> None:
+    """Ask again and again, as everyone does; each refusal says that this makes sense."""
+    refusals: list[StoreUnavailable] = []
+    async with asyncio.timeout(20):
+        while True:
+            try:
+                await store.ping()
+                break
+            except StoreUnavailable as error:
+                refusals.append(error)
+    assert all(error.retryable for error in refusals)
+
+
+async def look_twice(store: PostgresStore, rival: Rival) -> tuple[Take, asyncio.Task[Taken]]:
+    """A take that has claimed one row, and is held up while it looks for another one."""
+    await line_up(store, *(waiting(f"{rank:02}", rank) for rank in range(10)))
+    await rival.begin(
+        "select 1 from ff_exec_core where rank between 1 and 5 for update",
+        "insert into ff_batch (batch_id, at, events) select nextval('ff_batch_batch_id_seq') + 2, 0, '{}'",
+    )  # it looks at so many rows first; and whoever tells something after the next one has to wait
+    take = a_take(2, MAIL, LineKey("other"))
+    await write(store, Insert(execution("elsewhere", line=LineKey("other"), rank=99)))
+    return take, asyncio.create_task(store.take(take))
+
+
+class TestAConnectionThatIsKilled:
+    async def test_after_the_commit_was_sent_leaves_a_doubt(self, pg: PostgresStore, rival: Rival) -> None:
+        revision = await write(pg, Insert(execution("a")))
+        await rival.begin("select 1 from ff_exec_core where execution_id = 'a' for update")
+        patch = change(Patch(Execution, ("a",), {"priority": 5}), guards=[Guard(Execution, ("a",), revision)])
+        commit = asyncio.create_task(pg.commit([patch]))
+        (pid,) = await rival.blocks()
+
+        await rival.fetch("select pg_terminate_backend($1)", pid)
+
+        with pytest.raises(StoreUnavailable) as error:
+            await commit
+        assert doubt(error) is True
+        assert error.value.retryable
+        await rival.end("rollback")
+        assert (await one(pg, Execution, "a")).revision == revision  # a reload tells
+
+    async def test_while_idle_is_replaced_in_silence(self, pg: PostgresStore, rival: Rival, clock: ManualClock) -> None:
+        await asyncio.gather(*(pg.ping() for _ in range(5)))
+
+        idle = list(pg._links._idle)
+        await rival.fetch(f"select pg_terminate_backend(pid) from ({OURS}) ours")
+        while not all(connection.is_closed() for connection in idle):  # until this process has heard of it
+            await rival.fetch("select pg_sleep(0.001)")
+
+        assert await pg.commit([change(Insert(execution("a")))]) == [clock.now]
+
+    async def test_during_a_read_is_replaced_and_the_read_repeated(self, pg: PostgresStore, rival: Rival) -> None:
+        await write(pg, Insert(execution("a")))
+        await rival.begin("lock table ff_exec_core in access exclusive mode")
+        load = asyncio.create_task(pg.load([Want(Execution, ("a",))]))
+        (pid,) = await rival.blocks()
+
+        await rival.fetch("select pg_terminate_backend($1)", pid)
+        await rival.blocks()
+        await rival.end("rollback")
+
+        assert [row.execution_id for row in (await load).rows[0]] == ["a"]
+
+    async def test_during_a_take_leaves_a_doubt(self, pg: PostgresStore, rival: Rival) -> None:
+        await line_up(pg, waiting("a"))
+        await rival.begin("lock table ff_batch in exclusive mode")
+        take = asyncio.create_task(pg.take(a_take(1)))
+        (pid,) = await rival.blocks()
+
+        await rival.fetch("select pg_terminate_backend($1)", pid)
+
+        with pytest.raises(StoreUnavailable) as error:
+            await take
+        assert doubt(error) is True
+        await rival.end("rollback")
+        assert len((await pg.take(a_take(1, prefix="again-"))).rows) == 1
+
+    async def test_during_the_second_look_of_a_take_leaves_a_doubt(self, pg: PostgresStore, rival: Rival) -> None:
+        take, looking = await look_twice(pg, rival)
+        (pid,) = await rival.blocks()
+
+        await rival.fetch("select pg_terminate_backend($1)", pid)
+
+        with pytest.raises(StoreUnavailable) as error:  # or unused stamps, as they seem, would be used again
+            await looking
+        assert doubt(error) is True
+        assert (await one(pg, Execution, "00")).lease_id == take.stamps[0].lease_id  # a reload tells
+
+
+async def test_a_statement_that_is_stopped_by_the_server_was_not_written(pg: PostgresStore, rival: Rival) -> None:
+    await write(pg, Insert(execution("a")))
+    await rival.begin("select 1 from ff_exec_core where execution_id = 'a' for update")
+    commit = asyncio.create_task(pg.commit([change(Patch(Execution, ("a",), {"priority": 5}))]))
+    (pid,) = await rival.blocks()
+
+    await rival.fetch("select pg_cancel_backend($1)", pid)
+
+    with pytest.raises(StoreUnavailable) as error:
+        await commit
+    assert doubt(error) is False
+    assert error.value.source is StoreFault.TIMEOUT
+
+
+async def test_a_second_look_that_is_stopped_by_the_server_leaves_what_the_first_one_found(
+    pg: PostgresStore, rival: Rival
+) -> None:
+    _, looking = await look_twice(pg, rival)
+    (pid,) = await rival.blocks()
+
+    await rival.fetch("select pg_cancel_backend($1)", pid)
+
+    assert [row.execution_id for row, _ in (await looking).rows] == ["00"]
+
+
+async def test_a_server_that_is_not_there_leaves_no_doubt() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        store = PostgresStore(NOBODY.format(unused.getsockname()[1]))
+        with pytest.raises(StoreUnavailable) as error:
+            await store.commit([change(Insert(execution("a")))])
+    assert doubt(error) is False
+    assert error.value.source is StoreFault.TRANSPORT
+    await store.close()
+
+
+async def test_a_database_that_is_not_there_is_told(database: str) -> None:
+    store = PostgresStore(postgres().dsn("ff_no_such_database"))
+    with pytest.raises(StoreUnavailable, match="ff_no_such_database"):
+        await store.open(migrate=True)
+    await store.close()
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:port/x", "127.0.0.1:99999/x", "127.0.0.1/x?sslmode=perhaps"])
+async def test_an_address_that_makes_no_sense_is_the_callers_mistake(address: str) -> None:
+    store = PostgresStore(f"postgresql://postgres@{address}")
+    with pytest.raises(InvalidInput, match="url: "):
+        await store.open(migrate=True)
+    await store.close()
+
+
+async def test_attempts_to_connect_become_rarer() -> None:
+    attempts = 0
+
+    def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal attempts
+        attempts += 1
+        writer.close()
+
+    server = await asyncio.start_server(refuse, "127.0.0.1", 0)
+    store = PostgresStore(NOBODY.format(server.sockets[0].getsockname()[1]))
+
+    async def insist() -> None:
+        while True:
+            with pytest.raises(StoreUnavailable):
+                await store.ping()
+
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(insist(), 1)
+
+    assert 2 <= attempts <= 12
+    await store.close()
+    server.close()
+    await server.wait_closed()
+
+
+async def test_calls_wait_for_a_connection_when_all_are_busy(database: str, clock: ManualClock) -> None:
+    store = PostgresStore(database, clock, pool_size=2)
+
+    assert await asyncio.gather(*(store.ping() for _ in range(50))) == [clock.now] * 50
+
+    connection = await asyncpg.connect(database)
+    assert len(await connection.fetch(OURS)) == 2
+    await connection.close()
+    await store.close()
+
+
+async def test_a_cancelled_wait_for_a_connection_gives_its_turn_away(
+    database: str, rival: Rival, clock: ManualClock
+) -> None:
+    store = PostgresStore(database, clock, pool_size=1)
+    await write(store, Insert(execution("a")))
+    await rival.begin("select 1 from ff_exec_core where execution_id = 'a' for update")
+    held = asyncio.create_task(store.commit([change(Patch(Execution, ("a",), {"priority": 5}))]))
+    await rival.blocks()
+    waiting_calls = [asyncio.create_task(store.ping()) for _ in range(3)]
+    await asyncio.sleep(0)
+
+    waiting_calls[0].cancel()
+    await rival.end("rollback")
+
+    async with asyncio.timeout(5):
+        assert await held == [clock.now]
+        assert await asyncio.gather(*waiting_calls[1:]) == [clock.now] * 2
+    await store.close()
+
+
+async def test_a_closed_store_refuses_and_may_be_closed_again(database: str) -> None:
+    store = PostgresStore(database)
+    await store.ping()
+    store.notify(frozenset({"mail"}))
+
+    await store.close()
+    await store.close()
+
+    with pytest.raises(StoreUnavailable, match="closed"):
+        await store.ping()
+
+
+async def test_closing_ends_calls_that_are_under_way(database: str, rival: Rival) -> None:
+    store = PostgresStore(database)
+    await write(store, Insert(execution("a")))
+    await rival.begin("select 1 from ff_exec_core where execution_id = 'a' for update")
+    commit = asyncio.create_task(store.commit([change(Patch(Execution, ("a",), {"priority": 5}))]))
+    await rival.blocks()
+
+    await store.close()
+
+    with pytest.raises(StoreUnavailable) as error:
+        await commit
+    assert doubt(error) is True
+
+
+@pytest.mark.parametrize("poison", [{"tags": "a\0b"}, {"tags": "\ud800"}, {"priority": 2**63}, {"rank": 2**70}])
+async def test_a_value_that_cannot_be_kept_stops_its_batch_and_nothing_else(
+    database: str, clock: ManualClock, poison: dict[str, object]
+) -> None:
+    store = PostgresStore(database, clock, pool_size=1)
+    batch = [change(Insert(execution("a"))), change(Insert(execution("b", **poison)))]
+
+    with pytest.raises(Unstorable) as error:
+        await store.commit(batch)
+
+    assert not isinstance(error.value, Collision)
+    assert await one(store, Execution, "a") is None
+    assert await store.commit(batch[:1]) == [clock.now]
+    await store.close()
+
+
+@pytest.mark.parametrize("cache", [True, False])
+async def test_a_server_that_does_not_write_is_told_and_passes(database: str, clock: ManualClock, cache: bool) -> None:
+    server, name = postgres(), database.rpartition("/")[2]
+    server.execute(f'alter database "{name}" set default_transaction_read_only = on')
+    store = PostgresStore(database, clock, pool_size=1, statement_cache=cache)
+    try:
+        assert await store.ping() == clock.now
+        with pytest.raises(StoreUnavailable, match="default_transaction_read_only is on") as error:
+            await store.commit([change(Insert(execution("a")))])
+        assert (doubt(error), error.value.source, error.value.retryable) == (False, StoreFault.CLUSTER, True)
+    finally:
+        server.execute(f'alter database "{name}" reset default_transaction_read_only')
+
+    assert await store.commit([change(Insert(execution("a")))]) == [clock.now]
+    await store.close()
+
+
+FULL = """
+    create function no_room() returns trigger language plpgsql as $$
+    begin
+        raise exception 'could not extend file: No space left on device' using errcode = 'disk_full';
+    end $$;
+    create trigger no_room before insert on ff_payload for each row execute function no_room();
+"""
+
+
+async def test_a_full_disk_is_reported_and_passes(pg: PostgresStore, rival: Rival) -> None:
+    """The server's own words for it: it ends the statement orderly, whichever file was to grow."""
+    await write(pg, Insert(execution("a")))
+    step = change(
+        Patch(Execution, ("a",), {"priority": 9}),
+        Insert(execution("b", line=LineKey("new"))),
+        Insert(payload("b", b"x" * 100_000)),
+        events=[event("b", lease="x")],
+    )
+    await rival.connection.execute(FULL)
+    try:
+        with pytest.raises(StoreUnavailable, match="No space left") as error:
+            await pg.commit([step])
+        assert (doubt(error), error.value.source, error.value.retryable) == (False, StoreFault.TRANSPORT, True)
+        assert (await one(pg, Execution, "a")).priority == 0
+        assert (await pg.load([Want(Execution, ("b",))])).rows == [[]]
+        assert (await pg.feed(Topic.LEASE, 0, 10)).events == []
+    finally:
+        await rival.connection.execute("drop trigger no_room on ff_payload; drop function no_room()")
+
+    assert await pg.commit([step]) != [None]
+    assert (await one(pg, Execution, "b")).line == LineKey("new")
+    assert len((await pg.feed(Topic.LEASE, 0, 10)).events) == 1
+
+
+@pytest.fixture
+async def own() -> AsyncIterator[PostgresServer]:
+    """A server to stop and kill."""
+    name = f"store-links-{os.getpid()}"
+    server = postgres(name)
+    yield server
+    server.start()
+    server.drop_database("ff")
+    leave(name)
+
+
+@pytest.mark.serial
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["restart", "kill"])
+async def test_the_store_recovers_when_its_server_does(own: PostgresServer, way: str) -> None:
+    dsn = own.create_database("ff")
+    await asyncio.to_thread(migrate, dsn)
+    store = PostgresStore(dsn)
+    woken = asyncio.Event()
+    store.on_wake(lambda topics: woken.set())
+    await asyncio.gather(*(store.ping() for _ in range(4)))
+    assert await store.commit([change(Insert(execution("a")))]) != [None]
+
+    await asyncio.to_thread(own.stop if way == "restart" else own.kill)
+    with pytest.raises(StoreUnavailable):
+        await store.commit([change(Insert(execution("b")))])
+    await asyncio.to_thread(own.start)
+
+    await until_it_answers(store)
+    assert [await one(store, Execution, name) is None for name in "ab"] == [False, True]
+    other = PostgresStore(dsn)
+    async with asyncio.timeout(20):
+        while not woken.is_set():  # the listener came back as well
+            other.notify(frozenset({"mail"}))
+            await asyncio.wait([asyncio.ensure_future(woken.wait())], timeout=0.1)
+    await store.close()
+    await other.close()
+
+
+@pytest.mark.serial
+@pytest.mark.slow
+async def test_a_server_without_a_free_place_is_told(own: PostgresServer) -> None:
+    dsn = own.create_database("ff")
+    own.execute("create role guest login password 'guest' connection limit 1")
+    guest = dsn.replace("postgres:", "guest:", 1)
+    guest = guest.replace(guest[guest.index("guest:") + 6 : guest.index("@")], "guest", 1)
+    first = await asyncpg.connect(guest)
+    store = PostgresStore(guest)
+
+    with pytest.raises(StoreUnavailable) as error:
+        await store.ping()
+    await first.close()
+    await until_it_answers(store)
+
+    assert doubt(error) is False
+    assert error.value.retryable
+    await store.close()
+    own.execute("drop role guest")

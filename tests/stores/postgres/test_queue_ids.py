@@ -1,0 +1,139 @@
+"""Ready queues on Postgres: numbers that follow from keys, and rows that come back when they are lost."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from itertools import takewhile
+from typing import Any
+
+import asyncpg
+import pytest
+
+from flowfabric.clock import ManualClock
+from flowfabric.engine.engine import Engine
+from flowfabric.model.change import Delete, Insert
+from flowfabric.model.execution import MISSING_QUEUE, Execution, LineKey, Result
+from flowfabric.stores.port import Unstorable
+from flowfabric.stores.postgres import PostgresStore, queue_ids
+from flowfabric.stores.postgres.migrator import migrations
+from flowfabric.stores.postgres.queue_ids import number_of
+from tests.conftest import Rival
+from tests.servers import postgres
+from tests.stores.samples import MAIL, a_take, change, line_up, one, waiting
+
+
+async def test_a_number_is_made_of_the_key_alone(pg: PostgresStore, rival: Rival) -> None:
+    await line_up(pg, waiting("a"))
+
+    # Rows of every database hold such numbers: it must not change.
+    assert [row[0] for row in await rival.fetch("select line from ff_line")] == [4206559179369900722]
+    assert number_of(MAIL) == 4206559179369900722
+
+
+@pytest.mark.parametrize("cached", [True, False], ids=["own sessions", "behind a pooler"])
+async def test_a_commit_adds_the_row_of_a_queue_that_was_lost_without_a_broken_connection(
+    database: str, clock: ManualClock, rival: Rival, cached: bool
+) -> None:
+    store = PostgresStore(database, clock, statement_cache=cached)
+    await line_up(store, waiting("a"))
+    await rival.connection.execute("delete from ff_line")
+
+    await line_up(store, waiting("b"))
+
+    assert await store.lines("mail") == [MAIL]
+    assert await store.unlisted(10) == []
+    assert len((await store.take(a_take(2, MAIL))).rows) == 2
+    await store.close()
+
+
+async def test_a_change_in_steps_adds_the_row_of_a_lost_queue_as_well(pg: PostgresStore, rival: Rival) -> None:
+    await line_up(pg, waiting("a"))
+    await rival.connection.execute("delete from ff_line")
+
+    made = change(Delete(Result, ("b",)), Insert(waiting("b")), lines=(LineKey("other"),))
+    assert await pg.commit([made]) != [None]
+
+    assert sorted(await pg.lines()) == [MAIL, LineKey("other")]
+
+
+async def test_queues_are_checked_again_after_a_connection_broke(pg: PostgresStore, rival: Rival) -> None:
+    await line_up(pg, waiting("a"))
+    assert pg._lines._checked
+    await rival.connection.execute(
+        "select pg_terminate_backend(pid) from pg_stat_activity"
+        " where datname = current_database() and application_name = 'flowfabric'"
+    )
+
+    await pg.ping()
+
+    assert not pg._lines._checked
+
+
+async def test_two_queues_with_one_number_are_refused(pg: PostgresStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    await line_up(pg, waiting("a"))
+    monkeypatch.setattr(queue_ids, "number_of", lambda line: number_of(MAIL))
+
+    with pytest.raises(Unstorable, match="same number"):
+        await line_up(pg, waiting("b", line=LineKey("other")))
+    assert await pg.lines() == [MAIL]
+
+
+async def test_nothing_can_be_put_into_a_missing_queue(pg: PostgresStore) -> None:
+    with pytest.raises(Unstorable, match="missing ready queue"):
+        await pg.commit([change(Insert(waiting("a", line=MISSING_QUEUE)))])
+
+
+class TestNumbersOfASequence:
+    """Before that step a queue had the next number of a sequence."""
+
+    OLD = """
+    insert into ff_line (line, digest, lane_id, required, fairness_key, fairness_weight, decided)
+    values (1, '{mail}', 'mail', '', '', 1, false), (2, '{sms}', 'sms', '', '', 1, false);
+    insert into ff_exec_core (execution_id, partition, namespace, lane_id, priority, created_at, last_transition_at,
+        last_mutation_at, lifecycle_phase, ownership_state, eligibility_state, blocking_reason, terminal_outcome,
+        attempt_state, public_state, total_attempt_count, retry_count, replay_count, lease_reclaim_count, lease_epoch,
+        line, rank, next_type, revision)
+    select '{{fp:1}}:00000000-0000-4000-8000-00000000000' || n, 1, 'default', lane, 0, n, n, n,
+           0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, line, n, 0, 1
+      from (values (1, 'mail', 1), (2, 'sms', 2), (3, 'sms', 1), (4, 'mail', 77)) as old (n, lane, line);
+    insert into ff_payload (execution_id, execution_kind, creator_identity)
+    select execution_id, 'task', 'me' from ff_exec_core;
+    """
+
+    @pytest.fixture
+    async def old(self, clock: ManualClock) -> AsyncIterator[PostgresStore]:
+        """A store with two sound rows, one in the queue of another lane, and one whose queue is missing."""
+        server, name = postgres(), f"ff_numbers_{os.getpid()}"
+        server.drop_database(name)
+        dsn = server.create_database(name)
+        connection: Any = await asyncpg.connect(dsn)
+        await connection.execute("create table ff_schema_version (version integer primary key, name text not null)")
+        for step in takewhile(lambda step: step.name != "queue_numbers_and_feed_positions", migrations()):
+            await connection.execute(step.text)
+            await connection.execute("insert into ff_schema_version values ($1, $2)", step.version, step.name)
+        digests = {lane: rf"\x{queue_ids._digest(LineKey(lane)).hex()}" for lane in ("mail", "sms")}
+        await connection.execute(self.OLD.format(**digests))
+        await connection.close()
+        store = PostgresStore(dsn, clock)
+        await store.open(migrate=True)
+        yield store
+        await store.close()
+        server.drop_database(name)
+
+    def name(self, number: int) -> str:
+        return f"{{fp:1}}:00000000-0000-4000-8000-00000000000{number}"
+
+    async def test_become_those_of_the_keys(self, old: PostgresStore) -> None:
+        assert (await one(old, Execution, self.name(1))).line == MAIL
+        assert (await one(old, Execution, self.name(2))).line == LineKey("sms")
+        assert sorted(await old.lines()) == [MAIL, LineKey("sms")]
+
+    async def test_that_were_wrong_or_lost_are_found_and_mended(self, old: PostgresStore) -> None:
+        assert sorted(await old.unlisted(10)) == [self.name(3), self.name(4)]
+        engine = Engine(old)
+
+        assert (await engine.sweep_once("queue_reconciler")).processed == 2
+
+        assert (await one(old, Execution, self.name(3))).line == LineKey("sms")
+        assert (await one(old, Execution, self.name(4))).line == MAIL

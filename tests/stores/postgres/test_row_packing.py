@@ -1,0 +1,200 @@
+"""Batches that hold their events: how executions point to them, and how the feed came to be kept like this."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from typing import Any
+
+import asyncpg
+import msgspec
+import pytest
+
+from flowfabric.clock import ManualClock
+from flowfabric.model.change import Change, Delete, Guard, Insert, LeaseCheck, LeaseWant, Put
+from flowfabric.model.event import Event, FeedEvent, Topic
+from flowfabric.model.execution import Execution, Result
+from flowfabric.rules.execution.lease import CLAIMED
+from flowfabric.rules.execution.transitions import success_form
+from flowfabric.stores.claims import Held
+from flowfabric.stores.postgres import PostgresStore
+from flowfabric.stores.postgres.commit.plan import MOST_EVENTS
+from flowfabric.stores.postgres.migrator import migrations
+from tests.conftest import Rival
+from tests.servers import postgres
+from tests.stores.samples import a_take, change, event, execution, line_up, waiting, write
+
+MANY = 10_000
+
+
+def leases(events: list[FeedEvent]) -> list[str | None]:
+    return [one.event.lease for one in events]
+
+
+async def claimed(store: PostgresStore, name: str = "a") -> Execution:
+    await line_up(store, waiting(name))
+    ((row, _),) = (await store.take(a_take(1, prefix=name, **CLAIMED))).rows
+    return row
+
+
+def finished(row: Execution) -> Change:
+    held = LeaseCheck(LeaseWant.LIVE, row.lease_id or "", row.lease_epoch)
+    done = change(
+        Put(Result(row.execution_id, b"R")), guards=[Guard(Execution, (row.execution_id,), row.revision, held)]
+    )
+    return msgspec.structs.replace(done, form=success_form(row))
+
+
+async def lived(store: PostgresStore, name: str = "a") -> None:
+    """A life with a claim, a renewal, an event that some change tells, and a form's end."""
+    row = await claimed(store, name)
+    held = Held(name, 0, row.attempt_id or "", row.lease_id or "", row.lease_epoch, 1000)
+    await store.renew([held, held])
+    await write(store, events=[event(name, lease="told")])
+    assert await store.commit([finished(row)]) != [None]
+
+
+async def pointers(rival: Rival) -> int:
+    (row,) = await rival.fetch("select count(*) from ff_told_in")
+    number: int = row[0]
+    return number
+
+
+LIFE = ["acquired", "renewed", "renewed", "told", "released"]
+
+
+async def test_a_history_tells_whatever_statement_told_it(pg: PostgresStore) -> None:
+    await lived(pg)
+    await lived(pg, "b")
+
+    history = await pg.history("a", Topic.LEASE, MANY)
+
+    assert leases(history) == LIFE
+    assert history == [one for one in (await pg.feed(Topic.LEASE, 0, MANY)).events if one.event.execution_id == "a"]
+    assert leases(await pg.history("a", Topic.LEASE, 2)) == LIFE[-2:]
+    assert [one.event.outcome for one in await pg.history("a", Topic.COMPLETION, MANY)] == ["success"]
+
+
+async def test_a_history_outlives_its_execution_and_goes_on_with_the_next_of_that_name(pg: PostgresStore) -> None:
+    await lived(pg)
+    await write(pg, Delete(Result, ("a",)), Delete(Execution, ("a",)))
+    assert leases(await pg.history("a", Topic.LEASE, MANY)) == LIFE
+
+    await write(pg, Insert(execution("a")), events=[event("a", lease="again")])
+    assert leases(await pg.history("a", Topic.LEASE, MANY)) == [*LIFE, "again"]
+
+
+async def test_a_row_points_to_the_newest_thousand_batches(pg: PostgresStore, rival: Rival) -> None:
+    await line_up(pg, waiting("a"))
+    await rival.connection.execute(
+        "update ff_exec_core set told = array(select -n from generate_series(1000, 1, -1) n)"
+    )
+    ((row, _),) = (await pg.take(a_take(1, **CLAIMED))).rows
+    await pg.commit([finished(row)])
+
+    (found,) = await rival.fetch("select told from ff_exec_core")
+
+    assert found["told"][:2] == [-998, -997]
+    assert len(found["told"]) == 1000
+    assert leases(await pg.history("a", Topic.LEASE, MANY)) == ["acquired", "released"]
+
+
+async def test_nothing_points_to_what_was_trimmed(pg: PostgresStore, rival: Rival, clock: ManualClock) -> None:
+    for name in ("a", "purged before", "purged after"):
+        await lived(pg, name)
+    await write(pg, Delete(Execution, ("purged before",)))
+    clock.pass_ms(1)
+    await write(pg, events=[event("a", lease="kept")])
+    before = await pointers(rival)
+
+    assert await pg.trim_feed(clock.now, MANY) == 3 * len(LIFE)
+    await write(pg, Delete(Execution, ("purged after",)))
+
+    assert (before, await pointers(rival)) == (3 * 2 + 2 + 1, 1)
+    assert leases(await pg.history("a", Topic.LEASE, MANY)) == ["kept"]
+    assert await pg.history("purged before", Topic.LEASE, MANY) == []
+
+
+async def test_events_keep_the_order_of_their_changes_before_those_of_forms(pg: PostgresStore) -> None:
+    rows = [await claimed(pg, name) for name in "abc"]
+    start = await pg.feed_end()
+    told = [change(events=[event("x", lease=f"{number}")]) for number in (1, 2)]
+    refused = change(events=[event("x", lease="refused")], not_before=2**62)
+
+    await pg.commit([finished(rows[0]), told[0], refused, finished(rows[1]), told[1], finished(rows[2])])
+
+    events = (await pg.feed(Topic.LEASE, start, MANY)).events
+    assert [(one.event.lease, one.event.execution_id) for one in events] == [
+        ("1", "x"),
+        ("2", "x"),
+        ("released", "a"),
+        ("released", "b"),
+        ("released", "c"),
+    ]
+
+
+class TestAFeedOfSingleRows:
+    """Before the seventh step each event was a row of `ff_event`."""
+
+    # Three batches: one with gaps, since refused changes told nothing; one without events; one without a position.
+    OLD = """
+    insert into ff_batch (batch_id, at, position) overriding system value
+    values (5, 10, 1), (7, 20, 2), (8, 30, 3), (9, 40, null);
+    select setval('ff_batch_batch_id_seq', 9);
+    update ff_feed set numbered = 3;
+    insert into ff_event (batch_id, ord, execution_id, namespace, lease, lease_epoch, attempt_index, operator, details)
+    values (5, 1, 'a', 'n', 'one', 7, 0, null, 'x'), (5, 4, 'b', 'n', 'two', null, null, null, null),
+           (5, 5, 'a', 'n', null, null, null, 'three', null), (8, 0, 'a', 'n', 'four', null, null, null, null),
+           (9, 2, 'a', 'n', 'five', null, null, null, null);
+    """
+    PLACES = (MOST_EVENTS + 1, MOST_EVENTS + 4, 3 * MOST_EVENTS)
+
+    @pytest.fixture
+    async def old(self, clock: ManualClock) -> AsyncIterator[PostgresStore]:
+        server, name = postgres(), f"ff_old_{os.getpid()}"
+        server.drop_database(name)
+        dsn = server.create_database(name)
+        connection: Any = await asyncpg.connect(dsn)
+        await connection.execute("create table ff_schema_version (version integer primary key, name text not null)")
+        for step in migrations()[:6]:
+            await connection.execute(step.text)
+            await connection.execute("insert into ff_schema_version values ($1, $2)", step.version, step.name)
+        await connection.execute(self.OLD)
+        await connection.close()
+        store = PostgresStore(dsn, clock)
+        await store.open(migrate=True)
+        yield store
+        await store.close()
+        server.drop_database(name)
+
+    async def test_keeps_its_events_and_their_places(self, old: PostgresStore) -> None:
+        page = await old.feed(Topic.LEASE, 0, MANY)
+
+        *numbered, last = [(one.position, one.at, one.event.lease) for one in page.events]
+        assert numbered == [*zip(self.PLACES, (10, 10, 30), ("one", "two", "four"), strict=True)]
+        assert last[0] > self.PLACES[-1]  # its position was given out after the last step, from the time of day
+        assert last[0] % MOST_EVENTS == 2
+        assert last[1:] == (40, "five")
+        first = page.events[0].event
+        assert first == Event("a", "n", lease="one", lease_epoch=7, attempt_index=0, details="x")
+
+    async def test_goes_on_from_every_cursor(self, old: PostgresStore) -> None:
+        for after in range(MOST_EVENTS, MOST_EVENTS + 8):
+            page = await old.feed(Topic.LEASE, after, MANY)
+            assert [one.position for one in page.events][:-1] == [place for place in self.PLACES if place > after]
+            assert not page.diverged
+        await write(old, events=[event("a", lease="six")])
+
+        assert leases((await old.feed(Topic.LEASE, self.PLACES[-1], MANY)).events) == ["five", "six"]
+
+    async def test_keeps_the_history_of_each_execution(self, old: PostgresStore) -> None:
+        assert leases(await old.history("a", Topic.LEASE, MANY)) == ["one", "four", "five"]
+        assert leases(await old.history("b", Topic.LEASE, MANY)) == ["two"]
+        assert len(await old.history("a", Topic.OPERATOR, MANY)) == 1
+
+    async def test_can_be_trimmed(self, old: PostgresStore) -> None:
+        assert await old.trim_feed(30, MANY) == 3
+
+        assert leases(await old.history("a", Topic.LEASE, MANY)) == ["four", "five"]
+        lost = {topic: (await old.feed(topic, MOST_EVENTS + 4, MANY)).lost for topic in Topic}
+        assert lost == {topic: topic is Topic.OPERATOR for topic in Topic}

@@ -1,0 +1,252 @@
+"""The file gives trouble: callers hear of it in the port's words, nothing is half written, and it passes by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import apsw
+import pytest
+
+from flowfabric.errors import StoreUnavailable
+from flowfabric.model.change import Change, Insert, Patch
+from flowfabric.model.event import Topic
+from flowfabric.model.execution import Execution, LineKey
+from flowfabric.stores.queries import Want
+from flowfabric.stores.sqlite import SQLiteStore, connection_thread
+from flowfabric.stores.sqlite import store as module
+from tests.postgres_install import ROOT
+from tests.stores.samples import change, event, execution, one, payload, waiting, write
+
+
+class Fragile(SQLiteStore):
+    """A store whose connections can be made to fail."""
+
+    hook: Callable[[apsw.Connection], object] = staticmethod(lambda db: None)
+
+    def _connect(self) -> apsw.Connection:
+        db = super()._connect()
+        self.hook(db)
+        return db
+
+
+@pytest.fixture
+async def fragile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fragile]:
+    monkeypatch.setattr(module, "BUSY_MS", 50)
+    store = Fragile(tmp_path / "ff.db")
+    await store.open(migrate=True)
+    await write(store, Insert(execution("a")))
+    yield store
+    await store.close()
+
+
+async def fails(store: Fragile, step: Change) -> StoreUnavailable:
+    with pytest.raises(StoreUnavailable) as failure:
+        await store.commit([step])
+    assert failure.value.in_doubt is False
+    assert isinstance(failure.value.__cause__, apsw.Error)
+    return failure.value
+
+
+async def test_a_full_disk_is_reported_and_passes(fragile: Fragile) -> None:
+    fragile.hook = lambda db: db.pragma("max_page_count", db.pragma("page_count") + 2)
+    await fragile._writer.do(lambda db: fragile.hook(db))
+    large = change(
+        Patch(Execution, ("a",), {"priority": 9}),
+        Insert(payload("a", b"x" * 1_000_000)),
+        Insert(execution("b", line=LineKey("new"))),
+        events=[event(lease="x")],
+    )
+
+    failure = await fails(fragile, large)
+    assert isinstance(failure.__cause__, apsw.FullError)
+    assert failure.retryable
+    assert (await one(fragile, Execution, "a")).priority == 0
+    assert (await fragile.load([Want(Execution, ("b",))])).rows == [[]]
+    assert await fragile.lines() == []
+
+    await fails(fragile, large)
+    fragile.hook = lambda db: None
+    assert await fragile.commit([large]) != [None]
+    assert (await one(fragile, Execution, "b")).line == LineKey("new")
+
+
+def test_a_file_that_the_kernel_lets_grow_no_further_is_reported_and_passes(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.stores.cramped", str(tmp_path / "ff.db")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout)
+
+    written = found["written"]
+    assert written > 0
+    assert found["causes"] == [["IOError", True, False]] * 3, "each is reported as something that passes, without doubt"
+    assert found["half"] == [written, written], "neither rows nor lines of what failed are there"
+    assert found["whole"] == [written + 20, written + 20]
+    assert found["sound"] == "ok"
+
+
+async def test_all_that_was_to_be_written_together_fails_together(
+    fragile: Fragile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection_thread, "WAITED_S", 60.0)  # however slow this machine is
+    await fragile._writer.do(lambda db: db.pragma("max_page_count", db.pragma("page_count") + 2))
+    small = [change(Insert(execution(f"n{number}", line=LineKey(f"l{number}")))) for number in range(5)]
+    large = change(Insert(payload("a", b"x" * 1_000_000)))
+
+    answers = await asyncio.gather(*(fragile.commit([one]) for one in [*small, large]), return_exceptions=True)
+    assert {type(answer) for answer in answers} == {StoreUnavailable}
+    assert len((await fragile.load([Want(Execution, ())])).rows[0]) == 1
+
+    assert await asyncio.gather(*(fragile.commit([one]) for one in small))
+    assert len((await fragile.load([Want(Execution, ())])).rows[0]) == 6
+    assert len(await fragile.lines()) == 5
+
+
+async def test_a_file_that_someone_else_locks_is_reported_and_passes(fragile: Fragile, tmp_path: Path) -> None:
+    other = apsw.Connection(str(tmp_path / "ff.db"))
+    other.execute("BEGIN IMMEDIATE")
+    step = change(Insert(execution("b")))
+
+    assert isinstance((await fails(fragile, step)).__cause__, apsw.BusyError)
+    assert (await one(fragile, Execution, "a")).execution_id == "a"
+    other.execute("ROLLBACK")
+    assert await fragile.commit([step]) != [None]
+    other.close()
+
+
+@pytest.mark.parametrize("by", ["nothing", "another store", "a copy"])
+async def test_a_file_that_was_removed_or_replaced_takes_nothing_more(tmp_path: Path, by: str) -> None:
+    path = tmp_path / "ff.db"
+    store, aside = SQLiteStore(path), tmp_path / "aside.db"
+    await store.open(migrate=True)
+    await write(store, Insert(execution("a")))
+    path.rename(aside)
+    if by == "another store":
+        other = SQLiteStore(path)
+        await other.open(migrate=True)
+        await other.close()
+    elif by == "a copy":
+        path.write_bytes(aside.read_bytes())
+    there = path.exists()
+
+    for attempt in (
+        store.commit([change(Insert(execution("b")))]),
+        store.load([Want(Execution, ("a",))]),
+        store.lines(),
+        store.ping(),
+    ):
+        with pytest.raises(StoreUnavailable, match=r"ff\.db was removed or replaced after it was opened"):
+            await attempt
+    assert store.peek([Want(Execution, ("a",))]) is None
+    assert path.exists() == there, "and nobody makes an empty one of it"
+
+    if by == "nothing":
+        aside.rename(path)  # back again, it is as good as before
+        assert await store.commit([change(Insert(execution("c")))]) != [None]
+        assert await one(store, Execution, "b") is None
+    await store.close()
+
+
+async def test_what_was_written_to_a_file_that_is_gone_is_not_acknowledged(tmp_path: Path) -> None:
+    path = tmp_path / "ff.db"
+    store = SQLiteStore(path)
+    await store.open(migrate=True)
+
+    def gone_meanwhile(db: apsw.Connection) -> None:
+        db.execute("UPDATE ff_schema_version SET applied_at = applied_at")
+        path.rename(tmp_path / "aside.db")
+
+    with pytest.raises(StoreUnavailable, match="removed or replaced"):
+        await store._writer.do(gone_meanwhile)
+    await store.close()
+
+
+async def test_a_file_that_may_not_be_written_is_reported_and_passes(fragile: Fragile) -> None:
+    await fragile._writer.do(lambda db: db.pragma("query_only", True))
+    step = change(Insert(execution("b")))
+
+    assert isinstance((await fails(fragile, step)).__cause__, apsw.ReadOnlyError)
+    assert await fragile.commit([step]) != [None]
+
+
+async def test_a_spoilt_file_is_reported_and_works_again_when_it_is_mended(fragile: Fragile, tmp_path: Path) -> None:
+    await fragile.close()
+    path = tmp_path / "ff.db"
+    good = path.read_bytes()
+    path.write_bytes(b"no database at all" * 1000)
+
+    store = SQLiteStore(path)
+    with pytest.raises(StoreUnavailable) as failure:
+        await store.open(migrate=False)
+    assert isinstance(failure.value.__cause__, apsw.NotADBError)
+    with pytest.raises(StoreUnavailable):
+        await store.load([Want(Execution, ("a",))])
+    path.write_bytes(good)
+    await store.open(migrate=False)
+    assert (await one(store, Execution, "a")).execution_id == "a"
+    await store.close()
+
+
+async def test_a_file_that_cannot_be_made_is_reported(tmp_path: Path) -> None:
+    store = SQLiteStore(tmp_path / "no such folder" / "ff.db")
+    with pytest.raises(StoreUnavailable, match=r"ff\.db: its folder does not exist") as failure:
+        await store.open(migrate=True)
+    assert failure.value.in_doubt is False
+
+    (tmp_path / "no such folder").mkdir()
+    await store.open(migrate=True)
+    await store.close()
+
+
+async def test_a_closed_store_says_so(fragile: Fragile) -> None:
+    await fragile.close()
+
+    with pytest.raises(StoreUnavailable, match="closed"):
+        await fragile.ping()
+    with pytest.raises(StoreUnavailable, match="closed"):
+        await fragile.commit([])
+
+
+async def test_a_mistake_in_the_code_is_not_taken_for_trouble_with_the_file(fragile: Fragile) -> None:
+    with pytest.raises(ValueError, match="no column"):
+        await fragile.due(Execution, "nonsense", limit=1)
+    with pytest.raises(KeyError):
+        await fragile.commit([change(Insert(event()))])
+    await write(fragile, Insert(waiting("b")))
+
+
+@pytest.mark.parametrize("grown", [False, True], ids=["at once", "after the feed has grown"])
+async def test_a_cursor_into_what_a_restored_file_has_lost_is_told_of_and_misses_nothing(
+    tmp_path: Path, grown: bool
+) -> None:
+    path = tmp_path / "ff.db"
+
+    async def tell(*names: str) -> int:
+        store = SQLiteStore(path)
+        await store.open(migrate=True)
+        for name in names:
+            await write(store, events=[event(name, lease="told")])
+        end = await store.feed_end()
+        await store.close()
+        return end
+
+    kept = await tell("kept")
+    backup = path.read_bytes()
+    lost = await tell("lost-1", "lost-2")
+    path.write_bytes(backup)
+    if grown:
+        await tell("new-1", "new-2", "new-3")
+
+    store = SQLiteStore(path)
+    await store.open(migrate=False)
+    page = await store.feed(Topic.LEASE, lost, 10)
+    assert page.diverged
+    names = [told.event.execution_id for told in page.events]
+    await write(store, events=[event("newest", lease="told")])
+    names += [told.event.execution_id for told in (await store.feed(Topic.LEASE, page.position, 10)).events]
+    assert names == (["new-1", "new-2", "new-3"] if grown else []) + ["newest"]
+    assert not (await store.feed(Topic.LEASE, kept, 10)).diverged
+    await store.close()

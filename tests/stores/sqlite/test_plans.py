@@ -1,0 +1,204 @@
+"""Statements on the hot path find their rows by an index and in order, also when the table is large."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import apsw
+import pytest
+
+from flowfabric.model.change import FromNow, Insert
+from flowfabric.model.event import Topic
+from flowfabric.model.execution import Attempt, Execution, IdempotencyKey, LineKey, Payload
+from flowfabric.model.suspension import Suspension
+from flowfabric.stores.claims import Held
+from flowfabric.stores.port import Store
+from flowfabric.stores.queries import Scan, Tally, Want, Where
+from flowfabric.stores.sqlite import SQLiteStore
+from tests.stores.samples import MAIL, a_take, change, event, execution, payload, waiting
+
+LINES = (MAIL, LineKey("mail", "gpu"), LineKey("sms"))
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file with some thousand rows, known to the planner."""
+    path = tmp_path_factory.mktemp("plans") / "ff.db"
+
+    async def fill() -> None:
+        store = SQLiteStore(path, synchronous="NORMAL")
+        await store.open(migrate=True)
+        for start in range(0, 4000, 500):
+            await store.commit(
+                [
+                    change(*_rows(number), events=[event(f"n{number}", lease="x")])
+                    for number in range(start, start + 500)
+                ]
+            )
+        await store.close()
+
+    def _rows(number: int) -> list[Insert]:
+        name = f"n{number}"
+        row = (
+            waiting(name, number % 1000, line=LINES[number % 3])
+            if number % 2
+            else execution(name, lease_expires_at=FromNow(number), delay_until=FromNow(number), lease_id=name)
+        )
+        return [Insert(row), Insert(payload(name))]
+
+    asyncio.run(fill())
+    db = apsw.Connection(str(path))
+    db.execute("ANALYZE")
+    db.close()
+    return path
+
+
+class Watched(SQLiteStore):
+    """A store that remembers the plan of each statement that it runs."""
+
+    plans: dict[str, list[str]]
+
+    def _watch(self, db: apsw.Connection) -> apsw.Connection:
+        plain = apsw.Connection(str(self._path))
+
+        def note(cursor: apsw.Cursor, statement: str, bindings: Any) -> bool:
+            if statement.split()[0] in ("SELECT", "WITH", "UPDATE", "INSERT", "DELETE"):
+                steps = plain.execute(f"EXPLAIN QUERY PLAN {statement}", bindings)
+                self.plans[statement] = [step[3] for step in steps]
+            return True
+
+        db.exec_trace = note
+        return db
+
+    def _connect(self) -> apsw.Connection:
+        return self._watch(super()._connect())
+
+    def _connect_reader(self) -> apsw.Connection:
+        return self._watch(super()._connect_reader())
+
+
+async def plans_of(path: Path, *calls: Any) -> list[list[str]]:
+    store = Watched(path)
+    store.plans = {}
+    for call in calls:
+        await call(store)
+    await store.close()
+    return list(store.plans.values())
+
+
+def only_searches(plans: Sequence[Sequence[str]]) -> bool:
+    """Whether no step reads a whole table or sorts; in the statements, r and p stand for tables."""
+    steps = [step for plan in plans for step in plan]
+    assert steps
+    return not [step for step in steps if re.match(r"SCAN (ff_\w+|[rp])\b|.*TEMP B-TREE", step)]
+
+
+async def test_a_take_reads_the_heads_of_its_lines_in_order(filled: Path) -> None:
+    for lines in (LINES[:1], LINES):
+        plans = await plans_of(filled, lambda store, lines=lines: store.take(a_take(10, *lines)))
+        heads = next(plan for plan in plans if any("ff_exec_core_line" in step for step in plan))
+        assert sum("USING INDEX ff_exec_core_line (line=?)" in step for step in heads) == len(lines)
+        assert only_searches([heads])
+        writes = [plan for plan in plans if plan is not heads]
+        assert only_searches(writes)
+
+
+async def test_lines_with_work_are_found_from_one_to_the_next(filled: Path) -> None:
+    [plan] = await plans_of(filled, lambda store: store.standing("mail"))
+
+    assert sum("USING COVERING INDEX ff_exec_core_line (line>?)" in step for step in plan) == 2, plan
+    assert not [step for step in plan if re.match(r"SCAN (ff_\w+|[el])\b", step)], plan
+
+
+async def test_rows_are_loaded_by_their_key(filled: Path) -> None:
+    # n6 stands in no line, of which the store would have to read first.
+    wants = [Want(Execution, ("n6",)), Want(Attempt, ("n6",)), Want(IdempotencyKey, (1,))]
+
+    [at_once] = await plans_of(filled, lambda store: store.load(wants))
+    one_by_one = await plans_of(filled, lambda store: store.load([*wants, Want(Payload, ("n6",))]))
+    many = await plans_of(filled, lambda store: store.load([Want(Execution, (f"n{n}",)) for n in range(20)]))
+
+    assert len(one_by_one) == 4
+    assert only_searches([at_once, *one_by_one, *many])
+
+
+@pytest.mark.parametrize("column", ["lease_expires_at", "delay_until", "attempt_timeout_at", "deadline_at", "purge_at"])
+async def test_due_rows_are_found_by_their_instant_in_order(filled: Path, column: str) -> None:
+    plans = await plans_of(filled, lambda store: store.due(Execution, column, limit=10))
+
+    assert len(plans) == 2
+    assert only_searches(plans)
+    assert all(f"ff_exec_core_{column}" in plan[0] for plan in plans)
+
+
+@pytest.mark.parametrize("each", [None, LINES])
+async def test_counts_are_made_by_an_index(filled: Path, each: tuple[LineKey, ...] | None) -> None:
+    """They may group what they found, and sort for that; they never look at a row beyond their limit."""
+    held = Tally(Execution, "lease_expires_at", ("lane_id",), 100)
+    line = Tally(Execution, "line", ("lane_id",), 100, each=each)
+    asleep = Tally(Suspension, "due_at", ("lane_id",), 100)
+    for tally, index in (
+        (held, "INDEX ff_exec_core_lease_expires_at"),
+        (line, "INDEX ff_exec_core_line"),
+        (asleep, "INDEX ff_suspension_due_at"),
+    ):
+        plans = await plans_of(filled, lambda store, tally=tally: store.tally(tally))
+        steps = [step for plan in plans for step in plan]
+        assert [step for step in steps if index in step], steps
+        assert not [step for step in steps if re.match(r"SCAN ff_\w+$", step)], steps
+
+
+async def test_a_lease_is_renewed_by_key(filled: Path) -> None:
+    async def renew(store: Store) -> None:
+        ((row, _),) = (await store.take(a_take(1))).rows
+        await store.renew([Held(row.execution_id, 0, row.attempt_id or "", row.lease_id or "", 1, 100)] * 3)
+
+    assert only_searches(await plans_of(filled, renew))
+
+
+async def test_feed_and_history_are_read_in_order(filled: Path) -> None:
+    async def read(store: Store) -> None:
+        for topic in Topic:
+            await store.feed(topic, 100, 10)
+            await store.history("n5", topic, 10)
+
+    of_one_row = ("sqlite_sequence", "ff_feed_trim")
+    plans = [
+        plan for plan in await plans_of(filled, read) if not any(table in step for step in plan for table in of_one_row)
+    ]
+    assert len(plans) == 2 * len(Topic) + 1  # and whether the position was given out
+    assert only_searches(plans)
+
+
+async def test_the_leases_of_a_lost_take_are_found_without_reading_what_is_finished(filled: Path) -> None:
+    lost = (Where("lease_id", "in", ("a", "b")), Where("lease_expires_at", "set"))
+    (plan,) = await plans_of(filled, lambda store: store.scan(Scan(Execution, lost, ("lease_expires_at",))))
+
+    assert "ff_exec_core_lease_expires_at" in plan[0]
+
+
+async def test_rows_whose_key_begins_like_a_text_are_a_range_of_the_index(filled: Path) -> None:
+    begin = (Where("execution_id", "starts", ("n1", "n25")),)
+    each = Scan(Execution, begin, ("execution_id",), limit=3, each="execution_id")
+
+    plans = await plans_of(filled, lambda store: store.scan(each))
+
+    assert only_searches(plans)
+    steps = [step for plan in plans for step in plan if "ff_exec_core" in step]
+    assert steps
+    assert all(step.endswith("(execution_id>? AND execution_id<?)") for step in steps)
+
+
+async def test_the_lists_of_a_limit_are_found_by_one_index_search_each(filled: Path) -> None:
+    where = (Where("blocked_on", "starts", "quota:1#"), Where("blocked_on", ">", "quota:1#a"))
+    lists = Scan(Execution, where, ("rank", "execution_id"), limit=1, each="blocked_on", values=9)
+
+    plans = await plans_of(filled, lambda store: store.scan(lists))
+
+    steps = [step for plan in plans for step in plan if "ff_exec_core" in step]
+    assert steps
+    assert all("SEARCH" in step and "ff_exec_core_blocked_on" in step for step in steps)
